@@ -1,0 +1,136 @@
+"""Scored rollouts become this rank's packed micro-batches: exchange, balance, pack."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.algo.aggregation import token_weights
+from spmdrl.algo.packing import balance, pack
+from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
+from spmdrl.metrics import Mean, Metrics
+from spmdrl.plan import Plan
+from spmdrl.types import MicroBatch, Rollout, ScoredRollout, Sequence, TrainingDiverged
+
+MiniBatch = list[MicroBatch]  # this rank's share of the rollouts behind one optimizer step
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's share of a step."""
+
+    mini_batches: list[MiniBatch]  # one for each optimizer step; as many micro-batches in each on every rank
+    metrics: Metrics
+
+
+def to_sequence(scored: ScoredRollout, index: int) -> Sequence:
+    """Prompt and response as training sees them: only the response is trained."""
+    prompt, response = scored.rollout.prompt.token_ids, scored.rollout.response
+    _require_finite_logprobs(scored.rollout)
+    return Sequence(
+        index=index,
+        token_ids=prompt + response.token_ids,
+        loss_mask=(False,) * len(prompt) + (True,) * len(response.token_ids),
+        rollout_logprobs=(0.0,) * len(prompt) + response.logprobs,
+        advantage=scored.advantage,
+    )
+
+
+def _require_finite_logprobs(rollout: Rollout) -> None:
+    # Checked here, not in the loss: with clipping, an infinite ratio can give a finite loss.
+    if not all(map(math.isfinite, rollout.response.logprobs)):
+        raise TrainingDiverged(
+            f"the engine (version {rollout.response.version}) reported a log-probability that is not finite "
+            f"for sample {rollout.sample_index} of prompt {rollout.prompt.prompt_id}"
+        )
+
+
+def build_batch(sequences: list[Sequence], plan: Plan, mesh: DeviceMesh, *, aggregation: str) -> Batch:
+    """Give every rank its micro-batches of every mini-batch of the step.
+
+    The result depends on the step's sequences and not on which rank sampled them: every rank knows all sizes and
+    computes the same plan. Each `MicroBatch.loss_weights` already carries the global denominator.
+    """
+    sizes = gather_sizes(sequences, mesh)
+    num_ranks, me = mesh.size(), mesh.get_local_rank()
+    shares: list[list[list[SequenceSize]]] = []  # of each mini-batch, of each rank
+    for start in range(0, len(sizes), plan.rollouts_per_mini_batch):
+        mini_batch = sizes[start : start + plan.rollouts_per_mini_batch]
+        parts = balance([size.num_tokens for size in mini_batch], num_ranks)
+        shares.append([[mini_batch[i] for i in part] for part in parts])
+    goes_to = {size.index: rank for share in shares for rank, part in enumerate(share) for size in part}
+    mine = {sequence.index: sequence for sequence in exchange(sequences, sizes, goes_to, mesh)}
+
+    mini_batches, metrics = [], []
+    for share in shares:
+        num_micro_batches = max(len(_bins(part, plan, at_least=1)) for part in share)
+        bins = _bins(share[me], plan, at_least=num_micro_batches)
+        weights = _loss_weights([size for part in share for size in part], plan, aggregation)
+        mini_batches.append([_micro_batch([mine[i] for i in indices], weights) for indices in bins])
+        metrics.append(_pack_metrics(mini_batches[-1], share, plan))
+    merged = {name: metrics[0][name] for name in metrics[0]}
+    for more in metrics[1:]:
+        merged = {name: merged[name].merge(more[name]) for name in merged}
+    return Batch(mini_batches, merged)
+
+
+def _bins(part: list[SequenceSize], plan: Plan, *, at_least: int) -> list[list[int]]:
+    """Sequence indices of each micro-batch; empty lists where a rank has fewer micro-batches than others."""
+    bins = pack(
+        [size.num_tokens for size in part],
+        max_tokens=plan.max_tokens_per_micro_batch,
+        sequences_per_micro_batch=plan.sequences_per_micro_batch,
+        min_bins=at_least,
+    )
+    return [[part[i].index for i in places] for places in bins]
+
+
+def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> dict[int, float]:
+    """What one loss token of each sequence counts in the mini-batch's loss, by sequence index."""
+    counts = [size.num_loss_tokens for size in sizes]
+    weights = token_weights(
+        counts,
+        aggregation=aggregation,
+        global_loss_tokens=sum(counts),
+        global_sequences=sum(count > 0 for count in counts),
+        max_response_tokens=plan.max_response_tokens,
+    )
+    return {size.index: weight for size, weight in zip(sizes, weights, strict=True)}
+
+
+def _micro_batch(sequences: list[Sequence], weights: dict[int, float]) -> MicroBatch:
+    """Lay sequences end to end. None at all gives one token that is not trained: every rank must run the forward."""
+    if not sequences:
+        sequences = [Sequence(index=-1, token_ids=(0,), loss_mask=(False,), rollout_logprobs=(0.0,), advantage=0.0)]
+    seqlens = [len(sequence.token_ids) for sequence in sequences]
+    loss_mask = torch.tensor([masked for sequence in sequences for masked in sequence.loss_mask])
+
+    def per_token(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(seqlens))
+
+    return MicroBatch(
+        token_ids=torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
+        positions=torch.cat([torch.arange(n) for n in seqlens]),
+        cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32),
+        loss_mask=loss_mask,
+        loss_weights=per_token([weights.get(sequence.index, 0.0) for sequence in sequences]) * loss_mask,
+        advantages=per_token([sequence.advantage for sequence in sequences]),
+        rollout_logprobs=torch.tensor([x for sequence in sequences for x in sequence.rollout_logprobs]),
+        sequence_index=tuple(sequence.index for sequence in sequences),
+    )
+
+
+def _pack_metrics(mini_batch: MiniBatch, share: list[list[SequenceSize]], plan: Plan) -> Metrics:
+    tokens = [sum(size.num_tokens for size in part) for part in share]
+    filled = sum(float(m.token_ids.numel()) for m in mini_batch if m.sequence_index != (-1,))
+    longest = max(m.token_ids.numel() for m in mini_batch)
+    room = float((plan.max_tokens_per_micro_batch or longest) * len(mini_batch))
+    return {
+        "pack/fill_fraction": Mean(filled, room),
+        "pack/micro_batches": Mean(float(len(mini_batch)), 1.0),
+        # 1 when all ranks have the same number of tokens; the share of time the others wait is 1 - 1/this.
+        "pack/rank_imbalance": Mean(max(tokens) * len(tokens) / max(1, sum(tokens)), 1.0),
+    }

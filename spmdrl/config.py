@@ -1,0 +1,489 @@
+"""What the user wrote: typed, frozen, never corrected. What it implies is computed in `plan.py`.
+
+The attribute docstrings below are the configuration reference (`docs/configuration.md` is generated from them).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spmdrl.types import UserError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A table of the TOML file: unknown keys are errors, values are not converted, nothing changes after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class RunConfig(Section):
+    name: str
+    """The run's folder is `dir/name`."""
+    dir: str = "runs"
+    """Where run folders are made."""
+    num_steps: Count
+    """Steps to train: rollout, reward, pack, update, refit, once around."""
+    seed: int = 0
+    """Every random number of the run follows from this one and from what it is for, never from a rank."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the newest checkpoint in the run's folder; `never` refuses a folder that holds a run."""
+    deterministic: bool = False
+    """Deterministic kernels and a fixed assignment of work to ranks and batches."""
+    threads_per_rank: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face causal language model directory: config, safetensors weights, tokenizer."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Forward and backward; master weights stay float32. `auto` is float32 on a CPU, bfloat16 on CUDA.
+    float16 scales the loss dynamically."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn_2", "flash_attn_3"] = "auto"
+    """Packed attention: `sdpa` runs one call per run of equal lengths and works everywhere; `varlen` is torch's own
+    CUDA kernel; `flash_attn_*` need that package. `auto` is `varlen` on CUDA and `sdpa` on a CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    logits_chunk_tokens: Count = 2048
+    """Tokens whose logits exist at the same time; the memory of the head is this times the vocabulary."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state of the policy in host memory between uses."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model directory."""
+
+
+class FileData(Section):
+    kind: Literal["jsonl", "parquet"]
+    """File format."""
+    path: str
+    """The file; relative paths are relative to the working directory."""
+    prompt_column: str = "prompt"
+    """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
+    answer_column: str | None = "answer"
+    """The reference answer that rewards compare with; "" in an override, or unset, when the data has none."""
+    response_column: str | None = None
+    """The response to imitate, for supervised fine-tuning."""
+    task: str = "default"
+    """Name of this source in per-task metrics."""
+    weight: Positive = 1.0
+    """Share of prompts drawn from this source, relative to the other sources."""
+
+
+class ReasoningGymData(Section):
+    kind: Literal["reasoning_gym"]
+    """Procedurally generated tasks of the reasoning-gym package."""
+    task: str
+    """Name of the reasoning-gym data set, such as `chain_sum`."""
+    params: dict[str, Any] = {}
+    """Parameters of that data set, such as `{ min_terms = 2, max_terms = 3 }`."""
+    prompt_template: str = "{question}"
+    """The prompt; `{question}` and every key of the item's metadata can be used, e.g. `{metadata[word]}`."""
+    weight: Positive = 1.0
+    """Share of prompts drawn from this source, relative to the other sources."""
+
+
+DataSource = Annotated[Union[FileData, ReasoningGymData], Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Where training prompts come from."""
+    system_prompt: str | None = None
+    """Put before string prompts when the tokenizer has a chat template."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is."""
+    max_prompt_tokens: Count
+    """Longer prompts are an error that names the row, or are dropped and counted: see `overlong`."""
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with a prompt longer than `max_prompt_tokens`."""
+
+
+class RolloutConfig(Section):
+    engine: Literal["torch"] = "torch"
+    """`torch` is the embedded continuous-batching engine; it runs wherever torch does."""
+    prompts_per_step: Count
+    """Prompts drawn each step, over all ranks."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Rollouts per prompt; a group's rewards are compared with each other."""
+    max_response_tokens: Count
+    """Sampling stops there with finish reason `length`."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
+    max_running: Count = 256
+    """Sequences decoded together by one engine."""
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    """Weights that are gathered and handed to the engine together in a refit."""
+
+
+class ExactReward(Section):
+    kind: Literal["exact"]
+    """1 when the response, stripped of white space, is the reference answer."""
+    weight: float = 1.0
+    """Factor of this term in the reward."""
+
+
+class MathReward(Section):
+    kind: Literal["math"]
+    """1 when math-verify finds the response's final answer equal to the reference answer."""
+    weight: float = 1.0
+    """Factor of this term in the reward."""
+
+
+class ReasoningGymReward(Section):
+    kind: Literal["reasoning_gym"]
+    """The task's own scorer, between 0 and 1."""
+    weight: float = 1.0
+    """Factor of this term in the reward."""
+
+
+class FunctionReward(Section):
+    kind: Literal["function"]
+    """A function of yours, sync or async: `f(prompt: str, response: str, answer: str | None, metadata: dict) -> float`."""
+    function: str
+    """`package.module:function` or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Factor of this term in the reward."""
+
+
+RewardTerm = Annotated[Union[ExactReward, MathReward, ReasoningGymReward, FunctionReward], Field(discriminator="kind")]
+
+
+class RewardConfig(Section):
+    terms: Annotated[tuple[RewardTerm, ...], Field(strict=False, min_length=1)]
+    """The reward is the weighted sum of these."""
+    timeout_s: Positive = 10.0
+    """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
+    num_workers: Count = 1
+    """Reward processes of each rank."""
+
+
+class AdvantageConfig(Section):
+    estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    """`grpo`: reward minus the group's mean. `rloo`: minus the mean of the others in the group.
+    `reinforce_plus_plus_baseline`: minus the group's mean, then whitened over the global batch."""
+    divide_by_std: bool = True
+    """`grpo` only: divide by the group's standard deviation; false is Dr.GRPO."""
+
+
+class LossConfig(Section):
+    clip_low: NonNegative = 0.2
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: NonNegative = 0.2
+    """The ratio is clipped from above at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """For negative advantages the loss is bounded by this times -advantage."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """What the per-token losses are divided by, always over the global batch: see `docs/losses.md`."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model in the loss; above 0 the reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence. k1 has no expected gradient on-policy and also needs `allow_k1_loss`."""
+    allow_k1_loss: bool = False
+    """Use k1 as a loss although its expected on-policy gradient is zero."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; above 0 favours entropy."""
+    updates_per_step: Count = 1
+    """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
+
+    @model_validator(mode="after")
+    def _k1_is_asked_for_by_name(self) -> LossConfig:
+        if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.allow_k1_loss:
+            raise ValueError(
+                'kl_estimator = "k1" has zero expected gradient on-policy, so as a loss it only adds noise; '
+                'set kl_estimator = "k3" (or "k2"), or allow_k1_loss = true if that is what you want'
+            )
+        return self
+
+
+class OptimConfig(Section):
+    name: str = "adamw"
+    """`adamw` (fused where it works), `sgd`, or `package.module:Class`."""
+    lr: Positive
+    """Peak learning rate."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay; not applied to one-dimensional parameters."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    """`adamw` only."""
+    eps: Positive = 1e-8
+    """`adamw` only."""
+    momentum: Fraction = 0.0
+    """`sgd` only."""
+    params: dict[str, Any] = {}
+    """Keyword arguments for an optimizer named by `package.module:Class`."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this global 2-norm."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after warm-up; `wsd` stays at the peak, then falls linearly over the last `decay_steps`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps from 0 to the peak."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """`wsd` only: length of the fall."""
+    min_lr_fraction: Fraction = 0.0
+    """The schedule never goes below this times `lr` after warm-up."""
+
+
+class PackConfig(Section):
+    max_tokens_per_micro_batch: Count | None = None
+    """Token budget of one forward pass on one rank, never exceeded."""
+    sequences_per_micro_batch: Count | None = None
+    """Static mode: this many sequences a micro-batch, whatever their length."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> PackConfig:
+        if (self.max_tokens_per_micro_batch is None) == (self.sequences_per_micro_batch is None):
+            raise ValueError("set one of max_tokens_per_micro_batch and sequences_per_micro_batch")
+        return self
+
+
+class EvalConfig(Section):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Held-out prompts. Questions that also occur here are never trained on."""
+    num_prompts: Count
+    """Held-out prompts, over all sources."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate after every so many steps; always before the first and after the last. 0: only then."""
+    samples_per_prompt: Count = 1
+    """Responses a prompt; accuracy is their mean."""
+    temperature: NonNegative = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
+    max_response_tokens: Count | None = None
+    """Unset: `rollout.max_response_tokens`."""
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Save after every so many steps, and after the last; 0 saves no checkpoints."""
+    keep_last: Count = 2
+    """Older checkpoints are removed."""
+    export: bool = True
+    """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
+
+
+class ReportConfig(Section):
+    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    """Rollouts written to samples.jsonl and TensorBoard each step."""
+    console: Literal["auto", "live", "plain"] = "auto"
+    """`auto` draws a live display on a terminal and prints a line a step elsewhere."""
+    tensorboard: bool = True
+    """Write TensorBoard files; metrics.jsonl is always written."""
+
+
+class Config(Section):
+    """One training run."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig
+    pack: PackConfig
+    eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+
+class SftLossConfig(Section):
+    sequences_per_step: Count
+    """(prompt, response) pairs behind one optimizer step, over all ranks."""
+    max_response_tokens: Count
+    """Longer responses are an error that names the row."""
+
+
+class SftConfig(Section):
+    """One supervised fine-tuning run: the same update on (prompt, response) pairs."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    sft: SftLossConfig
+    optim: OptimConfig
+    pack: PackConfig
+    eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+
+
+def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> SectionT:
+    """Read a TOML file and `key.sub=value` overrides into `kind`.
+
+    Override values are TOML; what is not TOML is taken as a string. Raises UserError with every problem found, each
+    with its file and line where it has one.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read the configuration {path}: {reason}") from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    lines = _key_lines(text)
+    overridden: set[str] = set()
+    problems = [problem for override in overrides for problem in _override(values, override, overridden)]
+
+    def where(location: tuple[str | int, ...]) -> str:
+        # The innermost table or key that has a line of its own; an override has none.
+        for end in range(len(location), 0, -1):
+            key = ".".join(str(part) for part in location[:end])
+            if key in overridden:
+                return "on the command line: "
+            if key in lines:
+                return f"{path}:{lines[key]}: "
+            if any(name.startswith(f"{key}.") for name in overridden):
+                return "on the command line: "
+        return f"{path}: "
+
+    try:
+        config = kind.model_validate(values)
+    except ValidationError as error:
+        problems += [where(location) + sentence for location, sentence in _sentences(kind, error)]
+    if problems:
+        raise UserError("\n".join(problems))
+    return config
+
+
+def _override(values: dict[str, Any], override: str, overridden: set[str]) -> Iterator[str]:
+    """Set one `a.b.c=value` in `values`; yields what is wrong with it."""
+    dotted, equals, written = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        yield f"{override!r} on the command line is not of the form section.key=value"
+        return
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = written
+    table = values
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            yield f"{dotted}: {key} is a value, not a table of settings"
+            return
+    table[keys[-1]] = value
+    overridden.add(dotted.strip())
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """The line of each table header and of each key at the start of a line, by dotted name (array tables by index)."""
+    lines: dict[str, int] = {}
+    table, counts = "", {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.\-]+)\s*\]", line):
+            table = header[2]
+            if header[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+                table = f"{table}.{counts[table]}"
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
+            lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
+    return lines
+
+
+def _sentences(kind: type[Section], error: ValidationError) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Each problem that pydantic found, as (place in the file, sentence)."""
+    for problem in error.errors(include_url=False):
+        location = tuple(part for part, is_tag in _parts(problem["loc"]) if not is_tag)
+        name = ".".join(str(part) for part in location)
+        match problem["type"]:
+            case "extra_forbidden":
+                yield location, f"{name}: no such setting{_did_you_mean(kind, problem['loc'])}"
+            case "missing":
+                yield location, f"{name}: required, not set"
+            case "value_error":
+                yield location, f"{name}: {problem['ctx']['error']}" if name else str(problem["ctx"]["error"])
+            case "too_short" if problem["input"]:
+                pass  # its entries are wrong, and have sentences of their own
+            case "union_tag_not_found" | "union_tag_invalid":
+                known = ", ".join(_tags_at(kind, problem["loc"]))
+                yield location, f"{name}.kind: must be one of {known}"
+            case _:
+                message = problem["msg"][0].lower() + problem["msg"][1:]
+                yield location, f"{name} = {_toml_like(problem['input'])}: {message}"
+
+
+def _parts(location: tuple[str | int, ...]) -> Iterator[tuple[str | int, bool]]:
+    """(part, whether it is a tag): after a list index pydantic names the chosen `kind`, which is no key of the file."""
+    for before, part in zip((None, *location), location, strict=False):
+        yield part, isinstance(before, int) and isinstance(part, str)
+
+
+def _toml_like(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _did_you_mean(kind: type[Section], location: tuple[str | int, ...]) -> str:
+    """A hint for an unknown key: the nearest key of the same table, else of any table."""
+    siblings = _keys_of(_at(kind, location[:-1]))
+    prefix = "".join(f"{part}." for part, is_tag in _parts(location[:-1]) if not is_tag)
+    given = str(location[-1])
+    if near := difflib.get_close_matches(given, siblings, n=1, cutoff=0.6):
+        return f"; did you mean {prefix}{near[0]}?"
+    everywhere = {name.rpartition(".")[2]: name for name in _all_keys(kind)}
+    if near := difflib.get_close_matches(given, everywhere, n=1, cutoff=0.8):
+        return f"; did you mean {everywhere[near[0]]}?"
+    return f"; the settings there are {', '.join(siblings)}" if siblings else ""
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    """The Section classes inside an annotation such as `Section | None` or `tuple[A | B, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    if get_origin(annotation) is not None:
+        return [section for part in get_args(annotation) for section in _sections_in(part)]
+    return []
+
+
+def _at(kind: type[Section], location: tuple[str | int, ...]) -> list[type[Section]]:
+    """The Section classes that may stand at a pydantic location."""
+    sections = [kind]
+    for part, is_tag in _parts(location):
+        if is_tag:
+            sections = [section for section in sections if part in get_args(section.model_fields["kind"].annotation)]
+        elif isinstance(part, str):
+            fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+            sections = [inner for field in fields for inner in _sections_in(field.annotation)]
+    return sections
+
+
+def _keys_of(sections: list[type[Section]]) -> list[str]:
+    return list(dict.fromkeys(key for section in sections for key in section.model_fields))
+
+
+def _tags_at(kind: type[Section], location: tuple[str | int, ...]) -> list[str]:
+    return [
+        f'"{tag}"' for section in _at(kind, location) for tag in get_args(section.model_fields["kind"].annotation)
+    ]
+
+
+def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    for key, field in kind.model_fields.items():
+        yield prefix + key
+        for section in _sections_in(field.annotation):
+            yield from _all_keys(section, f"{prefix}{key}.")
+

@@ -1,0 +1,1 @@
+"""The home of collectives: process group, meshes, reductions, the exchange of rollouts."""

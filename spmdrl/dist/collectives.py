@@ -1,0 +1,45 @@
+"""Reductions and gathers by name. Every rank of the mesh must call each of them, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.metrics import Metrics, merge_all
+
+T = TypeVar("T")
+
+
+def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
+    """The sum of `value` over the ranks of the mesh, on every rank; `value` itself is left alone."""
+    total = value.clone()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mesh.get_group())
+    return total
+
+
+def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
+    """True everywhere if it is True anywhere."""
+    vote = torch.tensor(int(flag), device=mesh.device_type)
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return bool(vote)
+
+
+def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
+    """Each rank's small picklable value, in mesh order, on every rank."""
+    gathered: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(gathered, value, group=mesh.get_group())
+    return gathered
+
+
+def barrier(mesh: DeviceMesh) -> None:
+    """Wait until every rank of the mesh is here."""
+    dist.barrier(group=mesh.get_group())
+
+
+def merge_over(mesh: DeviceMesh, metrics: Metrics) -> Metrics:
+    """The metrics of all ranks, merged; on every rank."""
+    return merge_all(gather_objects(mesh, metrics))

@@ -1,0 +1,80 @@
+"""Sequences move from the ranks that sampled them to the ranks that train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.dist.collectives import gather_objects
+from spmdrl.types import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSize:
+    """What every rank knows about every sequence of the step."""
+
+    index: int  # place in the step's global order
+    num_tokens: int
+    num_loss_tokens: int
+    held_by: int  # rank of the data mesh
+
+
+def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSize]:
+    """The sizes of all ranks' sequences in their global order, on every rank."""
+    mine = [(sequence.index, len(sequence.token_ids), sum(sequence.loss_mask)) for sequence in sequences]
+    everyone = gather_objects(mesh, mine)
+    sizes = [SequenceSize(*size, held_by=rank) for rank, sizes in enumerate(everyone) for size in sizes]
+    return sorted(sizes, key=lambda size: size.index)
+
+
+def exchange(
+    sequences: list[Sequence], sizes: list[SequenceSize], goes_to: Mapping[int, int], mesh: DeviceMesh
+) -> list[Sequence]:
+    """Send each sequence to rank goes_to[index]; return this rank's, in global order.
+
+    One all-to-all for whole numbers and one for fractions; who sends how much is known from `sizes` alone.
+    """
+    me, ranks = mesh.get_local_rank(), range(mesh.size())
+    outgoing = sorted(sequences, key=lambda sequence: (goes_to[sequence.index], sequence.index))
+    incoming = sorted(
+        (size for size in sizes if goes_to[size.index] == me), key=lambda size: (size.held_by, size.index)
+    )
+
+    def splits(width: Callable[[int], int]) -> tuple[list[int], list[int]]:
+        sent = [sum(width(len(s.token_ids)) for s in outgoing if goes_to[s.index] == rank) for rank in ranks]
+        received = [sum(width(size.num_tokens) for size in incoming if size.held_by == rank) for rank in ranks]
+        return sent, received
+
+    # Per sequence: n tokens and n mask entries; n log-probabilities and the advantage.
+    whole = torch.tensor([n for s in outgoing for n in (*s.token_ids, *s.loss_mask)], dtype=torch.int64)
+    fractions = torch.tensor([x for s in outgoing for x in (*s.rollout_logprobs, s.advantage)], dtype=torch.float32)
+    whole = _all_to_all(whole, *splits(lambda n: 2 * n), mesh)
+    fractions = _all_to_all(fractions, *splits(lambda n: n + 1), mesh)
+
+    received, at_whole, at_fraction = [], 0, 0
+    for size in incoming:
+        n = size.num_tokens
+        tokens, mask = whole[at_whole : at_whole + 2 * n].view(2, n).tolist()
+        *logprobs, advantage = fractions[at_fraction : at_fraction + n + 1].tolist()
+        at_whole, at_fraction = at_whole + 2 * n, at_fraction + n + 1
+        received.append(
+            Sequence(
+                index=size.index,
+                token_ids=tuple(tokens),
+                loss_mask=tuple(map(bool, mask)),
+                rollout_logprobs=tuple(logprobs),
+                advantage=advantage,
+            )
+        )
+    return sorted(received, key=lambda sequence: sequence.index)
+
+
+def _all_to_all(values: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
+    output = values.new_empty(sum(received))
+    dist.all_to_all_single(output, values, received, sent, group=mesh.get_group())
+    return output

@@ -1,0 +1,70 @@
+"""The process group and the device of this rank, set up once and always torn down."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Who this process is among the ranks of the run."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes files."""
+        return self.rank == 0
+
+
+def launched_ranks() -> int:
+    """Ranks that torchrun started, 1 outside torchrun; needs no process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[World]:
+    """Join the run's process group (gloo for host tensors, NCCL for CUDA ones) and leave it at the end.
+
+    Outside torchrun the run is one rank. `threads_per_rank` 0 shares the cores among this machine's ranks.
+    """
+    num_ranks, rank = launched_ranks(), int(os.environ.get("RANK", "0"))
+    local_rank, num_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_local))
+    if cuda:
+        torch.cuda.set_device(device)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # Set on all ranks before NCCL starts: an engine that is started later on some ranks sets it too, and ranks must agree.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=None if "RANK" in os.environ else dist.HashStore(),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(minutes=30),
+        device_id=device if cuda else None,
+    )
+    try:
+        yield World(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local_ranks=num_local, device=device)
+        # Modules that FSDP hooked must be gone before the group is: a gloo worker can abort at exit otherwise.
+        gc.collect()
+        dist.barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""Accuracy on held-out prompts, by the engine, with the weights of the last refit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spmdrl.config import RewardConfig
+from spmdrl.metrics import Mean, Metrics
+from spmdrl.types import RewardOutcome, Rollout
+
+
+def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], cfg: RewardConfig) -> Metrics:
+    """Accuracy is the share of responses whose reward is the greatest that the reward terms can give (each term's 1)."""
+    outcomes = list(outcomes)
+    full_marks = sum(term.weight for term in cfg.terms if term.weight > 0) - 1e-6
+
+    def accuracy(part: Sequence[tuple[Rollout, RewardOutcome]]) -> Mean:
+        return Mean.of(float(outcome.reward >= full_marks) for _, outcome in part)
+
+    metrics: Metrics = {
+        "eval/accuracy": accuracy(outcomes),
+        "eval/reward": Mean.of(outcome.reward for _, outcome in outcomes),
+        "eval/response_tokens": Mean.of(float(len(rollout.response.token_ids)) for rollout, _ in outcomes),
+        "eval/truncated_fraction": Mean.of(
+            float(rollout.response.finish_reason == "length") for rollout, _ in outcomes
+        ),
+    }
+    for task in sorted({rollout.prompt.task for rollout, _ in outcomes}):
+        metrics[f"eval/accuracy_{task}"] = accuracy([item for item in outcomes if item[0].prompt.task == task])
+    return metrics

@@ -1,0 +1,118 @@
+"""Everything a run reads besides weights, opened and checked before the first process group or GPU is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config, EvalConfig, ModelConfig, OptimConfig, SftConfig
+from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
+from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
+from spmdrl.export import refuse_overwriting
+from spmdrl.model.load import load_model_config
+from spmdrl.optim import optimizer_class
+from spmdrl.plan import Plan, make_plan, make_sft_plan
+from spmdrl.types import Prompt, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the user's settings point at."""
+
+    plan: Plan
+    model_config: Any  # transformers' config of the model directory
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: frozenset[int]
+    prompts: PromptStream
+    held_out: list[Prompt]  # of all ranks
+
+
+class _Problems:
+    """Collects what is wrong, so that the user reads all of it at once."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """The step's result, or None when it had a problem."""
+        try:
+            return step()
+        except UserError as error:
+            self.found += str(error).splitlines()
+            return None
+
+    def refuse(self) -> None:
+        """Raise UserError if there were any."""
+        if self.found:
+            raise UserError("\n".join(dict.fromkeys(self.found)))
+
+
+def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
+    """Open model config, tokenizer and data, and derive the plan. Raises UserError with every problem found."""
+    problems = _Problems()
+    plan = problems.attempt(lambda: _plan(cfg, num_ranks))
+    model_config = problems.attempt(lambda: load_model_config(cfg.model))
+    problems.attempt(lambda: _check_optimizer(cfg.optim))
+    problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
+    if model_config is None:
+        problems.refuse()
+    if plan is not None:
+        problems.attempt(lambda: _check_length(plan, model_config))
+    tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
+    if tokenizer is None:
+        problems.refuse()
+    problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
+    stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
+    prompts = problems.attempt(lambda: make_training_stream(cfg.data, cfg.eval, seed=cfg.run.seed, tokenizer=tokenizer))
+    held_out = problems.attempt(lambda: _held_out(cfg, cfg.eval, tokenizer))
+    if prompts is not None:
+        problems.attempt(lambda: prompts.take(0, 1))
+    problems.refuse()
+    assert plan and stops and prompts and held_out is not None
+    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out)
+
+
+def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
+    if isinstance(cfg, SftConfig):
+        return make_sft_plan(cfg, num_ranks=num_ranks)
+    return make_plan(cfg, num_ranks=num_ranks)
+
+
+def _check_optimizer(cfg: OptimConfig) -> None:
+    optimizer_class(cfg.name)
+
+
+def _check_length(plan: Plan, model_config: Any) -> None:
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and plan.max_sequence_tokens > limit:
+        raise UserError(
+            f"a prompt and its response may have {plan.max_sequence_tokens} tokens, but the model was made for {limit} "
+            "(max_position_embeddings); lower data.max_prompt_tokens or max_response_tokens"
+        )
+
+
+def _check_vocabulary(cfg: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= model_config.vocab_size:
+        raise UserError(
+            f'model.path = "{cfg.path}": the tokenizer makes token ids up to {largest}, but the model has only '
+            f"{model_config.vocab_size} of them (vocab_size); the tokenizer belongs to another model"
+        )
+
+
+def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    if isinstance(cfg, Config) and cfg.rollout.stop_token_ids:
+        return frozenset(cfg.rollout.stop_token_ids)
+    return stop_token_ids(tokenizer, cfg.model.path)
+
+
+def _held_out(cfg: Config | SftConfig, eval_cfg: EvalConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    if eval_cfg is None:
+        return []
+    return make_held_out(cfg.data, eval_cfg, seed=cfg.run.seed, tokenizer=tokenizer)

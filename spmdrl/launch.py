@@ -1,0 +1,88 @@
+"""From the command line to a run that may start: arguments, checks, `--dry-run`, and how failures are told."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import tomlkit
+
+from spmdrl.config import Config, SectionT, SftConfig, read_config
+from spmdrl.dist.session import launched_ranks
+from spmdrl.inputs import Inputs, open_inputs
+from spmdrl.report import RunFolder
+from spmdrl.types import TrainingDiverged, UserError
+
+EXIT_USER_ERROR = 2
+EXIT_DIVERGED = 3
+
+
+def run_from_command_line(
+    kind: type[SectionT],
+    run: Callable[[SectionT, Inputs, RunFolder], None],
+    check: Callable[[SectionT, Inputs], Sequence[str]],
+    argv: Sequence[str] | None,
+) -> int:
+    """Read the configuration, open what it names, and `run` it; or only `check` it under --dry-run.
+
+    Returns the process's exit code: 0, 2 when the user must change something, 3 when training diverged.
+    """
+    arguments = _parse(argv)
+    try:
+        cfg = read_config(kind, arguments.config, arguments.override)
+        assert isinstance(cfg, Config | SftConfig)
+        inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks())
+        if arguments.dry_run:
+            _print_dry_run(cfg, inputs, check(cfg, inputs))
+            return 0
+        if not _is_main() and cfg.run.resume == "never":
+            folder = RunFolder.create(cfg.run.dir, cfg.run.name, "auto")  # the first rank alone refuses
+        else:
+            folder = RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume)
+        run(cfg, inputs, folder)
+    except UserError as error:
+        _tell("cannot start", str(error))
+        return EXIT_USER_ERROR
+    except TrainingDiverged as error:
+        _tell("training diverged", str(error))
+        return EXIT_DIVERGED
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Settings are documented in docs/configuration.md.",
+        epilog="example: torchrun --nproc-per-node 2 -m spmdrl.train configs/demo.toml optim.lr=3e-4",
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
+    parser.add_argument("--ranks", type=int, default=None, help="with --dry-run: the ranks torchrun will start")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.ranks is not None and (arguments.ranks < 1 or not arguments.dry_run):
+        parser.error("--ranks needs --dry-run and a number of at least 1; torchrun decides the ranks of a run")
+    return arguments
+
+
+def _print_dry_run(cfg: Config | SftConfig, inputs: Inputs, checked: Sequence[str]) -> None:
+    print("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
+    print("# plan")
+    for name, value in inputs.plan.as_dict().items():
+        print(f"{name} = {value}")
+    print("\n# checked")
+    for line in checked:
+        print(f"- {line}")
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell(what: str, problems: str) -> None:
+    """One rank speaks: the others found the same."""
+    if not _is_main():
+        return
+    lines = problems.splitlines()
+    print(f"{what}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{what}:", *lines]), file=sys.stderr)

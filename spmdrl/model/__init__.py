@@ -1,0 +1,1 @@
+"""The policy as a module: loading, sharding, packed attention, log-probabilities, names."""

@@ -1,0 +1,202 @@
+"""A Hugging Face directory becomes a policy whose parameters are sharded over the ranks of a mesh.
+
+transformers builds the model without memory, we shard it, and transformers then reads into each rank only the
+slices that rank owns, with whatever renaming and fusing the architecture needs. One path serves one rank and many,
+a CPU and CUDA, and models that live on a subset of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from spmdrl.config import LossConfig, ModelConfig
+from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.policy import Policy
+from spmdrl.types import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Settings of a model's config that change its logits after the head; the policy computes logits from the head alone.
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def compute_dtype(setting: str, device_type: str) -> torch.dtype:
+    """The dtype of forward and backward that `model.compute_dtype` means on this kind of device."""
+    if setting == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return DTYPES[setting]
+
+
+def load_model_config(cfg: ModelConfig) -> Any:
+    """The directory's model config, checked for what cannot be trained here; needs no GPU and no weights.
+
+    Raises UserError when the path is not a model, or holds one whose attention or logits are not supported.
+    """
+    if not (Path(cfg.path) / "config.json").is_file():
+        raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
+    try:
+        config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+        model_class = _model_class(config, cfg)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {error}') from error
+    name = model_class.__name__
+    if not any(Path(cfg.path).glob("*.safetensors")):
+        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
+    if not model_class._supports_attention_backend:
+        raise UserError(f'model.path = "{cfg.path}": {name} does not let its attention be replaced (no packing)')
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS:
+        raise UserError(f'model.path = "{cfg.path}": layers of type {", ".join(sorted(unknown))} are not supported')
+    for key in _LOGIT_CHANGES:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise UserError(f'model.path = "{cfg.path}": {name} with {key} = {getattr(config, key)} is not supported')
+    return config
+
+
+def _model_class(config: Any, cfg: ModelConfig) -> type[PreTrainedModel]:
+    """The architecture's class, whether it ships with transformers or with the model directory."""
+    with torch.device("meta"):
+        return type(AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code))
+
+
+def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, trainable: bool = True) -> Policy:
+    """Load the directory's model, sharded over `mesh`, with float32 master weights.
+
+    A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has
+    no gradients. Raises UserError as `load_model_config` does, and for weights the architecture needs but are missing.
+    """
+    device = torch.device(mesh.device_type)
+    dtype = compute_dtype(cfg.compute_dtype, device.type)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
+    policies: list[Policy] = []
+
+    def shard(model: PreTrainedModel) -> None:
+        model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
+        policy = Policy(
+            model,
+            kernel=choose_kernel(cfg.attention, device),
+            temperature=temperature,
+            logits_chunk_tokens=cfg.logits_chunk_tokens,
+        )
+        shard_policy(policy, mesh, dtype=dtype, offload=offload)
+        policies.append(policy)
+
+    model, problems = _from_pretrained(cfg, shard)
+    if problems["missing_keys"] or problems["mismatched_keys"]:
+        wrong = sorted({*problems["missing_keys"], *(key for key, *_ in problems["mismatched_keys"])})
+        raise UserError(
+            f'model.path = "{cfg.path}" lacks {len(wrong)} of the weights its config.json asks for, the first is {wrong[0]}'
+        )
+    (policy,) = policies
+    own_memory(policy, torch.device("cpu") if offload else device)
+    model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
+    if cfg.gradient_checkpointing and trainable:
+        checkpoint_layers(model)
+    return policy.requires_grad_(trainable)
+
+
+def load_reference(cfg: ModelConfig, loss: LossConfig, mesh: DeviceMesh, *, temperature: float) -> Policy | None:
+    """The frozen model that KL is taken to: a second sharded model, loaded only when the loss needs it."""
+    if loss.kl_coef == 0:
+        return None
+    return load_policy(cfg, mesh, temperature=temperature, trainable=False)
+
+
+def _from_pretrained(cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    config = load_model_config(cfg)
+    model_class = _model_class(config, cfg)
+
+    def distribute(_cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+        shard(model)
+        return model
+
+    # transformers calls this hook between building a model and reading its weights, and reads by shard
+    # whatever parameter it then finds to be a DTensor. Its own hook cannot do fp16, offload without a GPU,
+    # one rank, or a subset of the ranks (5.19).
+    hooked = type(model_class.__name__, (model_class,), {"maybe_distribute_model": classmethod(distribute)})
+    hooked.__module__ = model_class.__module__
+    return hooked.from_pretrained(
+        cfg.path,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=IMPLEMENTATION,
+        distributed_config=DistributedConfig(),
+        output_loading_info=True,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+
+
+def shard_policy(policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, offload: OffloadPolicy | None) -> None:
+    """Apply FSDP2: one unit for each decoder layer, one for everything else.
+
+    Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": offload or OffloadPolicy(),
+    }
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that the architecture says must stay whole: its decoder layers."""
+    names = set(model._no_split_modules or ())
+    # By its bases: FSDP gives a sharded module a class of its own.
+    layers = [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
+    if not layers:
+        raise UserError(f"model.path: {type(model).__name__} does not say which modules are its layers")
+    return layers
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer in backward.
+
+    transformers recomputes only layers in training mode; the flag is set on the layers alone, so that dropout
+    inside them stays off.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in decoder_layers(model):
+        layer.training = True
+
+
+@torch.no_grad()
+def own_memory(policy: Policy, device: torch.device) -> None:
+    """Give every shard memory of its own on `device`.
+
+    safetensors maps files lazily: without this, weights would be read at first use, and change when someone
+    overwrites the directory they were loaded from.
+    """
+    owned: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    for module in policy.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in owned:
+                local = parameter.to_local()
+                shard = DTensor.from_local(
+                    torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                owned[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            setattr(module, name, owned[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)

@@ -1,0 +1,63 @@
+"""The optimizer by name, and the learning rate of each optimizer step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmdrl.algo.schedule import lr_fraction
+from spmdrl.config import OptimConfig
+from spmdrl.types import UserError
+
+
+def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class that `optim.name` means, and the arguments that make it fast. Raises UserError if there is none."""
+    if name == "adamw":
+        return torch.optim.AdamW, {"fused": True}
+    if name == "sgd":
+        return torch.optim.SGD, {"foreach": True}
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise UserError(f'optim.name = "{name}" is not known; use "adamw", "sgd" or "package.module:Class"')
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f'optim.name = "{name}" cannot be imported: {error}') from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(f'optim.name = "{name}" is not a torch.optim.Optimizer')
+    return found, {}
+
+
+def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer over the policy's shards; one-dimensional parameters (norms, biases) are not decayed."""
+    kind, options = optimizer_class(cfg.name)
+    if cfg.name == "adamw":
+        options |= {"betas": cfg.betas, "eps": cfg.eps}
+    elif cfg.name == "sgd":
+        options |= {"momentum": cfg.momentum}
+    else:
+        options |= cfg.params
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return kind([group for group in groups if group["params"]], lr=cfg.lr, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, update: int, num_updates: int) -> float:
+    """Set and return the learning rate of optimizer step `update`, counted from 1."""
+    lr = cfg.lr * lr_fraction(
+        update,
+        schedule=cfg.schedule,
+        num_steps=num_updates,
+        warmup_steps=cfg.warmup_steps,
+        decay_steps=cfg.decay_steps,
+        min_lr_fraction=cfg.min_lr_fraction,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr

@@ -1,0 +1,142 @@
+"""What the configuration implies: every derived count, with its unit, computed in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.config import Config, PackConfig, SftConfig
+from spmdrl.types import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The arithmetic of a run; the same on every rank."""
+
+    num_ranks: int
+    num_steps: int
+    prompts_per_step: int  # over all ranks
+    prompts_per_rank: int  # per step
+    rollouts_per_step: int  # over all ranks
+    updates_per_step: int  # optimizer steps per step
+    num_updates: int  # optimizer steps of the whole run
+    rollouts_per_mini_batch: int  # behind one optimizer step, over all ranks
+    max_sequence_tokens: int  # prompt and response
+    max_response_tokens: int
+    max_tokens_per_micro_batch: int | None  # per rank; None in static mode
+    sequences_per_micro_batch: int | None  # per rank; None under a token budget
+    max_micro_batches_per_update: int  # per rank, if every sequence had the greatest length
+    eval_prompts: int  # over all ranks
+    eval_every: int  # steps; 0: only before the first and after the last
+    checkpoint_every: int  # steps; 0: never
+
+    def first_prompt(self, step: int, rank: int) -> int:
+        """Place in the prompt stream of the first prompt this rank samples in this step."""
+        return (step - 1) * self.prompts_per_step + rank * self.prompts_per_rank
+
+    def first_rollout(self, rank: int) -> int:
+        """Place in the step's global order of this rank's first rollout."""
+        return rank * self.rollouts_per_step // self.num_ranks
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
+        return self.checkpoint_every > 0 and (step % self.checkpoint_every == 0 or step == self.num_steps)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows this step; step 0 stands for before the first."""
+        if not self.eval_prompts:
+            return False
+        return step in (0, self.num_steps) or (self.eval_every > 0 and step % self.eval_every == 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For plan.json and for printing."""
+        return dataclasses.asdict(self)
+
+
+def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
+    """Derive the plan of a reinforcement-learning run. Raises UserError with every count that does not work out."""
+    prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
+    max_sequence = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    _refuse(
+        *_not_divisible("rollout.prompts_per_step", prompts, num_ranks, f"split over {num_ranks} ranks", updates),
+        *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_ranks),
+        *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"),
+    )
+    rollouts = prompts * cfg.rollout.group_size
+    return Plan(
+        num_ranks=num_ranks,
+        num_steps=cfg.run.num_steps,
+        prompts_per_step=prompts,
+        prompts_per_rank=prompts // num_ranks,
+        rollouts_per_step=rollouts,
+        updates_per_step=updates,
+        num_updates=cfg.run.num_steps * updates,
+        rollouts_per_mini_batch=rollouts // updates,
+        max_sequence_tokens=max_sequence,
+        max_response_tokens=cfg.rollout.max_response_tokens,
+        max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
+        sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
+        max_micro_batches_per_update=_max_micro_batches(cfg.pack, rollouts // updates, num_ranks, max_sequence),
+        eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
+        eval_every=cfg.eval.every if cfg.eval else 0,
+        checkpoint_every=cfg.checkpoint.every,
+    )
+
+
+def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
+    """Derive the plan of a fine-tuning run: a step is one update on `sft.sequences_per_step` pairs."""
+    sequences = cfg.sft.sequences_per_step
+    max_sequence = cfg.data.max_prompt_tokens + cfg.sft.max_response_tokens
+    _refuse(
+        *_not_divisible("sft.sequences_per_step", sequences, num_ranks, f"split over {num_ranks} ranks", 1),
+        *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + sft.max_response_tokens"),
+    )
+    return Plan(
+        num_ranks=num_ranks,
+        num_steps=cfg.run.num_steps,
+        prompts_per_step=sequences,
+        prompts_per_rank=sequences // num_ranks,
+        rollouts_per_step=sequences,
+        updates_per_step=1,
+        num_updates=cfg.run.num_steps,
+        rollouts_per_mini_batch=sequences,
+        max_sequence_tokens=max_sequence,
+        max_response_tokens=cfg.sft.max_response_tokens,
+        max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
+        sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
+        max_micro_batches_per_update=_max_micro_batches(cfg.pack, sequences, num_ranks, max_sequence),
+        eval_prompts=0,
+        eval_every=0,
+        checkpoint_every=0,
+    )
+
+
+def _refuse(*problems: str) -> None:
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+def _not_divisible(name: str, value: int, by: int, purpose: str, also_by: int) -> Iterator[str]:
+    if value % by:
+        unit = math.lcm(by, also_by)  # the numbers offered satisfy both conditions
+        below = value // unit * unit
+        nearby = " or ".join(str(number) for number in (below, below + unit) if number)
+        yield f"{name} = {value} cannot be {purpose}; set it to {nearby}"
+
+
+def _too_small_budget(pack: PackConfig, max_sequence: int, sum_of: str) -> Iterator[str]:
+    budget = pack.max_tokens_per_micro_batch
+    if budget is not None and budget < max_sequence:
+        yield (
+            f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
+            f"({sum_of}); set it to {max_sequence} or more, or lower those"
+        )
+
+
+def _max_micro_batches(pack: PackConfig, sequences: int, num_ranks: int, max_sequence: int) -> int:
+    per_rank = math.ceil(sequences / num_ranks)
+    per_micro_batch = pack.sequences_per_micro_batch or max(1, (pack.max_tokens_per_micro_batch or 0) // max_sequence)
+    return math.ceil(per_rank / per_micro_batch)

@@ -1,0 +1,6 @@
+"""What a step prints and writes: console, metrics.jsonl, samples.jsonl, TensorBoard, curves."""
+
+from spmdrl.report.report import Report
+from spmdrl.report.run_folder import RunFolder
+
+__all__ = ["Report", "RunFolder"]

@@ -1,0 +1,308 @@
+"""What a run looks like while it runs: a live display on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+STEPS_BEHIND_ETA = 20
+REFRESHES_PER_S = 2
+SIDE_BY_SIDE_WIDTH = 104
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A scalar that is worth a place on the console."""
+
+    name: str
+    label: str  # on the live display
+    short: str  # in a line
+
+
+SHOWN = (
+    Shown("reward/mean", "reward", "reward"),
+    Shown("eval/accuracy", "eval accuracy", "eval"),
+    Shown("update/loss", "loss", "loss"),
+    Shown("rollout/response_tokens", "response tokens", "tokens"),
+    Shown("rollout/truncated_fraction", "truncated fraction", "truncated"),
+    Shown("update/entropy_nats", "entropy, nats", "entropy"),
+    Shown("mismatch/max_abs_nats", "max mismatch, nats", "mismatch"),
+    Shown("update/grad_norm", "gradient norm", "grad_norm"),
+    Shown("speed/loss_tokens_per_s", "loss tokens per s", "tokens/s"),
+)
+
+
+class Progress:
+    """How far the run is, and the history of what is shown. `rows` are those of an earlier launch that it goes on from."""
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        start_step: int,
+        rows: Iterable[Mapping[str, Any]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_steps = num_steps
+        self.start_step = start_step
+        self.step = start_step
+        self.clock = clock
+        self.started = clock()
+        self.phase: tuple[str, float] | None = None  # name, and when it began
+        # Replaced, never edited: the live display reads them from another thread.
+        self.phases_seen: tuple[str, ...] = ()
+        self.phase_times: dict[str, float] = {}
+        self._history: dict[str, list[float]] = {shown.name: [] for shown in SHOWN}
+        self._step_ends = deque([self.started], maxlen=STEPS_BEHIND_ETA + 1)
+        for row in rows:
+            self._remember(row)
+
+    def begin_phase(self, name: str) -> None:
+        self.phase = (name, self.clock())
+        self.phases_seen = tuple(dict.fromkeys([*self.phases_seen, name]))
+
+    def end_step(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.step = step
+        self.phase_times = phase_times(scalars)
+        self._step_ends.append(self.clock())
+        self._remember(scalars)
+
+    def end_eval(self, scalars: Mapping[str, float]) -> None:
+        self._remember(scalars)
+
+    def history(self) -> list[tuple[Shown, list[float]]]:
+        """What has been measured so far, in the order it is shown."""
+        known = {name for name, values in self._history.items() if values}
+        # In RL the loss stays near zero however well it goes; it is worth a line only where there is no reward.
+        hidden = {"update/loss"} if "reward/mean" in known else set()
+        return [(shown, self._history[shown.name]) for shown in SHOWN if shown.name in known - hidden]
+
+    def elapsed_s(self) -> float:
+        """Time since this launch."""
+        return self.clock() - self.started
+
+    def left_s(self) -> float | None:
+        """Time to the end at the pace of the last steps, evaluations and saves included; None before the first step."""
+        paced = len(self._step_ends) - 1
+        if not paced:
+            return None
+        step_s = (self._step_ends[-1] - self._step_ends[0]) / paced
+        return max(0.0, step_s * (self.num_steps - self.step) - (self.clock() - self._step_ends[-1]))
+
+    def summary(self) -> str:
+        """One line about the whole run."""
+        changes = [
+            f"{shown.label} {format_number(values[0])} -> {format_number(values[-1])}"
+            for shown, values in self.history()
+            if shown.name in ("reward/mean", "eval/accuracy", "update/loss")
+        ]
+        done = f"step {self.step} of {self.num_steps} in {format_duration(self.elapsed_s())}"
+        return "; ".join([done, *changes])
+
+    def _remember(self, scalars: Mapping[str, Any]) -> None:
+        for name, values in self._history.items():
+            if name in scalars:
+                values.append(math.nan if scalars[name] is None else scalars[name])
+
+
+class Display(Protocol):
+    """Where the console output of a run goes."""
+
+    def begin_phase(self, name: str) -> None: ...
+    def end_step(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def end_eval(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_display(mode: Literal["auto", "live", "plain"], progress: Progress, *, title: str) -> Display:
+    """A live display where there is a terminal that can draw one, or where one was asked for."""
+    encoding = (sys.stdout.encoding or "").lower()
+    can_draw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
+    if mode == "live" or (mode == "auto" and can_draw):
+        return LiveDisplay(progress, title=title, console=Console(force_terminal=True))
+    return PlainLines(progress, sys.stdout)
+
+
+class PlainLines:
+    """A line a step."""
+
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        self._progress = progress
+        self._stream = stream
+
+    def begin_phase(self, name: str) -> None:
+        pass
+
+    def end_step(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._progress.end_step(step, scalars)
+        self.message(step_line(self._progress, scalars))
+
+    def end_eval(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._progress.end_eval(scalars)
+        self.message("  ".join([f"eval after step {step}", *(_pair(name, value) for name, value in scalars.items())]))
+
+    def message(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def step_line(progress: Progress, scalars: Mapping[str, float]) -> str:
+    """What one step has to say in one line."""
+    width = len(str(progress.num_steps))
+    shown = [_pair(one.short, scalars[one.name]) for one, _ in progress.history() if one.name in scalars]
+    times = [f"{phase} {seconds:.2f}s" for phase, seconds in progress.phase_times.items()]
+    left = f"left {format_duration(progress.left_s())}"
+    return "  ".join([f"step {progress.step:>{width}}/{progress.num_steps}", *shown, *times, left])
+
+
+class LiveDisplay:
+    """Progress, the trend of each number, and where the time goes, redrawn in place."""
+
+    def __init__(self, progress: Progress, *, title: str, console: Console) -> None:
+        self._progress = progress
+        self._title = title
+        self._live = Live(self, console=console, refresh_per_second=REFRESHES_PER_S)
+        self._live.start()
+
+    def begin_phase(self, name: str) -> None:
+        self._progress.begin_phase(name)
+
+    def end_step(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._progress.end_step(step, scalars)
+
+    def end_eval(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._progress.end_eval(scalars)
+
+    def message(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.phase = None
+        self._live.stop()
+
+    def __rich__(self) -> RenderableType:
+        return draw(self._progress, title=self._title, width=self._live.console.width)
+
+
+def draw(progress: Progress, *, title: str, width: int) -> RenderableType:
+    """The live display at this moment. A thread of its own redraws it, so it reads `progress` and changes nothing."""
+    parts: list[RenderableType] = [_headline(progress, title), Text()]
+    if width >= SIDE_BY_SIDE_WIDTH:
+        both = Table.grid(padding=(0, 4, 0, 0))
+        both.add_row(_numbers_table(progress, trend_width=min(40, width - 88)), _phases_table(progress))
+        parts.append(both)
+    else:
+        numbers = _numbers_table(progress, trend_width=min(40, max(8, width - 50)))
+        parts += [numbers, Text(), _phases_table(progress)]
+    return Padding(Group(*parts), (1, 1))
+
+
+def _headline(progress: Progress, title: str) -> RenderableType:
+    line = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    for ratio in (None, None, 1, None, None):
+        line.add_column(ratio=ratio, no_wrap=True)
+    line.add_row(
+        Text(title, style="bold"),
+        Text.assemble("step ", (str(progress.step), "bold"), f"/{progress.num_steps}"),
+        ProgressBar(total=max(1, progress.num_steps), completed=progress.step),
+        Text(f"{format_duration(progress.elapsed_s())} so far", style="dim"),
+        Text(f"{format_duration(progress.left_s())} left"),
+    )
+    return line
+
+
+def _numbers_table(progress: Progress, *, trend_width: int) -> Table:
+    table = _table("", "first", "now", "trend", numeric=("first", "now"))
+    for shown, values in progress.history():
+        prominent = shown.name in ("reward/mean", "eval/accuracy")
+        table.add_row(
+            Text(shown.label, style="bold" if prominent else ""),
+            Text(format_number(values[0]), style="dim"),
+            Text(format_number(values[-1]), style="bold green" if prominent else ""),
+            Text(sparkline(values, trend_width), style="green" if prominent else "cyan"),
+        )
+    return table
+
+
+def _phases_table(progress: Progress) -> Table:
+    table = _table("phase", "s", "share", numeric=("s",))
+    phase, began = progress.phase or (None, 0.0)
+    times = progress.phase_times
+    step_s = sum(times.values())
+    for name in progress.phases_seen:
+        running = name == phase
+        seconds = progress.clock() - began if running else times.get(name)
+        table.add_row(
+            Text(f"{'▸' if running else ' '} {name}", style="bold yellow" if running else ""),
+            Text("" if seconds is None else f"{seconds:.2f}", style="yellow" if running else ""),
+            Text("━" * round(12 * times[name] / step_s) if times.get(name) else "", style="magenta"),
+        )
+    return table
+
+
+def _table(*columns: str, numeric: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numeric else "left", no_wrap=True)
+    return table
+
+
+def phase_times(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, from the `time/{phase}_s` among the scalars; the time of the whole step is not one of them."""
+    times = {name: value for name, value in scalars.items() if name.startswith("time/") and name != "time/step_s"}
+    return {name.removeprefix("time/").removesuffix("_s"): value for name, value in times.items()}
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The course of the values from the first to the last, averaged down to `width` characters."""
+    count = min(width, len(values))
+    edges = [len(values) * place // count for place in range(count + 1)] if count else []
+    means = [sum(values[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) - low or 1.0
+    return "".join(BARS[round((mean - low) / span * 7)] if math.isfinite(mean) else " " for mean in means)
+
+
+def format_number(value: float) -> str:
+    """About three digits that matter."""
+    size = abs(value)
+    if not math.isfinite(value) or size == 0.0:
+        return f"{value:.0f}"
+    if size >= 1e6:
+        return f"{value / 1e6:.2f}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.1f}k"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """h:mm:ss, or m:ss under an hour; dashes while it is unknown."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _pair(name: str, value: float) -> str:
+    return f"{name} {format_number(value)}"

@@ -1,0 +1,166 @@
+"""`Report`: the one object the training loop tells what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from spmdrl.config import ReportConfig
+from spmdrl.report.console import Display, Progress, open_display
+from spmdrl.report.files import MetricsFile, SamplesFile, read_rows
+from spmdrl.report.run_folder import RunFolder
+
+
+class Report:
+    """Console, metrics.jsonl, samples.jsonl, TensorBoard and curves of one run.
+
+    Every rank has one and measures its phases with `span`; the one with `active=True` also prints and writes, and for
+    the others those methods do nothing. Without a folder nothing is written. `start_step` is the step of the checkpoint
+    that the run goes on from, 0 when it starts anew; what an earlier launch wrote for later steps is dropped.
+
+    A number that is not finite is written as null to metrics.jsonl, which as JSON has no word for it.
+
+    Close it, or use it in a `with` statement: a live display left open hides the terminal's cursor.
+    """
+
+    def __init__(
+        self,
+        cfg_report: ReportConfig,
+        folder: RunFolder | None,
+        *,
+        num_steps: int,
+        active: bool,
+        start_step: int = 0,
+    ) -> None:
+        self._times: dict[str, float] = {}
+        self._folder = folder if active else None
+        self._files = _Files(cfg_report, folder, start_step=start_step) if active and folder else None
+        self._display: Display | None = None
+        if active:
+            rows = self._files.metrics.rows_before if self._files else []
+            progress = self._progress = Progress(num_steps=num_steps, start_step=start_step, rows=rows)
+            title = folder.path.name if folder else "spmdrl"
+            self._display = open_display(cfg_report.console, progress, title=title)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Measure the wall time of a phase on this rank. Phases follow each other; they are not nested."""
+        if self._display:
+            self._display.begin_phase(name)
+        began = time.perf_counter()
+        yield
+        # Work that a phase has only queued on the GPU would be counted in the next one.
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - began
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds of this rank in each phase since the last call, as `time/{name}_s`."""
+        times, self._times = self._times, {}
+        return {f"time/{name}_s": seconds for name, seconds in times.items()}
+
+    def step(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        *,
+        samples: Sequence[Mapping[str, Any]],
+        histograms: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Show and write a finished step. Of the samples, the first `report.samples_per_step` are written."""
+        if self._files:
+            self._files.step(step, scalars, samples, histograms)
+        if self._display:
+            self._display.end_step(step, scalars)
+
+    def eval(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Show and write an evaluation of the policy after `step`, before or after `step` itself is reported.
+
+        The names are `eval/...`; in metrics.jsonl they join the row of the step. Step 0, before training, has only them.
+        """
+        if self._files:
+            self._files.eval(step, scalars)
+        if self._display:
+            self._display.end_eval(step, scalars)
+
+    def message(self, text: str) -> None:
+        """Print a line, above the live display where there is one."""
+        if self._display:
+            self._display.message(text)
+
+    def close(self) -> None:
+        """Draw curves.png, print a last line about the whole run, and give the terminal back. Again: does nothing."""
+        display, self._display = self._display, None
+        if not display:
+            return
+        display.close()
+        where = ""
+        if self._files and self._folder:
+            self._files.close()
+            written = self._write_curves(self._folder)
+            where = f"; {written} in {self._folder.path}"
+        display.message(f"{self._progress.summary()}{where}")
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _write_curves(self, folder: RunFolder) -> str:
+        # Here, not above: every rank imports this module and only one ever draws.
+        from spmdrl.report.curves import draw_curves
+
+        rows = read_rows(folder.metrics)
+        if not rows:
+            return "no step was finished, metrics.jsonl is empty"
+        draw_curves({folder.path.name: rows}, folder.curves)
+        return "curves.png, metrics.jsonl and samples.jsonl"
+
+
+class _Files:
+    """What is written for one run."""
+
+    def __init__(self, cfg_report: ReportConfig, folder: RunFolder, *, start_step: int) -> None:
+        # A run that starts anew evaluates step 0 again; one that goes on from a checkpoint keeps that row.
+        last_step = start_step or -1
+        self._samples_per_step = cfg_report.samples_per_step
+        self.metrics = MetricsFile(folder.metrics, start_step=last_step)
+        self._samples = SamplesFile(folder.samples, start_step=last_step)
+        self._tensorboard = None
+        if cfg_report.tensorboard:
+            # Here, not above: every rank imports this module and only one ever writes.
+            from spmdrl.report.tensorboard import TensorBoard
+
+            self._tensorboard = TensorBoard(folder.tensorboard, start_step=last_step)
+
+    def step(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]],
+        histograms: Mapping[str, Sequence[float]],
+    ) -> None:
+        samples = samples[: self._samples_per_step]
+        self.metrics.write(step, scalars)
+        self._samples.write(step, samples)
+        if self._tensorboard:
+            self._tensorboard.write_samples(step, samples)
+            self._tensorboard.write_histograms(step, histograms)
+            self._tensorboard.write(step, scalars)
+
+    def eval(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.metrics.write(step, scalars)
+        if self._tensorboard:
+            self._tensorboard.write(step, scalars)
+
+    def close(self) -> None:
+        self.metrics.close()
+        self._samples.close()
+        if self._tensorboard:
+            self._tensorboard.close()

@@ -1,0 +1,140 @@
+"""The folder of one run: where everything is, and what was launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import tomlkit
+import torch
+from pydantic import BaseModel
+
+import spmdrl
+from spmdrl.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of a run. Making this object touches no disk; `create` does."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, dir: str | Path, name: str, resume: Literal["auto", "never"]) -> RunFolder:
+        """Make `dir/name`, or refuse one that holds a run already when `resume` is "never".
+
+        Every rank may call this at once: it makes directories only, and what marks a folder as a run is written later,
+        by `write_launch`. A barrier belongs between the two.
+        """
+        folder = cls(Path(dir) / name)
+        if resume == "never" and folder.holds_run():
+            raise UserError(
+                f'run.resume = "never" but {folder.path} already holds a run; set run.name to a new name, '
+                'or run.resume = "auto" to go on from its newest checkpoint'
+            )
+        try:
+            for directory in (folder.checkpoints, folder.tensorboard):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"the run's folder {folder.path} cannot be made ({error.strerror}); set run.dir to a writable directory"
+            ) from error
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration: the file, the overrides and the defaults together."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """Every count that follows from the configuration."""
+        return self.path / "plan.json"
+
+    @property
+    def versions(self) -> Path:
+        """The software and the devices of the latest launch."""
+        return self.path / "versions.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A few rollouts of every step, one JSON object each."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        """The final model as a Hugging Face directory."""
+        return self.path / "hf"
+
+    @property
+    def curves(self) -> Path:
+        """The run as one picture."""
+        return self.path / "curves.png"
+
+    def holds_run(self) -> bool:
+        """True when a run was launched here, whether or not it finished."""
+        written = (self.config, self.metrics, self.hf)
+        return any(path.exists() for path in written) or any(self.checkpoints.glob("*"))
+
+    def write_launch(self, config: BaseModel, plan: Any) -> None:
+        """Write config.toml, plan.json (`plan` is a dataclass) and versions.json. One rank calls this.
+
+        TOML has no word for None: settings that are None are left out.
+        """
+        self.config.write_text(tomlkit.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+        self.plan.write_text(json.dumps(dataclasses.asdict(plan), indent=2) + "\n", encoding="utf-8")
+        self.versions.write_text(json.dumps(describe_machine(), indent=2) + "\n", encoding="utf-8")
+
+
+def describe_machine() -> dict[str, Any]:
+    """The software and the devices of this machine; what cannot be found out is None."""
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain")
+    return {
+        "spmdrl": spmdrl.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _installed_version("transformers"),
+        "platform": platform.platform(),
+        "git_commit": commit,
+        "git_dirty": None if changes is None else bool(changes),
+        "cuda": torch.version.cuda,
+        "cuda_devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about the working directory; None where there is no git, no checkout, or no commit yet."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

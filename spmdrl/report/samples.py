@@ -1,0 +1,39 @@
+"""Rollouts as rows of samples.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.types import ScoredRollout
+
+
+def sample_rows(scored: Sequence[ScoredRollout], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """One rollout of each group: prompt, response, reward, and a summary of the engine's log-probabilities."""
+    groups: dict[int, ScoredRollout] = {}
+    for item in scored:
+        groups.setdefault(item.rollout.prompt.prompt_id, item)
+    return [_row(item, tokenizer) for item in groups.values()]
+
+
+def _row(scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    rollout, response = scored.rollout, scored.rollout.response
+    return {
+        "prompt_id": rollout.prompt.prompt_id,
+        "sample_index": rollout.sample_index,
+        "task": rollout.prompt.task,
+        "prompt": rollout.prompt.text,
+        "response": tokenizer.decode(response.token_ids),
+        "answer": rollout.prompt.answer,
+        "reward": scored.outcome.reward,
+        "reward_parts": scored.outcome.parts,
+        "failure": scored.outcome.failure,
+        "advantage": scored.advantage,
+        "finish_reason": response.finish_reason,
+        "response_tokens": len(response.token_ids),
+        "mean_logprob_nats": sum(response.logprobs) / max(1, len(response.logprobs)),
+        "min_logprob_nats": min(response.logprobs, default=0.0),
+        "version": response.version,
+    }

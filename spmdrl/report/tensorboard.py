@@ -1,0 +1,56 @@
+"""TensorBoard event files. The only module that imports TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """Writes scalars and histograms under their own names, and sample texts under `samples`.
+
+    `start_step` is the last step already done, -1 when the run starts anew: TensorBoard then forgets what an earlier
+    launch wrote for later steps.
+    """
+
+    def __init__(self, path: Path, *, start_step: int) -> None:
+        self._writer = SummaryWriter(str(path), purge_step=start_step + 1)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        if samples:
+            self._writer.add_text("samples", "\n\n---\n\n".join(map(_as_markdown, samples)), step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
+        """Numbers that are not finite have no place in a histogram and are left out; an empty one is not written."""
+        for name, values in histograms.items():
+            finite = [value for value in values if math.isfinite(value)]
+            if finite:
+                self._writer.add_histogram(name, np.array(finite), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _as_markdown(sample: Mapping[str, Any]) -> str:
+    return "\n\n".join(f"**{name}**{_as_code(value)}" for name, value in sample.items())
+
+
+def _as_code(value: Any) -> str:
+    """Text as it is, in a fence that the text itself cannot close; a number or a word stays on the line."""
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    if not isinstance(value, str):
+        return f" {text}"
+    longest_run = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest_run + 1)
+    return f"\n\n{fence}\n{text}\n{fence}"

@@ -1,0 +1,48 @@
+"""Rollouts in, rewards out: decodes responses and lets the scorer's processes work while others still generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import TracebackType
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import RewardConfig
+from spmdrl.data.tokenizer import decode
+from spmdrl.rewards.scorer import RewardItem, Scorer
+from spmdrl.types import Prompt, RewardOutcome, Rollout
+
+Pending = tuple[Rollout, "Future[RewardOutcome]"]
+
+
+class Judge:
+    """This rank's reward processes. Use it in a `with` statement: they end with it."""
+
+    def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._scorer = Scorer(cfg)
+        self._tokenizer = tokenizer
+
+    def submit(self, rollout: Rollout) -> Pending:
+        """Start scoring a finished rollout."""
+        return rollout, self._scorer.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))
+
+    def collect(self, pending: Iterable[Pending]) -> list[tuple[Rollout, RewardOutcome]]:
+        """Wait for the rewards; one that cannot be computed is 0 and says why."""
+        return [(rollout, future.result()) for rollout, future in pending]
+
+    def check(self, prompt: Prompt) -> RewardOutcome:
+        """The reward of the reference answer itself. Raises UserError when it cannot be computed."""
+        return self._scorer.check(_item(prompt, prompt.answer or ""))
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._scorer.close()
+
+
+def _item(prompt: Prompt, response: str) -> RewardItem:
+    return RewardItem(
+        prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata, task=prompt.task
+    )

@@ -1,0 +1,1 @@
+"""Sampling: the engine protocol, the embedded engine, and how prompt groups are drawn."""

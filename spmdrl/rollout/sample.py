@@ -1,0 +1,66 @@
+"""Prompts become rollouts: group_size requests each, with seeds that belong to the sample and not to the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from spmdrl.algo.seeds import rollout_seed
+from spmdrl.config import Config
+from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.types import Prompt, Request, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the responses of one phase are drawn."""
+
+    group_size: int
+    temperature: float
+    max_response_tokens: int
+    stop_token_ids: frozenset[int]
+    top_p: float = 1.0
+
+
+def training_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
+    """Responses to learn from: the policy's own distribution, so neither top-p nor top-k."""
+    return Sampling(
+        group_size=cfg.rollout.group_size,
+        temperature=cfg.rollout.temperature,
+        max_response_tokens=cfg.rollout.max_response_tokens,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def eval_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
+    """Responses to held-out prompts."""
+    assert cfg.eval is not None
+    return Sampling(
+        group_size=cfg.eval.samples_per_prompt,
+        temperature=cfg.eval.temperature,
+        max_response_tokens=cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
+        stop_token_ids=stop_token_ids,
+        top_p=cfg.eval.top_p,
+    )
+
+
+def sample(
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, *, run_seed: int, step: int
+) -> Iterator[Rollout]:
+    """Yield `group_size` rollouts of every prompt, each as soon as it is finished."""
+    places = [(prompt, sample_index) for prompt in prompts for sample_index in range(sampling.group_size)]
+    seeds = [rollout_seed(run_seed, step, prompt.prompt_id, sample_index) for prompt, sample_index in places]
+    requests = [
+        Request(
+            prompt_ids=prompt.token_ids,
+            seed=seed,
+            max_response_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        for (prompt, _), seed in zip(places, seeds, strict=True)
+    ]
+    for index, response in engine.generate(requests):
+        prompt, sample_index = places[index]
+        yield Rollout(prompt=prompt, sample_index=sample_index, seed=seeds[index], response=response)

@@ -1,0 +1,282 @@
+"""The embedded engine: continuous batching with a KV cache on the transformers model itself.
+
+It starts in a second, runs wherever torch does, and is what other engines are compared with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
+from spmdrl.rollout.draw import RowSampling, draw_tokens
+from spmdrl.types import FinishReason, Request, Response
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that has a row in the cache."""
+
+    index: int
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def finish_reason(self) -> FinishReason | None:
+        if self.token_ids[-1] in self.request.stop_token_ids:
+            return "stop"
+        if len(self.token_ids) == self.request.max_response_tokens:
+            return "length"
+        return None
+
+
+class TorchEngine:
+    """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
+
+    def __init__(self, model_config: Any, *, device: torch.device, dtype: torch.dtype, kernel: Kernel, max_running: int):
+        with torch.device(device), no_init_weights():
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        model.tie_weights()
+        self.model = model.eval().requires_grad_(False)
+        self.version = -1
+        self._kernel: Kernel = kernel
+        self._max_running = max_running
+        self._cache: _Cache | None = None
+        self._weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
+        self._missing: set[str] = set(self._weights)
+        self._abort = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's weights are."""
+        return self.model.device
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Response]]:
+        """See `RolloutEngine.generate`. Requests of the same prompt share its prefill."""
+        assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
+        self._abort = False
+        self._reserve(requests)
+        waiting = deque(_Running(index, request) for index, request in enumerate(requests))
+        rows: list[_Running] = []
+        sampling: RowSampling | None = None
+        last = torch.empty(0, dtype=torch.int64, device=self.device)
+        while waiting or rows:
+            if self._abort:
+                yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
+                return
+            if waiting and len(rows) < self._max_running:
+                admitted = [waiting.popleft() for _ in range(min(len(waiting), self._max_running - len(rows)))]
+                logits = self._prefill(admitted, first_row=len(rows))
+                sampled = draw_tokens(logits, self._sampling(admitted), self._places(admitted))
+                rows += admitted
+                sampling = self._sampling(rows)
+                last = self._append(admitted, sampled, last)
+            else:
+                assert sampling is not None
+                last = self._append(rows, draw_tokens(self._decode(last), sampling, self._places(rows)), last[:0])
+            reasons = [run.finish_reason() for run in rows]
+            if any(reasons):
+                yield from ((run.index, self._response(run, why)) for run, why in zip(rows, reasons, strict=True) if why)
+                kept = self._compact([why is None for why in reasons])
+                rows = [rows[row] for row in kept]
+                order = torch.tensor(kept, dtype=torch.int64, device=self.device)
+                sampling, last = (sampling.take(order) if sampling else None), last[order]
+
+    def abort(self) -> None:
+        """See `RolloutEngine.abort`."""
+        self._abort = True
+
+    def sleep(self) -> None:
+        """Drop the KV cache; weights stay."""
+        self._cache = None
+
+    def wake(self) -> None:
+        """The cache is taken when sampling knows how much it needs."""
+
+    def begin_update(self) -> None:
+        """See `RolloutEngine.begin_update`."""
+        self._missing = set(self._weights)
+
+    @torch.no_grad()
+    def load_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_bucket`."""
+        for name, tensor in tensors:
+            self._weights[name].copy_(tensor)
+            self._missing.discard(name)
+
+    def end_update(self, version: int) -> None:
+        """See `RolloutEngine.end_update`."""
+        if self._missing:
+            raise RuntimeError(f"refit to version {version} left {len(self._missing)} weights out: {min(self._missing)}")
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
+        self._cache = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The loaded weights by name, to be compared with the trainer's."""
+        return self._weights
+
+    def _reserve(self, requests: Sequence[Request]) -> None:
+        longest = max((len(r.prompt_ids) + r.max_response_tokens for r in requests), default=0)
+        num_rows = min(len(requests), self._max_running)
+        if self._cache is None or not self._cache.holds(num_rows, longest):
+            self._cache = None  # before the next one is taken
+            self._cache = _Cache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
+
+    @torch.inference_mode()
+    def _prefill(self, runs: list[_Running], *, first_row: int) -> Tensor:
+        """Fill rows first_row... of the cache; return the logits of each run's first response token, [n, V]."""
+        prompts = sorted({run.request.prompt_ids for run in runs}, key=lambda ids: (len(ids), ids))
+        place = {ids: i for i, ids in enumerate(prompts)}
+        seqlens = [len(ids) for ids in prompts]
+        ends = torch.tensor(seqlens, device=self.device).cumsum(0)
+        cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
+        assert self._cache is not None
+        attend = self._cache.begin_prefill(
+            packed_attention(cu_seqlens, seqlens, self._kernel),
+            starts=cu_seqlens.tolist(),
+            sequences=[place[run.request.prompt_ids] for run in runs],
+            first_row=first_row,
+        )
+        logits = self.model(
+            input_ids=torch.tensor([token for ids in prompts for token in ids], device=self.device).unsqueeze(0),
+            position_ids=torch.cat([torch.arange(n, device=self.device) for n in seqlens]).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=ends - 1,
+            attend=attend,
+        ).logits[0]
+        return logits[torch.tensor([place[run.request.prompt_ids] for run in runs], device=self.device)]
+
+    @torch.inference_mode()
+    def _decode(self, last: Tensor) -> Tensor:
+        """One more token for every row: last is [n] int64, the result [n, V]."""
+        assert self._cache is not None
+        attend, positions = self._cache.begin_decode()
+        return self.model(
+            input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attend=attend
+        ).logits[0]
+
+    def _compact(self, unfinished: list[bool]) -> list[int]:
+        """Keep the unfinished rows, as rows 0, 1, ...: holes are filled from the end. Returns the old row of each."""
+        assert self._cache is not None
+        num_kept = sum(unfinished)
+        kept = list(range(num_kept))
+        holes = [row for row in range(num_kept) if not unfinished[row]]
+        movers = [row for row in range(num_kept, len(unfinished)) if unfinished[row]]
+        for hole, mover in zip(holes, movers, strict=True):
+            kept[hole] = mover
+        self._cache.keep(kept, holes, movers)
+        return kept
+
+    def _sampling(self, runs: list[_Running]) -> RowSampling:
+        requests = [run.request for run in runs]
+        return RowSampling(
+            seeds=torch.tensor([r.seed for r in requests], dtype=torch.int64, device=self.device),
+            temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=self.device),
+            top_p=torch.tensor([r.top_p for r in requests], dtype=torch.float32, device=self.device),
+            any_greedy=any(r.temperature == 0 for r in requests),
+            any_top_p=any(r.top_p < 1 for r in requests),
+        )
+
+    def _places(self, runs: list[_Running]) -> Tensor:
+        return torch.tensor([len(run.token_ids) for run in runs], dtype=torch.int64, device=self.device)
+
+    def _append(self, runs: list[_Running], sampled: tuple[Tensor, Tensor], last: Tensor) -> Tensor:
+        tokens, logprobs = sampled
+        for run, token, logprob in zip(runs, tokens.tolist(), logprobs.tolist(), strict=True):
+            run.token_ids.append(token)
+            run.logprobs.append(logprob)
+        return torch.cat([last, tokens]) if len(last) else tokens
+
+    def _response(self, run: _Running, reason: FinishReason) -> Response:
+        return Response(
+            token_ids=tuple(run.token_ids), logprobs=tuple(run.logprobs), finish_reason=reason, version=self.version
+        )
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a model's weights: those its state dict holds."""
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+class _Cache:
+    """Keys and values of the running rows: per layer [rows, K, capacity, D]. Rows 0 to n - 1 are in use."""
+
+    def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, num_rows, num_heads, capacity, head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._lengths: list[int] = []
+
+    def holds(self, num_rows: int, capacity: int) -> bool:
+        """Whether so many rows of so many tokens fit."""
+        return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
+
+    def begin_prefill(self, packed: Any, *, starts: list[int], sequences: list[int], first_row: int) -> Any:
+        """An `attend` that runs `packed` and stores its keys and values.
+
+        Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
+        """
+        device = self._keys.device
+        tokens, rows, places = [], [], []
+        for row, sequence in enumerate(sequences, start=first_row):
+            tokens.append(torch.arange(starts[sequence], starts[sequence + 1], device=device))
+            rows.append(torch.full_like(tokens[-1], row))
+            places.append(tokens[-1] - starts[sequence])
+        token_index, row_index, place_index = torch.cat(tokens), torch.cat(rows), torch.cat(places)
+        del self._lengths[first_row:]
+        self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+            self._keys[layer][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
+            self._values[layer][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
+            return packed(query, key, value, layer=layer, scale=scale, window=window)
+
+        return attend
+
+    def begin_decode(self) -> tuple[Any, Tensor]:
+        """(an `attend` for one new token per row, those tokens' positions [n] int64)."""
+        device, num_rows = self._keys.device, len(self._lengths)
+        positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
+        row_index = torch.arange(num_rows, device=device)
+        longest = max(self._lengths) + 1
+        distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
+        ragged = min(self._lengths) + 1 < longest
+        self._lengths = [length + 1 for length in self._lengths]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+            keys, values = self._keys[layer], self._values[layer]
+            keys[row_index, :, positions] = key[0].transpose(0, 1)
+            values[row_index, :, positions] = value[0].transpose(0, 1)
+            mask = None
+            if ragged or window is not None:
+                mask = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[:, None, None]
+            q = query[0].transpose(0, 1).unsqueeze(2)  # [n, H, 1, D]
+            k, v = keys[:num_rows, :, :longest], values[:num_rows, :, :longest]
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+            return out.squeeze(2).unsqueeze(0)
+
+        return attend, positions
+
+    def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
+        """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
+        if holes:
+            longest = max(self._lengths)
+            into, out_of = (torch.tensor(rows, device=self._keys.device) for rows in (holes, movers))
+            for cells in (self._keys, self._values):
+                cells[:, into, :, :longest] = cells[:, out_of, :, :longest]
+        self._lengths = [self._lengths[row] for row in kept]

@@ -1,0 +1,44 @@
+"""Draw the curves of a run, or of several over each other: `python -m spmdrl.tools.plot RUN [RUN ...] [--out PNG]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from spmdrl.report.curves import draw_curves
+from spmdrl.report.files import Row, read_rows
+from spmdrl.report.run_folder import RunFolder
+from spmdrl.types import UserError
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.plot", description=__doc__)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
+    parser.add_argument(
+        "--out", metavar="PNG", type=Path, help="default: RUN/curves.png, or curves.png for several runs"
+    )
+    given = parser.parse_args(argv)
+    out = given.out or (RunFolder(given.runs[0]).curves if len(given.runs) == 1 else Path("curves.png"))
+    try:
+        draw_curves(dict(zip(_labels(given.runs), map(_rows, given.runs), strict=True)), out)
+    except UserError as error:
+        parser.error(str(error))
+    print(f"wrote {out}")
+
+
+def _rows(run: Path) -> list[Row]:
+    rows = read_rows(RunFolder(run).metrics)
+    if not rows:
+        raise UserError(f"{run} has no finished step to draw: its metrics.jsonl is missing or empty")
+    return rows
+
+
+def _labels(runs: list[Path]) -> list[str]:
+    """The folders' names where they differ, their paths where they do not."""
+    names = [run.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,176 @@
+"""The loop. Every rank runs `torchrun --nproc-per-node N -m spmdrl.train CONFIG.toml [section.key=value ...]`.
+
+    refit -> [ rollout -> reward -> pack -> prepare -> update -> refit -> (eval, save) ] x num_steps
+
+After step N the policy and the engine are both at version N.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from spmdrl import checkpoint
+from spmdrl.batch import build_batch, to_sequence
+from spmdrl.config import Config
+from spmdrl.dist.collectives import merge_over
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.evaluate import eval_metrics
+from spmdrl.export import export_hf
+from spmdrl.inputs import Inputs
+from spmdrl.launch import run_from_command_line
+from spmdrl.metrics import histograms, merge_all, scalars
+from spmdrl.model.load import compute_dtype, load_policy, load_reference
+from spmdrl.objective import PolicyObjective
+from spmdrl.optim import make_optimizer, set_learning_rate
+from spmdrl.refit import Refit
+from spmdrl.report import Report, RunFolder
+from spmdrl.report.resources import resource_metrics, time_metrics
+from spmdrl.report.samples import sample_rows
+from spmdrl.rewards.judge import Judge
+from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
+from spmdrl.rollout.start import start_engine
+from spmdrl.score import rollout_metrics, score_groups
+from spmdrl.update import LossScale, prepare, update
+
+
+def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
+    """Train from the newest checkpoint, or from the start, to the last step, and export the model."""
+    plan = inputs.plan
+    with (
+        spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
+        Judge(cfg.reward, inputs.tokenizer) as judge,
+    ):
+        meshes = build_meshes(world)
+        dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
+        policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
+        reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)
+        optimizer, loss_scale = make_optimizer(policy, cfg.optim), LossScale.for_dtype(dtype)
+        objective = PolicyObjective(cfg.loss)
+        engine = start_engine(cfg, inputs.model_config, world)
+        refit = Refit(policy, meshes.shard, dtype=dtype, bucket_bytes=cfg.rollout.bucket_bytes)
+
+        start = step = checkpoint.restore_latest(folder.checkpoints, policy, optimizer, loss_scale)
+        report = Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=start)
+        if world.is_main:
+            folder.write_launch(cfg, plan)
+
+        def evaluate() -> None:
+            rollouts = sample(
+                engine,
+                inputs.held_out[world.rank :: world.num_ranks],
+                eval_sampling(cfg, inputs.stop_token_ids),
+                run_seed=cfg.run.seed,
+                step=0,  # the same noise at every evaluation
+            )
+            judged = judge.collect([judge.submit(rollout) for rollout in rollouts])
+            report.eval(step, scalars(merge_over(meshes.data, eval_metrics(judged, cfg.reward))))
+
+        refit(engine, version=step)
+        if step == 0 and plan.evaluates_after(0):
+            evaluate()
+        report.take_times()
+
+        while step < plan.num_steps:
+            step += 1
+            with report.span("rollout"):
+                engine.wake()
+                prompts = inputs.prompts.take(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
+                sampling = training_sampling(cfg, inputs.stop_token_ids)
+                pending = [
+                    judge.submit(rollout)
+                    for rollout in sample(engine, prompts, sampling, run_seed=cfg.run.seed, step=step)
+                ]
+                engine.sleep()
+            with report.span("reward"):
+                scored = score_groups(judge.collect(pending), cfg.advantage, meshes.data)
+            with report.span("pack"):
+                first = plan.first_rollout(world.rank)
+                sequences = [to_sequence(rollout, index) for index, rollout in enumerate(scored, start=first)]
+                batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
+            with report.span("logprobs"):
+                mini_batches = prepare(policy, reference, batch.mini_batches, world.device)
+            with report.span("update"):
+                updates = []
+                for number, mini_batch in enumerate(mini_batches, start=1):
+                    lr = set_learning_rate(
+                        optimizer,
+                        cfg.optim,
+                        update=(step - 1) * plan.updates_per_step + number,
+                        num_updates=plan.num_updates,
+                    )
+                    updates.append(
+                        update(
+                            policy,
+                            optimizer,
+                            mini_batch,
+                            objective,
+                            meshes.data,
+                            max_grad_norm=cfg.optim.max_grad_norm,
+                            loss_scale=loss_scale,
+                            cause=f"step {step}, update {number} of {plan.updates_per_step}",
+                        )
+                    )
+            with report.span("refit"):
+                refit(engine, version=step)
+            with report.span("eval"):
+                if plan.evaluates_after(step):
+                    evaluate()
+            with report.span("save"):
+                if plan.saves_after(step):
+                    checkpoint.save(
+                        folder.checkpoints,
+                        policy,
+                        optimizer,
+                        loss_scale,
+                        meshes.data,
+                        step=step,
+                        keep_last=cfg.checkpoint.keep_last,
+                    )
+            metrics = merge_over(
+                meshes.data,
+                merge_all([rollout_metrics(scored), batch.metrics, *updates])
+                | time_metrics(report.take_times())
+                | resource_metrics(world.device),
+            )
+            report.step(
+                step,
+                scalars(metrics) | {"update/lr": lr},
+                samples=sample_rows(scored, inputs.tokenizer),
+                histograms=histograms(metrics),
+            )
+        if cfg.checkpoint.export:
+            export_hf(
+                policy,
+                inputs.tokenizer,
+                folder.hf,
+                meshes.shard,
+                dtype=dtype,
+                bucket_bytes=cfg.rollout.bucket_bytes,
+            )
+        engine.close()
+        report.close()
+
+
+def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
+    """Score one sample, as --dry-run promises; returns what was found to be in order."""
+    prompt = inputs.prompts.take(0, 1)[0]
+    with Judge(cfg.reward, inputs.tokenizer) as judge:
+        outcome = judge.check(prompt)
+    return [
+        f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
+        f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",
+        f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
+        f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
+        f"{len(inputs.held_out)} held-out prompts",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_from_command_line(Config, train, check, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The nouns: what flows from one phase of a step to the next.
+
+A step moves `Prompt -> Rollout -> ScoredRollout -> MicroBatch`. Everything is frozen; a phase makes new
+values and never edits the ones it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class UserError(ValueError):
+    """What the user asked for cannot be done. The message says what was set, what is true, and what to set instead."""
+
+
+class TrainingDiverged(RuntimeError):
+    """A number that must be finite is not. No weights were changed in the step that raised it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The tokens a rollout starts from, and what its reward needs to know."""
+
+    prompt_id: int  # index in the stream of its data set; with the run seed it decides every random number
+    token_ids: tuple[int, ...]  # after the chat template
+    text: str  # the same, readable
+    answer: str | None  # the reference answer, when the data has one
+    task: str  # the data source it came from, for per-task metrics and scorers
+    metadata: dict[str, Any]  # the row's other columns, handed to the reward unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One response to sample. Everything random about it follows from `seed` and the token's place."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int  # 63 bits, see `algo.seeds.rollout_seed`
+    max_response_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What the engine sampled for one request."""
+
+    token_ids: tuple[int, ...]  # includes the stop token when finish_reason is "stop"
+    logprobs: tuple[float, ...]  # nats, of the temperature-scaled distribution before top-p; greedy: unscaled
+    finish_reason: FinishReason
+    version: int  # of the weights that sampled it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One prompt with one response."""
+
+    prompt: Prompt
+    sample_index: int  # 0 to group_size - 1
+    seed: int
+    response: Response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """The verifier's answer for one rollout. `failure` names what went wrong when there is no number."""
+
+    reward: float  # 0.0 when `failure` is set
+    parts: dict[str, float]  # each term before weighting, by its name
+    failure: str | None = None  # e.g. "timeout", "ValueError: ..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRollout:
+    """A rollout with its reward, and its advantage within its prompt group."""
+
+    rollout: Rollout
+    outcome: RewardOutcome
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One rollout as training sees it: prompt then response, n tokens; every list has n entries."""
+
+    index: int  # place in the step's global order (prompt-major), the same whatever rank sampled it
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]  # True where the policy chose the token and it is to be trained
+    rollout_logprobs: tuple[float, ...]  # nats, 0 outside loss_mask
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one rank feeds one forward pass: S sequences laid end to end, T tokens in all."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, restarts at 0 in every sequence
+    cu_seqlens: Tensor  # [S+1] int32, token offsets, last entry == T
+    loss_mask: Tensor  # [T] bool, True where the policy chose the token and it is to be trained
+    loss_weights: Tensor  # [T] float32, what a token's loss counts in the global loss; 0 outside loss_mask
+    advantages: Tensor  # [T] float32
+    rollout_logprobs: Tensor  # [T] float32, nats
+    old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved since sampling
+    ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
+    sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order; -1 for filling
+
+    def __post_init__(self) -> None:
+        tokens = self.token_ids.shape
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and field.name != "cu_seqlens" and value.shape != tokens:
+                raise ValueError(f"{field.name} is {list(value.shape)} but token_ids is {list(tokens)}")
+
+    @property
+    def seqlens(self) -> list[int]:
+        """Tokens in each sequence, [S]."""
+        return self.cu_seqlens.diff().tolist()
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on `device`; `cu_seqlens` goes along."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)

@@ -1,0 +1,164 @@
+"""The update: old and reference log-probabilities, then forward, backward and one optimizer step per mini-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from spmdrl.batch import MiniBatch
+from spmdrl.dist.collectives import sum_over
+from spmdrl.metrics import Max, Mean, Metrics, merge_all
+from spmdrl.model.policy import Policy
+from spmdrl.objective import Objective, ObjectiveFunction
+from spmdrl.types import MicroBatch, TrainingDiverged
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Dynamic scaling of the loss, so that float16 gradients do not underflow; 1 and inert for other dtypes.
+
+    An overflow halves the scale and leaves the weights alone; `growth_interval` updates without one double it.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    growth_interval: int = 200
+    good_updates: int = 0
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype) -> LossScale:
+        """2^16 for float16, else none."""
+        return cls(scale=65536.0, dynamic=True) if dtype == torch.float16 else cls()
+
+    def overflowed(self) -> bool:
+        """Called when gradients are not finite: True when the scale is to blame and has been lowered."""
+        if not self.dynamic or self.scale <= 1.0:
+            return False
+        self.scale, self.good_updates = self.scale / 2, 0
+        return True
+
+    def succeeded(self) -> None:
+        """Called after an optimizer step."""
+        self.good_updates += 1
+        if self.dynamic and self.good_updates % self.growth_interval == 0:
+            self.scale *= 2
+
+
+def token_logprobs(policy: Policy, mini_batches: list[MiniBatch], device: torch.device) -> list[list[Tensor]]:
+    """Log-probabilities of every micro-batch, without gradients; on the host, as micro-batches are until they run."""
+    with torch.no_grad():
+        return [[policy(m.to(device)).logprobs.cpu() for m in mini_batch] for mini_batch in mini_batches]
+
+
+def prepare(
+    policy: Policy, reference: Policy | None, mini_batches: list[MiniBatch], device: torch.device
+) -> list[MiniBatch]:
+    """Add `old_logprobs`, when the policy moves before it has seen all rollouts, and `ref_logprobs`, when there is a
+    reference. With one mini-batch the policy that samples is the policy that is updated, and no pass is needed."""
+    columns: dict[str, list[list[Tensor]]] = {}
+    if len(mini_batches) > 1:
+        columns["old_logprobs"] = token_logprobs(policy, mini_batches, device)
+    if reference is not None:
+        columns["ref_logprobs"] = token_logprobs(reference, mini_batches, device)
+    for name, column in columns.items():
+        _require_finite(name, [x for mini_batch in column for x in mini_batch])
+    return [
+        [
+            dataclasses.replace(m, **{name: column[i][j] for name, column in columns.items()})
+            for j, m in enumerate(mini_batch)
+        ]
+        for i, mini_batch in enumerate(mini_batches)
+    ]
+
+
+def update(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    mini_batch: MiniBatch,
+    objective: ObjectiveFunction,
+    mesh: DeviceMesh,
+    *,
+    max_grad_norm: float,
+    loss_scale: LossScale,
+    cause: str,
+) -> Metrics:
+    """One optimizer step on this rank's micro-batches of one mini-batch; every rank of the data mesh takes part.
+
+    Raises TrainingDiverged on every rank, with `cause` in front, when the loss or a gradient is not finite anywhere;
+    no weights are changed then.
+    """
+    device = torch.device(mesh.device_type)
+    losses: list[Tensor] = []
+    metrics: list[Metrics] = []
+    optimizer.zero_grad(set_to_none=True)
+    for micro_batch in mini_batch:
+        on_device = micro_batch.to(device)
+        result = objective(policy(on_device), on_device)
+        (result.loss_sum * loss_scale.scale).backward()
+        losses.append(result.loss_sum.detach())
+        metrics.append(_reduced(result, on_device.loss_mask))
+    gradients = _local_gradients(policy)
+    loss, squared_norm = sum_over(mesh, torch.stack([torch.stack(losses).sum(), _squared_norm(gradients, device)])).tolist()
+    grad_norm = math.sqrt(squared_norm) / loss_scale.scale if squared_norm >= 0 else math.nan
+    result_metrics = merge_all(metrics) | {"update/loss": Mean(loss, 1.0)}
+    if not math.isfinite(loss):
+        raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")
+    if not math.isfinite(grad_norm):
+        if not loss_scale.overflowed():
+            raise TrainingDiverged(f"{cause}: the gradient norm is {grad_norm}; no weights were changed")
+        optimizer.zero_grad(set_to_none=True)
+        return result_metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}
+    factor = min(1.0, max_grad_norm / (grad_norm + 1e-6)) / loss_scale.scale
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    loss_scale.succeeded()
+    if loss_scale.dynamic:
+        result_metrics |= {
+            "update/overflow_fraction": Mean(0.0, 1.0),
+            "update/loss_scale": Mean(loss_scale.scale, 1.0),
+        }
+    return result_metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}
+
+
+def _local_gradients(policy: Policy) -> list[Tensor]:
+    """This rank's shards of the gradients."""
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares over this rank's shards; summed over the ranks it is the square of the global 2-norm."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(gradients)).square().sum().to(device)
+
+
+def _reduced(result: Objective, loss_mask: Tensor) -> Metrics:
+    """Means and peaks over the loss tokens of one micro-batch; the only place that waits for the device."""
+    names, peaks = list(result.means), list(result.peaks)
+    columns = torch.stack([*result.means.values(), *result.peaks.values()])
+    columns = torch.where(loss_mask, columns, 0.0)
+    sums, highest = columns.sum(-1).tolist(), columns.amax(-1).tolist()
+    count = float(loss_mask.sum())
+    return {name: Mean(total, count) for name, total in zip(names, sums, strict=False)} | {
+        name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)
+    }
+
+
+def _require_finite(name: str, values: list[Tensor]) -> None:
+    for value in values:
+        if not torch.isfinite(value).all():
+            raise TrainingDiverged(f"{name} are not finite; no weights were changed")
+
+
+def loss_tokens(mini_batches: list[list[MicroBatch]]) -> int:
+    """Loss tokens that this rank trains on in the step."""
+    return sum(int(m.loss_mask.sum()) for mini_batch in mini_batches for m in mini_batch)
