@@ -96,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the k3 divergence to the reference model")
     parser.add_argument("--warmup-steps", type=int, default=2, help="steps that are not counted, at least 1")
     parser.add_argument("--steps", type=int, default=20, help="steps that are counted")
+    parser.add_argument("--micro-batches", type=int, default=1, help="parts of the 128 rollouts, one backward each")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
@@ -118,8 +119,8 @@ def build_trainer(args: argparse.Namespace, folder: Path, rewards: list[float]) 
         bf16=False,
         gradient_checkpointing=False,
         max_steps=num_steps,
-        per_device_train_batch_size=workload.ROLLOUTS_PER_STEP,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=workload.ROLLOUTS_PER_STEP // args.micro_batches,
+        gradient_accumulation_steps=args.micro_batches,
         num_generations=workload.GROUP_SIZE,
         max_completion_length=workload.MAX_RESPONSE_TOKENS[args.workload],
         temperature=1.0,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.packing import balance, pack
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
-from spmdrl.metrics import Mean, Metrics
+from spmdrl.metrics import Mean, Metrics, Total, merge_all
 from spmdrl.plan import Plan
 from spmdrl.types import MicroBatch, Rollout, ScoredRollout, Sequence, TrainingDiverged
 
@@ -71,10 +71,7 @@ def build_batch(sequences: list[Sequence], plan: Plan, mesh: DeviceMesh, *, aggr
         weights = _loss_weights([size for part in share for size in part], plan, aggregation)
         mini_batches.append([_micro_batch([mine[i] for i in indices], weights) for indices in bins])
         metrics.append(_pack_metrics(mini_batches[-1], share, plan))
-    merged = {name: metrics[0][name] for name in metrics[0]}
-    for more in metrics[1:]:
-        merged = {name: merged[name].merge(more[name]) for name in merged}
-    return Batch(mini_batches, merged)
+    return Batch(mini_batches, merge_all(metrics))
 
 
 def _bins(part: list[SequenceSize], plan: Plan, *, at_least: int) -> list[list[int]]:
@@ -130,6 +127,7 @@ def _pack_metrics(mini_batch: MiniBatch, share: list[list[SequenceSize]], plan: 
     room = float((plan.max_tokens_per_micro_batch or longest) * len(mini_batch))
     return {
         "pack/fill_fraction": Mean(filled, room),
+        "pack/loss_tokens": Total(float(sum(int(m.loss_mask.sum()) for m in mini_batch))),
         "pack/micro_batches": Mean(float(len(mini_batch)), 1.0),
         # 1 when all ranks have the same number of tokens; the share of time the others wait is 1 - 1/this.
         "pack/rank_imbalance": Mean(max(tokens) * len(tokens) / max(1, sum(tokens)), 1.0),

@@ -252,11 +252,14 @@ class PackConfig(Section):
         return self
 
 
-class EvalConfig(Section):
+class HeldOutConfig(Section):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
     """Held-out prompts. Questions that also occur here are never trained on."""
     num_prompts: Count
     """Held-out prompts, over all sources."""
+
+
+class EvalConfig(HeldOutConfig):
     every: Annotated[int, Field(ge=0)] = 0
     """Evaluate after every so many steps; always before the first and after the last. 0: only then."""
     samples_per_prompt: Count = 1
@@ -304,7 +307,7 @@ class Config(Section):
     report: ReportConfig = ReportConfig()
 
 
-class SftLossConfig(Section):
+class PairsConfig(Section):
     sequences_per_step: Count
     """(prompt, response) pairs behind one optimizer step, over all ranks."""
     max_response_tokens: Count
@@ -317,10 +320,10 @@ class SftConfig(Section):
     run: RunConfig
     model: ModelConfig
     data: DataConfig
-    sft: SftLossConfig
+    sft: PairsConfig
     optim: OptimConfig
     pack: PackConfig
-    eval: EvalConfig | None = None
+    held_out: HeldOutConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
 

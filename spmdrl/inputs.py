@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, EvalConfig, ModelConfig, OptimConfig, SftConfig
+from spmdrl.config import Config, HeldOutConfig, ModelConfig, OptimConfig, SftConfig
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
@@ -69,8 +69,9 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
         problems.refuse()
     problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
-    prompts = problems.attempt(lambda: make_training_stream(cfg.data, cfg.eval, seed=cfg.run.seed, tokenizer=tokenizer))
-    held_out = problems.attempt(lambda: _held_out(cfg, cfg.eval, tokenizer))
+    kept_apart = cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
+    prompts = problems.attempt(lambda: make_training_stream(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer))
+    held_out = problems.attempt(lambda: _held_out(cfg, kept_apart, tokenizer))
     if prompts is not None:
         problems.attempt(lambda: prompts.take(0, 1))
     problems.refuse()
@@ -112,7 +113,9 @@ def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) ->
     return stop_token_ids(tokenizer, cfg.model.path)
 
 
-def _held_out(cfg: Config | SftConfig, eval_cfg: EvalConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    if eval_cfg is None:
+def _held_out(
+    cfg: Config | SftConfig, kept_apart: HeldOutConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    if kept_apart is None:
         return []
-    return make_held_out(cfg.data, eval_cfg, seed=cfg.run.seed, tokenizer=tokenizer)
+    return make_held_out(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer)

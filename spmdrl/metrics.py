@@ -79,9 +79,8 @@ class Values:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.values) <= MAX_VALUES, (
-            f"{len(self.values)} values in one histogram; per token instead of rollout?"
-        )
+        count = len(self.values)
+        assert count <= MAX_VALUES, f"{count} values in one histogram; one per token instead of one per rollout?"
 
     def merge(self, other: Values) -> Values:
         return Values(self.values + other.values)

@@ -110,7 +110,7 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         max_micro_batches_per_update=_max_micro_batches(cfg.pack, sequences, num_ranks, max_sequence),
         eval_prompts=0,
         eval_every=0,
-        checkpoint_every=0,
+        checkpoint_every=cfg.checkpoint.every,
     )
 
 

@@ -26,9 +26,10 @@ from spmdrl.objective import PolicyObjective
 from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.refit import Refit
 from spmdrl.report import Report, RunFolder
-from spmdrl.report.resources import resource_metrics, time_metrics
+from spmdrl.report.resources import resource_metrics, time_metrics, with_speed
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.judge import Judge
+from spmdrl.rollout.engine import awake
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.rollout.start import start_engine
 from spmdrl.score import rollout_metrics, score_groups
@@ -57,14 +58,11 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             folder.write_launch(cfg, plan)
 
         def evaluate() -> None:
-            rollouts = sample(
-                engine,
-                inputs.held_out[world.rank :: world.num_ranks],
-                eval_sampling(cfg, inputs.stop_token_ids),
-                run_seed=cfg.run.seed,
-                step=0,  # the same noise at every evaluation
-            )
-            judged = judge.collect([judge.submit(rollout) for rollout in rollouts])
+            mine = inputs.held_out[world.rank :: world.num_ranks]
+            sampling = eval_sampling(cfg, inputs.stop_token_ids)
+            with awake(engine):  # step 0: the same noise at every evaluation
+                pending = [judge.submit(r) for r in sample(engine, mine, sampling, run_seed=cfg.run.seed, step=0)]
+            judged = judge.collect(pending)
             report.eval(step, scalars(merge_over(meshes.data, eval_metrics(judged, cfg.reward))))
 
         refit(engine, version=step)
@@ -74,15 +72,10 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
 
         while step < plan.num_steps:
             step += 1
-            with report.span("rollout"):
-                engine.wake()
+            with report.span("rollout"), awake(engine):
                 prompts = inputs.prompts.take(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
                 sampling = training_sampling(cfg, inputs.stop_token_ids)
-                pending = [
-                    judge.submit(rollout)
-                    for rollout in sample(engine, prompts, sampling, run_seed=cfg.run.seed, step=step)
-                ]
-                engine.sleep()
+                pending = [judge.submit(r) for r in sample(engine, prompts, sampling, run_seed=cfg.run.seed, step=step)]
             with report.span("reward"):
                 scored = score_groups(judge.collect(pending), cfg.advantage, meshes.data)
             with report.span("pack"):
@@ -136,7 +129,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             )
             report.step(
                 step,
-                scalars(metrics) | {"update/lr": lr},
+                with_speed(scalars(metrics)) | {"update/lr": lr},
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
             )

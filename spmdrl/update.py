@@ -16,7 +16,7 @@ from spmdrl.dist.collectives import sum_over
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
-from spmdrl.types import MicroBatch, TrainingDiverged
+from spmdrl.types import TrainingDiverged
 
 
 @dataclass(slots=True)
@@ -158,7 +158,3 @@ def _require_finite(name: str, values: list[Tensor]) -> None:
         if not torch.isfinite(value).all():
             raise TrainingDiverged(f"{name} are not finite; no weights were changed")
 
-
-def loss_tokens(mini_batches: list[list[MicroBatch]]) -> int:
-    """Loss tokens that this rank trains on in the step."""
-    return sum(int(m.loss_mask.sum()) for mini_batch in mini_batches for m in mini_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ from rich.text import Text
 STEPS_BEHIND_ETA = 20
 REFRESHES_PER_S = 2
 SIDE_BY_SIDE_WIDTH = 104
+SHOWN_S = 0.005  # a phase that took less is 0.00
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -47,7 +49,7 @@ SHOWN = (
 
 
 class Progress:
-    """How far the run is, and the history of what is shown. `rows` are those of an earlier launch that it goes on from."""
+    """How far the run is, and the history of what is shown; `rows` are those of the launch that it goes on from."""
 
     def __init__(
         self,
@@ -73,11 +75,12 @@ class Progress:
 
     def begin_phase(self, name: str) -> None:
         self.phase = (name, self.clock())
-        self.phases_seen = tuple(dict.fromkeys([*self.phases_seen, name]))
+        self._see_phases([name])
 
     def end_step(self, step: int, scalars: Mapping[str, float]) -> None:
         self.step = step
         self.phase_times = phase_times(scalars)
+        self._see_phases(self.phase_times)
         self._step_ends.append(self.clock())
         self._remember(scalars)
 
@@ -112,6 +115,9 @@ class Progress:
         ]
         done = f"step {self.step} of {self.num_steps} in {format_duration(self.elapsed_s())}"
         return "; ".join([done, *changes])
+
+    def _see_phases(self, names: Iterable[str]) -> None:
+        self.phases_seen = tuple(dict.fromkeys([*self.phases_seen, *names]))
 
     def _remember(self, scalars: Mapping[str, Any]) -> None:
         for name, values in self._history.items():
@@ -167,7 +173,7 @@ def step_line(progress: Progress, scalars: Mapping[str, float]) -> str:
     """What one step has to say in one line."""
     width = len(str(progress.num_steps))
     shown = [_pair(one.short, scalars[one.name]) for one, _ in progress.history() if one.name in scalars]
-    times = [f"{phase} {seconds:.2f}s" for phase, seconds in progress.phase_times.items()]
+    times = [f"{phase} {seconds:.2f}s" for phase, seconds in progress.phase_times.items() if seconds >= SHOWN_S]
     left = f"left {format_duration(progress.left_s())}"
     return "  ".join([f"step {progress.step:>{width}}/{progress.num_steps}", *shown, *times, left])
 
@@ -274,7 +280,7 @@ def sparkline(values: list[float], width: int) -> str:
     """The course of the values from the first to the last, averaged down to `width` characters."""
     count = min(width, len(values))
     edges = [len(values) * place // count for place in range(count + 1)] if count else []
-    means = [sum(values[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
     finite = [mean for mean in means if math.isfinite(mean)]
     low = min(finite, default=0.0)
     span = max(finite, default=0.0) - low or 1.0

@@ -58,7 +58,7 @@ class MetricsFile:
         # Written over the shorter row in one piece: a kill never leaves the file without this step.
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
-        self._file.truncate()
+        pass
 
     def close(self) -> None:
         self._file.close()
@@ -72,7 +72,7 @@ class SamplesFile:
         self._file = path.open("ab")
 
     def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        # The metadata of a prompt can hold anything a data file can, such as dates: what is not JSON is written as text.
+        # The metadata of a prompt can hold what a data file can, such as dates: what has no JSON is written as text.
         self._file.write(b"".join(_line({"step": step, **sample}, default=str) for sample in samples))
         self._file.flush()
 

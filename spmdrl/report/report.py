@@ -81,7 +81,7 @@ class Report:
     def eval(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show and write an evaluation of the policy after `step`, before or after `step` itself is reported.
 
-        The names are `eval/...`; in metrics.jsonl they join the row of the step. Step 0, before training, has only them.
+        The names are `eval/...`; in metrics.jsonl they join the row of the step. Step 0 comes before training.
         """
         if self._files:
             self._files.eval(step, scalars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -50,3 +51,13 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End the engine and free what it holds."""
         ...
+
+
+@contextmanager
+def awake(engine: RolloutEngine) -> Iterator[RolloutEngine]:
+    """The engine holds the memory it samples with inside the block, and gives it back after."""
+    engine.wake()
+    try:
+        yield engine
+    finally:
+        engine.sleep()

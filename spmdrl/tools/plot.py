@@ -15,9 +15,7 @@ from spmdrl.types import UserError
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.plot", description=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
-    parser.add_argument(
-        "--out", metavar="PNG", type=Path, help="default: RUN/curves.png, or curves.png for several runs"
-    )
+    parser.add_argument("--out", metavar="PNG", type=Path, help="default: RUN/curves.png; several runs: curves.png")
     given = parser.parse_args(argv)
     out = given.out or (RunFolder(given.runs[0]).curves if len(given.runs) == 1 else Path("curves.png"))
     try:

@@ -1,0 +1,1 @@
+"""Pure maths on tensors and lists: no collectives, no configuration, no ranks."""

@@ -1,0 +1,80 @@
+"""Per-token losses. They stay per token: what a token counts in the global loss is `aggregation.token_weights`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The clipped policy loss of each token."""
+
+    per_token: Tensor  # [T] float32, with grad; 0 outside loss_mask
+    clipped: Tensor  # [T] bool, True where a clip decides the loss: the token then has no gradient
+    ratio: Tensor  # [T] float32, no grad; exp(logprobs - old_logprobs), 1 outside loss_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How far trainer and engine disagree about the same weights."""
+
+    mismatch: Tensor  # [T] nats, old_logprobs - rollout_logprobs; 0 outside loss_mask
+
+    @property
+    def k1(self) -> Tensor:
+        """[T] nats, rollout_logprobs - old_logprobs: estimates KL(engine || trainer), may be negative."""
+        return -self.mismatch
+
+    @property
+    def k3(self) -> Tensor:
+        """[T] nats, exp(mismatch) - 1 - mismatch: estimates KL(engine || trainer), never negative."""
+        return torch.expm1(self.mismatch) - self.mismatch
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), PPO arXiv:1707.06347.
+
+    The two-sided clip is DAPO's arXiv:2503.14476. With `dual_clip` c, where A < 0 the loss is at most -c A,
+    arXiv:1912.09729. All inputs are [T]; only logprobs carries grad. Without old_logprobs the policy is the one that
+    sampled: every ratio is exactly 1 and the gradient is that of -A logprobs.
+
+    A ratio that overflows at a loss token gives a gradient that is not finite, even where the loss is.
+    """
+    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    # Mask before exp, not after: exp(inf) * 0 is nan in the backward pass. So is 0 * an advantage that is not finite.
+    ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0).exp()
+    advantages = torch.where(loss_mask, advantages, 0.0)
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    per_token, clipped = torch.maximum(free, bounded), bounded > free
+    if dual_clip is not None:
+        highest = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        per_token, clipped = torch.minimum(per_token, highest), clipped | (per_token > highest)
+    return PolicyLoss(per_token, clipped, ratio.detach())
+
+
+def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """Cross-entropy of each token, [T] nats: -logprobs where loss_mask, else 0. Both inputs are [T]."""
+    return torch.where(loss_mask, -logprobs, 0.0)
+
+
+def weighted_sum(per_token: Tensor, loss_weights: Tensor) -> Tensor:
+    """Sum of per_token [T] times loss_weights [T], [] float32; over all micro-batches and ranks it adds up to the loss."""
+    return (per_token.float() * loss_weights.float()).sum()
+
+
+def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Mismatch:
+    """Compare what the trainer says of the sampled tokens with what the engine reported; all inputs are [T]."""
+    return Mismatch(torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0))

@@ -1,0 +1,136 @@
+"""Supervised fine-tuning: the same batches and the same update, on (prompt, response) pairs instead of rollouts.
+
+`python -m spmdrl.sft CONFIG.toml [section.key=value ...]`, alone or under torchrun.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl import checkpoint
+from spmdrl.batch import build_batch
+from spmdrl.config import SftConfig
+from spmdrl.dist.collectives import merge_over
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.export import export_hf
+from spmdrl.inputs import Inputs
+from spmdrl.launch import run_from_command_line
+from spmdrl.metrics import histograms, merge_all, scalars
+from spmdrl.model.load import compute_dtype, load_policy
+from spmdrl.objective import SftObjective
+from spmdrl.optim import make_optimizer, set_learning_rate
+from spmdrl.report import Report, RunFolder
+from spmdrl.report.resources import resource_metrics, time_metrics, with_speed
+from spmdrl.types import Prompt, UserError
+from spmdrl.types import Sequence as TrainingSequence
+from spmdrl.update import LossScale, update
+
+_BUCKET_BYTES = 256 * 2**20
+
+
+def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
+    """Train to imitate the responses, from the newest checkpoint or from the start, and export the model."""
+    plan = inputs.plan
+    with spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world:
+        meshes = build_meshes(world)
+        dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
+        policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
+        optimizer, loss_scale = make_optimizer(policy, cfg.optim), LossScale.for_dtype(dtype)
+        objective = SftObjective()
+        step = checkpoint.restore_latest(folder.checkpoints, policy, optimizer, loss_scale)
+        report = Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step)
+        if world.is_main:
+            folder.write_launch(cfg, plan)
+        while step < plan.num_steps:
+            step += 1
+            with report.span("pack"):
+                pairs = inputs.prompts.pairs(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
+                first = plan.first_rollout(world.rank)
+                sequences = [
+                    to_sequence(prompt, response, index, inputs.tokenizer, cfg.sft.max_response_tokens)
+                    for index, (prompt, response) in enumerate(pairs, start=first)
+                ]
+                batch = build_batch(sequences, plan, meshes.data, aggregation="token_mean")
+            with report.span("update"):
+                lr = set_learning_rate(optimizer, cfg.optim, update=step, num_updates=plan.num_updates)
+                updated = update(
+                    policy,
+                    optimizer,
+                    batch.mini_batches[0],
+                    objective,
+                    meshes.data,
+                    max_grad_norm=cfg.optim.max_grad_norm,
+                    loss_scale=loss_scale,
+                    cause=f"step {step}",
+                )
+            with report.span("save"):
+                if plan.saves_after(step):
+                    checkpoint.save(
+                        folder.checkpoints,
+                        policy,
+                        optimizer,
+                        loss_scale,
+                        meshes.data,
+                        step=step,
+                        keep_last=cfg.checkpoint.keep_last,
+                    )
+            metrics = merge_over(
+                meshes.data,
+                merge_all([batch.metrics, updated])
+                | time_metrics(report.take_times())
+                | resource_metrics(world.device),
+            )
+            report.step(
+                step,
+                with_speed(scalars(metrics)) | {"update/lr": lr},
+                samples=[],
+                histograms=histograms(metrics),
+            )
+        if cfg.checkpoint.export:
+            export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype, bucket_bytes=_BUCKET_BYTES)
+        report.close()
+
+
+def to_sequence(
+    prompt: Prompt, response: str, index: int, tokenizer: PreTrainedTokenizerBase, max_response_tokens: int
+) -> TrainingSequence:
+    """Prompt, response and end-of-sequence token; the last two are trained. Raises UserError when it is too long."""
+    assert tokenizer.eos_token_id is not None
+    tokens = (*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id)
+    if len(tokens) > max_response_tokens:
+        raise UserError(
+            f"sft.max_response_tokens = {max_response_tokens}, but the response to prompt {prompt.prompt_id} "
+            f"({prompt.text[:60]!r}) has {len(tokens)} tokens; set it to {len(tokens)} or more"
+        )
+    length = len(prompt.token_ids) + len(tokens)
+    return TrainingSequence(
+        index=index,
+        token_ids=prompt.token_ids + tokens,
+        loss_mask=(False,) * len(prompt.token_ids) + (True,) * len(tokens),
+        rollout_logprobs=(0.0,) * length,
+        advantage=0.0,
+    )
+
+
+def check(cfg: SftConfig, inputs: Inputs) -> Sequence[str]:
+    """Tokenize one pair, as --dry-run promises; returns what was found to be in order."""
+    ((prompt, response),) = inputs.prompts.pairs(0, 1)
+    sequence = to_sequence(prompt, response, 0, inputs.tokenizer, cfg.sft.max_response_tokens)
+    return [
+        f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
+        f"first pair ({len(sequence.token_ids)} tokens): {prompt.text[-200:]!r} -> {response!r}",
+        f"{len(inputs.held_out)} held-out prompts",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_from_command_line(SftConfig, fine_tune, check, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""`python -m spmdrl.tools.evaluate RUN`: the held-out accuracy of a run's exported model, loaded by transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmdrl.config import Config, read_config
+from spmdrl.evaluate import eval_metrics
+from spmdrl.inputs import open_inputs
+from spmdrl.metrics import scalars
+from spmdrl.model.attention import choose_kernel
+from spmdrl.model.load import compute_dtype
+from spmdrl.rewards.judge import Judge
+from spmdrl.rollout.sample import eval_sampling, sample
+from spmdrl.rollout.torch_engine import TorchEngine, persistent_buffers
+from spmdrl.types import UserError
+
+
+def evaluate_export(run: Path) -> dict[str, float]:
+    """Load RUN/hf into an engine and ask it the run's held-out prompts. Raises UserError when there is nothing to load."""
+    cfg = read_config(Config, str(run / "config.toml"), [])
+    if cfg.eval is None:
+        raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
+    if not (run / "hf" / "config.json").is_file():
+        raise UserError(f"{run}/hf holds no exported model; it is written after the last step")
+    inputs = open_inputs(cfg, num_ranks=1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = compute_dtype(cfg.model.compute_dtype, device.type)
+    model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=dtype)
+    engine = TorchEngine(
+        model.config,
+        device=device,
+        dtype=dtype,
+        kernel=choose_kernel(cfg.model.attention, device),
+        max_running=cfg.rollout.max_running,
+    )
+    engine.begin_update()
+    engine.load_bucket([*model.named_parameters(), *persistent_buffers(model).items()])
+    engine.end_update(0)
+    with Judge(cfg.reward, inputs.tokenizer) as judge:
+        sampling = eval_sampling(cfg, inputs.stop_token_ids)
+        rollouts = sample(engine, inputs.held_out, sampling, run_seed=cfg.run.seed, step=0)
+        outcomes = judge.collect([judge.submit(rollout) for rollout in rollouts])
+    return scalars(eval_metrics(outcomes, cfg.reward))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's folder")
+    arguments = parser.parse_args(argv)
+    try:
+        print(json.dumps(evaluate_export(arguments.run)))
+    except UserError as error:
+        print(f"cannot evaluate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Slow twins of the formulas in `spmdrl.algo`: Python floats, loops and the textbook definition of everything."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+
+def mix(*values: int) -> int:
+    """SplitMix64's finaliser, one 64-bit word at a time, absorbing one value per round; the upper 63 bits."""
+    word = int("243F6A8885A308D3", 16)
+    for value in values:
+        word = word ^ (value * 11400714819323198485 % 2**64)
+        for shift, factor in ((30, 13787848793156543929), (27, 10723151780598845931), (31, 1)):
+            word = (word ^ (word // 2**shift)) * factor % 2**64
+    return word // 2
+
+
+def uniform(seed: int, position: int) -> float:
+    """The 24 upper bits of the 63, as a fraction."""
+    return (mix(seed, position) // 2**39) / 2**24
+
+
+def group_advantages(rewards: Sequence[Sequence[float]], estimator: str, divide_by_std: bool) -> list[list[float]]:
+    """One prompt group at a time, one rollout at a time."""
+    advantages = []
+    for group in rewards:
+        row = []
+        for i, reward in enumerate(group):
+            others = [other for j, other in enumerate(group) if j != i]
+            if estimator == "rloo":
+                row.append(reward - statistics.fmean(others))
+            elif estimator == "grpo" and divide_by_std:
+                row.append((reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
+            else:
+                row.append(reward - statistics.fmean(group))
+        advantages.append(row)
+    return advantages
+
+
+def whiten(advantages: Sequence[float], loss_tokens: Sequence[int], eps: float) -> list[float]:
+    """Lay every advantage out on its loss tokens, then standardise with the mean and deviation of that list."""
+    laid_out = [advantage for advantage, n in zip(advantages, loss_tokens, strict=True) for _ in range(n)]
+    mean, deviation = statistics.fmean(laid_out), statistics.pstdev(laid_out)
+    return [(advantage - mean) / (deviation + eps) for advantage in advantages]
+
+
+def kl(logprob: float, ref_logprob: float, estimator: str) -> float:
+    """One token's KL(policy || reference)."""
+    log_r = ref_logprob - logprob
+    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": math.exp(log_r) - 1 - log_r}[estimator]
+
+
+def policy_loss(
+    logprob: float,
+    old_logprob: float | None,
+    advantage: float,
+    trained: bool,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> tuple[float, bool]:
+    """(loss, whether a clip decided it) of one token."""
+    if not trained:
+        return 0.0, False
+    ratio = 1.0 if old_logprob is None else math.exp(logprob - old_logprob)
+    loss, clipped = -ratio * advantage, False
+    if advantage > 0 and ratio > 1 + clip_high:
+        loss, clipped = -(1 + clip_high) * advantage, True
+    if advantage < 0 and ratio < 1 - clip_low:
+        loss, clipped = -(1 - clip_low) * advantage, True
+    if advantage < 0 and dual_clip is not None and ratio > dual_clip:
+        loss, clipped = -dual_clip * advantage, True
+    return loss, clipped
+
+
+def slope(function: Callable[[float], float], at: float, width: float = 1e-6) -> float:
+    """Derivative by central differences."""
+    return (function(at + width) - function(at - width)) / (2 * width)
+
+
+def global_loss(losses: Sequence[Sequence[float]], aggregation: str, max_response_tokens: int) -> float:
+    """One number from the losses of each sequence's loss tokens, over the whole mini-batch."""
+    trained = [sequence for sequence in losses if len(sequence) > 0]
+    if not trained:
+        return 0.0
+    match aggregation:
+        case "token_mean":
+            return statistics.fmean(loss for sequence in trained for loss in sequence)
+        case "sequence_mean_token_mean":
+            return statistics.fmean(statistics.fmean(sequence) for sequence in trained)
+        case "sequence_mean_token_sum":
+            return statistics.fmean(sum(sequence) for sequence in trained)
+        case "constant":
+            return statistics.fmean(sum(sequence) / max_response_tokens for sequence in trained)
+    raise AssertionError(aggregation)
+
+
+def lr_fractions(
+    *, schedule: str, num_steps: int, warmup_steps: int, decay_steps: int, min_lr_fraction: float
+) -> list[float]:
+    """The fraction at every step of a run: a rise of warmup_steps, a plateau, and a fall to one step past the end."""
+    rise = [i / warmup_steps for i in range(1, warmup_steps + 1)]
+    rest = num_steps - warmup_steps
+    if schedule == "constant" or (schedule == "wsd" and decay_steps == 0):
+        return rise + [1.0] * rest
+    # Without a warm-up the first step is the peak that the fall starts from.
+    falling = min(rest if warmup_steps else rest - 1, decay_steps if schedule == "wsd" else num_steps)
+    shape = (lambda x: (1 + math.cos(math.pi * x)) / 2) if schedule == "cosine" else (lambda x: 1 - x)
+    fall = [shape(i / (falling + 1)) for i in range(1, falling + 1)]
+    return rise + [1.0] * (rest - falling) + [min_lr_fraction + (1 - min_lr_fraction) * height for height in fall]
+
+
+def best_largest_bin(costs: Sequence[int], num_bins: int) -> int:
+    """The smallest possible cost of the largest bin, by trying everything."""
+    return min(
+        max(sum(cost for cost, place in zip(costs, places, strict=True) if place == b) for b in range(num_bins))
+        for places in itertools.product(range(num_bins), repeat=len(costs))
+    )
+
+
+def largest_contiguous_bin(costs: Sequence[int], num_bins: int) -> int:
+    """Cost of the largest bin when each bin takes what comes next until it has its share of the total."""
+    share, bins, taken = sum(costs) / num_bins, [0], 0
+    for cost in costs:
+        if taken >= share * len(bins) and len(bins) < num_bins:
+            bins.append(0)
+        bins[-1] += cost
+        taken += cost
+    return max(bins)

@@ -1,0 +1,229 @@
+"""The same global batch gives the same gradients and weights, however it is cut over ranks and micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.batch import build_batch
+from spmdrl.config import OptimConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_policy, load_reference
+from spmdrl.objective import PolicyObjective
+from spmdrl.optim import make_optimizer
+from spmdrl.types import Sequence
+from spmdrl.update import LossScale, prepare, update
+from tests.spmd.ranks import run_ranks
+from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
+
+SEQUENCES = 24
+LOSS = {"clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.05, "entropy_coef": 0.01}
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def dealt(sequences: list[Sequence], rank: int, num_ranks: int, deal: str) -> list[Sequence]:
+    """Which sequences a rank sampled."""
+    if deal == "in blocks":
+        share = len(sequences) // num_ranks
+        return sequences[rank * share : (rank + 1) * share]
+    return [sequence for sequence in sequences if sequence.index % num_ranks == num_ranks - 1 - rank]
+
+
+def trained(
+    path: str,
+    *,
+    optim: dict[str, Any] | None = None,
+    loss: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    count: int = SEQUENCES,
+    deal: str = "in blocks",
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Every weight after the updates of one step, and the step's metrics; run on each rank."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        settings = model_config(path, **(model or {}))
+        losses = loss_config(**(LOSS if loss is None else loss))
+        policy = load_policy(settings, meshes.shard, temperature=0.8)
+        reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
+        optimizer = make_optimizer(policy, OptimConfig(**(optim or {"name": "sgd", "lr": 1.0})))
+        the_plan = plan_for(count, world.num_ranks, **(plan or {}))
+        mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
+        batch = build_batch(mine, the_plan, meshes.data, aggregation=losses.aggregation)
+        metrics: dict[str, Any] = {}
+        for mini_batch in prepare(policy, reference, batch.mini_batches, world.device):
+            metrics = update(
+                policy,
+                optimizer,
+                mini_batch,
+                PolicyObjective(losses),
+                meshes.data,
+                max_grad_norm=1e6,
+                loss_scale=LossScale.for_dtype(torch.float16 if settings.compute_dtype == "float16" else torch.float32),
+                cause="test",
+            )
+        weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+        del policy, reference, optimizer
+        return weights, {name: metric.value() for name, metric in metrics.items()}
+
+
+def initial(path: str) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+
+
+def assert_same_change(one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor], bound: float) -> None:
+    """SGD with rate 1 moves each weight by its gradient: compare the moves, relative to the largest of all of them."""
+    scale = max((one[name] - start[name]).norm() for name in start)
+    assert scale > 1e-3, "the update changed nothing, so comparing it proves nothing"
+    for name in start:
+        error = ((one[name] - other[name]).norm() / scale).item()
+        assert error < bound, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama"])
+def test_gradients_do_not_depend_on_the_number_of_ranks(model: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    start = initial(path)
+    (one, metrics), *_ = run_ranks(1, _trained, path, {})
+    for num_ranks in (2, 4):
+        results = run_ranks(num_ranks, _trained, path, {})
+        assert_same_change(one, results[0][0], start, 1e-5)
+        assert results[0][1]["update/grad_norm"] == pytest.approx(metrics["update/grad_norm"], rel=1e-5)
+        assert results[0][1]["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-5)
+
+
+def _trained(path: str, options: dict[str, Any]) -> Any:
+    return trained(path, **options)
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "one sequence at a time": {"plan": {"max_tokens_per_micro_batch": None, "sequences_per_micro_batch": 1}},
+    "one micro-batch": {"plan": {"max_tokens_per_micro_batch": 100_000}},
+    "checkpointing": {"model": {"gradient_checkpointing": True}},
+    "whole head at once": {"model": {"logits_chunk_tokens": 100_000}},
+    "parameters on the host": {"model": {"cpu_offload": True}},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_do_not_depend_on_how_a_rank_computes_them(qwen3: str, cut: str) -> None:
+    start = initial(qwen3)
+    (usual, _), _ = run_ranks(2, _trained, qwen3, {})
+    (other, _), _ = run_ranks(2, _trained, qwen3, CUTS[cut])
+    assert_same_change(usual, other, start, 1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
+def test_every_aggregation_has_a_global_denominator(qwen3: str, aggregation: str) -> None:
+    options = {"loss": {"aggregation": aggregation}}
+    start = initial(qwen3)
+    ((one, _),) = run_ranks(1, _trained, qwen3, options)
+    (two, _), _ = run_ranks(2, _trained, qwen3, options)
+    assert_same_change(one, two, start, 1e-5)
+
+
+def test_it_does_not_matter_which_rank_sampled_what(qwen3: str) -> None:
+    (blocks, _), _ = run_ranks(2, _trained, qwen3, {})
+    (cards, _), _ = run_ranks(2, _trained, qwen3, {"deal": "like cards"})
+    for name in blocks:
+        assert torch.equal(blocks[name], cards[name]), name
+
+
+def test_a_rank_without_sequences_takes_part(qwen3: str) -> None:
+    options = {"count": 3, "deal": "like cards"}
+    start = initial(qwen3)
+    ((one, _),) = run_ranks(1, _trained, qwen3, options)
+    (four, _), *_ = run_ranks(4, _trained, qwen3, options)
+    assert_same_change(one, four, start, 1e-5)
+
+
+def test_adamw_weights_agree_after_several_updates(qwen3: str) -> None:
+    # Adam divides by the gradient's own size: where that is rounding noise the step is noise too, of at most lr.
+    options = {
+        "optim": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1},
+        "plan": {"updates_per_step": 4, "rollouts_per_mini_batch": SEQUENCES // 4, "num_updates": 4},
+    }
+    ((one, _),) = run_ranks(1, _trained, qwen3, options)
+    (two, _), _ = run_ranks(2, _trained, qwen3, options)
+    start = initial(qwen3)
+    assert max((one[name] - start[name]).abs().max() for name in start) > 3e-4
+    for name in one:
+        assert (one[name] - two[name]).abs().max() < 1e-5, name
+
+
+def test_the_first_update_is_exactly_on_policy(qwen3: str) -> None:
+    (_, metrics), _ = run_ranks(2, _trained, qwen3, {})
+    assert metrics["update/ratio"] == 1.0
+    assert metrics["update/ratio_max_deviation"] == 0.0
+    assert metrics["update/clip_fraction"] == 0.0
+    assert metrics["update/k3_ref_nats"] == 0.0
+
+
+def test_later_updates_of_a_step_are_not(qwen3: str) -> None:
+    options = {"plan": {"updates_per_step": 2, "rollouts_per_mini_batch": SEQUENCES // 2, "num_updates": 2}}
+    (_, metrics), _ = run_ranks(2, _trained, qwen3, options)
+    assert metrics["update/ratio_max_deviation"] > 0.01
+    assert metrics["update/k3_ref_nats"] > 1e-4
+
+
+def test_half_precision_stays_near_full_precision(qwen3: str) -> None:
+    start = initial(qwen3)
+    (full, _), _ = run_ranks(2, _trained, qwen3, {})
+    for dtype in ("bfloat16", "float16"):
+        (half, _), _ = run_ranks(2, _trained, qwen3, {"model": {"compute_dtype": dtype}})
+        assert_same_change(full, half, start, 0.1)
+
+
+def _overflowing(path: str) -> Any:
+    """float16 with a loss scale that overflows, then one that does not."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path, compute_dtype="float16"), meshes.shard, temperature=1.0)
+        optimizer = make_optimizer(policy, OptimConfig(name="sgd", lr=1.0))
+        mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
+        batch = build_batch(mine, plan_for(8, world.num_ranks), meshes.data, aggregation="token_mean")
+        scale = LossScale(scale=2.0**40, dynamic=True)
+        before = [p.to_local().clone() for p in policy.parameters()]
+        history = []
+        for _ in range(40):
+            metrics = update(
+                policy,
+                optimizer,
+                batch.mini_batches[0],
+                PolicyObjective(loss_config()),
+                meshes.data,
+                max_grad_norm=1.0,
+                loss_scale=scale,
+                cause="test",
+            )
+            unchanged = all(torch.equal(a, p.to_local()) for a, p in zip(before, policy.parameters(), strict=True))
+            history.append((metrics["update/overflow_fraction"].value(), unchanged))
+            if not unchanged:
+                break
+        del policy, optimizer
+        return history, scale.scale
+
+
+def test_float16_overflow_lowers_the_scale_and_leaves_the_weights_alone(qwen3: str) -> None:
+    (history, scale), (other_history, other_scale) = run_ranks(2, _overflowing, qwen3)
+    assert history == other_history and scale == other_scale
+    *overflows, last = history
+    assert overflows and all(overflow == (1.0, True) for overflow in overflows)
+    assert last == (0.0, False)
+    assert scale == 2.0 ** (40 - len(overflows))

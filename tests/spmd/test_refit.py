@@ -1,0 +1,69 @@
+"""After a refit the engine holds the trainer's weights bit for bit, and says so of nothing less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_policy
+from spmdrl.refit import Refit
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.types import Request
+from tests.spmd.ranks import run_ranks
+from tests.tiny import model_config, save_llama, save_qwen3
+
+
+def _refitted(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[float]:
+    """Change every weight, refit, compare; the largest difference of each of two refits."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        engine = TorchEngine(
+            AutoConfig.from_pretrained(path), device=world.device, dtype=dtype, kernel="sdpa", max_running=4
+        )
+        refit = Refit(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes)
+        worst = []
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.to_local().mul_(1.01).add_(0.001 * version)
+            refit(engine, version=version)
+            assert engine.version == version
+            held = engine.weights()
+            full = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+            assert held.keys() == full.keys()
+            worst.append(max(float((held[name] != full[name].to(dtype)).sum()) for name in full))
+        del policy, refit
+        return worst
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("save", [save_qwen3, save_llama])
+def test_engine_weights_equal_trainer_weights(tmp_path: Path, num_ranks: int, save) -> None:
+    path = save(tmp_path)
+    for dtype, bucket_bytes in ((torch.float32, 1024), (torch.bfloat16, 2**30)):
+        for differences in run_ranks(num_ranks, _refitted, path, dtype, bucket_bytes):
+            assert differences == [0.0, 0.0]
+
+
+def test_an_engine_without_all_its_weights_refuses(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path)
+    engine = TorchEngine(
+        AutoConfig.from_pretrained(path),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kernel="sdpa",
+        max_running=4,
+    )
+    with pytest.raises(AssertionError, match="refit before sampling"):
+        next(engine.generate([Request(prompt_ids=(3,), seed=0, max_response_tokens=1)]))
+    weights = list(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    engine.begin_update()
+    engine.load_bucket(weights[1:])
+    with pytest.raises(RuntimeError, match=weights[0][0]):
+        engine.end_update(0)

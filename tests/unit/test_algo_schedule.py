@@ -1,0 +1,57 @@
+"""The learning rate equals its slow twin at every step, rises and falls where it should, and never ends at nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from spmdrl.algo.schedule import lr_fraction
+from tests import oracle
+
+SCHEDULES = ["constant", "linear", "cosine", "wsd"]
+
+
+def fractions(**settings: object) -> list[float]:
+    return [lr_fraction(step, **settings) for step in range(1, settings["num_steps"] + 1)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_to_the_oracle(schedule: str) -> None:
+    for num_steps, warmup, decay, floor in itertools.product([1, 2, 7, 40], [0, 1, 2, 5, 40], [0, 1, 3, 12, 60], [0.0, 0.1]):
+        if warmup > num_steps:
+            continue
+        settings = {"num_steps": num_steps, "warmup_steps": warmup, "decay_steps": decay, "min_lr_fraction": floor}
+        slow = oracle.lr_fractions(schedule=schedule, **settings)
+        assert fractions(schedule=schedule, **settings) == pytest.approx(slow, abs=1e-12), settings
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rises_to_one_then_falls_to_the_floor_and_every_step_learns(schedule: str) -> None:
+    settings = {"num_steps": 30, "warmup_steps": 4, "decay_steps": 10}
+    for floor in (0.0, 0.25):
+        curve = fractions(schedule=schedule, min_lr_fraction=floor, **settings)
+        assert curve[:4] == [0.25, 0.5, 0.75, 1.0]
+        assert all(a >= b for a, b in itertools.pairwise(curve[3:]))
+        assert all(fraction > floor for fraction in curve[3:])
+        beyond = lr_fraction(31, schedule=schedule, min_lr_fraction=floor, **settings)
+        assert beyond == pytest.approx(1.0 if schedule == "constant" else floor)
+
+
+def test_worked_examples() -> None:
+    short = {"warmup_steps": 0, "decay_steps": 2, "min_lr_fraction": 0.0}
+    assert fractions(schedule="linear", num_steps=4, **short) == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+    assert fractions(schedule="cosine", num_steps=3, **short) == pytest.approx([1, 3 / 4, 1 / 4])
+    assert fractions(schedule="wsd", num_steps=5, **short) == pytest.approx([1, 1, 1, 2 / 3, 1 / 3])
+    assert fractions(schedule="constant", num_steps=3, **short) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warmup_longer_than_the_run(schedule: str) -> None:
+    settings = {"num_steps": 3, "warmup_steps": 10, "decay_steps": 2, "min_lr_fraction": 0.5}
+    assert fractions(schedule=schedule, **settings) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_unknown_schedule() -> None:
+    with pytest.raises(ValueError, match="sawtooth"):
+        fractions(schedule="sawtooth", num_steps=1, warmup_steps=0, decay_steps=0, min_lr_fraction=0.0)

@@ -1,0 +1,410 @@
+"""Report: the files hold what was given, and a run that was killed and resumed leaves the files of one that was not."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from spmdrl.config import Config, ReportConfig
+from spmdrl.report import Report, RunFolder
+from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
+from spmdrl.report.curves import smoothed
+from spmdrl.report.files import SamplesFile, cut_after, read_rows
+from spmdrl.tools import plot
+from spmdrl.types import UserError
+
+NUM_STEPS = 8
+EVERYTHING = {"compressedHistograms": 0, "histograms": 0, "scalars": 0, "tensors": 0, "images": 0, "audio": 0}
+
+
+@dataclass(frozen=True)
+class TinyPlan:
+    """Stands for the run's plan."""
+
+    num_steps: int
+    held: tuple[int, ...]
+
+
+def scalars_of(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": step / 10,
+        "rollout/response_tokens": 40.0 - step,
+        "update/entropy_nats": 2.0 / step,
+        "mismatch/max_abs_nats": 1e-6 * step,
+        "update/grad_norm": math.sqrt(step),
+        "time/rollout_s": 0.2,
+        "time/update_s": 0.1,
+    }
+
+
+def samples_of(step: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{step}+{number}=", "response": str(step + number), "reward": 1.0} for number in range(3)]
+
+
+def report_steps(folder: RunFolder, steps: range, *, start_step: int = 0) -> Report:
+    """Report these steps as a training loop would, with an evaluation before the first and after every other one."""
+    cfg = ReportConfig(samples_per_step=2, console="plain")
+    report = Report(cfg, folder, num_steps=NUM_STEPS, active=True, start_step=start_step)
+    if start_step == 0:
+        report.eval(0, {"eval/accuracy": 0.0})
+    for step in steps:
+        if step % 2 == 0:
+            report.eval(step, {"eval/accuracy": step / 8})
+        histograms = {"reward/mean": [0.0, 1.0, step / 8]}
+        report.step(step, scalars_of(step), samples=samples_of(step), histograms=histograms)
+    return report
+
+
+def read_events(folder: RunFolder) -> EventAccumulator:
+    return EventAccumulator(str(folder.tensorboard), size_guidance=EVERYTHING).Reload()
+
+
+def read_scalars(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
+    events = read_events(folder)
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "run", "auto")
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> RunFolder:
+    """A run that was never stopped."""
+    folder = RunFolder.create(tmp_path, "whole", "auto")
+    report_steps(folder, range(1, NUM_STEPS + 1)).close()
+    return folder
+
+
+def test_files_hold_what_was_given(whole: RunFolder) -> None:
+    evaluated = {step: {"eval/accuracy": step / 8} for step in range(0, NUM_STEPS + 1, 2)}
+    assert read_rows(whole.metrics) == [
+        {"step": step} | (evaluated.get(step, {})) | (scalars_of(step) if step else {}) for step in range(NUM_STEPS + 1)
+    ]
+    assert read_rows(whole.samples) == [
+        {"step": step} | sample for step in range(1, NUM_STEPS + 1) for sample in samples_of(step)[:2]
+    ]
+
+
+def test_tensorboard_holds_the_same_numbers_as_metrics_jsonl(whole: RunFolder) -> None:
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for row in read_rows(whole.metrics):
+        for name, value in row.items():
+            if name != "step":
+                expected.setdefault(name, []).append((row["step"], float(np.float32(value))))
+    assert read_scalars(whole) == expected
+
+
+def test_tensorboard_holds_histograms_and_samples(whole: RunFolder) -> None:
+    events = read_events(whole)
+    for event in events.Histograms("reward/mean"):
+        given = [0.0, 1.0, event.step / 8]
+        histogram = event.histogram_value
+        assert (histogram.num, histogram.sum, histogram.max) == (3, sum(given), 1.0)
+    texts = events.Tensors("samples/text_summary")
+    assert [text.step for text in texts] == list(range(1, NUM_STEPS + 1))
+    assert "3+1=" in texts[2].tensor_proto.string_val[0].decode()
+
+
+@pytest.mark.parametrize("resumed_from", [0, 3, 4, 5])
+def test_killed_and_resumed_equals_never_stopped(folder: RunFolder, whole: RunFolder, resumed_from: int) -> None:
+    killed = report_steps(folder, range(1, 6))  # never closed: the process was killed
+    with folder.metrics.open("a") as metrics:
+        metrics.write('{"step": 6, "reward/me')  # in the middle of a line
+    for events in folder.tensorboard.iterdir():
+        # TensorBoard reads files in the order of their names, which begin with the second they were made in.
+        events.rename(events.with_name(events.name.replace("tfevents.", "tfevents.0")))
+    report_steps(folder, range(resumed_from + 1, NUM_STEPS + 1), start_step=resumed_from).close()
+
+    assert folder.metrics.read_bytes() == whole.metrics.read_bytes()
+    assert folder.samples.read_bytes() == whole.samples.read_bytes()
+    assert read_scalars(folder) == read_scalars(whole)
+    killed.close()
+
+
+def test_an_evaluation_joins_the_row_of_its_step_whichever_comes_first(tmp_path: Path) -> None:
+    rows = []
+    for name, eval_first in (("before", True), ("after", False)):
+        folder = RunFolder.create(tmp_path, name, "auto")
+        with Report(ReportConfig(console="plain"), folder, num_steps=1, active=True) as report:
+            calls = [
+                lambda report=report: report.eval(1, {"eval/accuracy": 0.5}),
+                lambda report=report: report.step(1, {"reward/mean": 0.25}, samples=[], histograms={}),
+            ]
+            for call in calls if eval_first else calls[::-1]:
+                call()
+        rows.append(read_rows(folder.metrics))
+    assert rows[0] == rows[1] == [{"step": 1, "eval/accuracy": 0.5, "reward/mean": 0.25}]
+
+
+def test_an_evaluation_of_the_step_it_was_resumed_from_joins_that_row(folder: RunFolder) -> None:
+    report_steps(folder, range(1, 4)).close()
+    report = report_steps(folder, range(0), start_step=3)
+    report.eval(3, {"eval/accuracy": 0.75})
+    report.close()
+    assert read_rows(folder.metrics)[-1] == {"step": 3} | scalars_of(3) | {"eval/accuracy": 0.75}
+    assert [row["step"] for row in read_rows(folder.metrics)] == [0, 1, 2, 3]
+
+
+def test_a_number_that_is_not_finite_is_null(folder: RunFolder) -> None:
+    with Report(ReportConfig(console="plain"), folder, num_steps=1, active=True) as report:
+        scalars = {"update/loss": math.nan, "update/ratio": math.inf, "reward/mean": 1.0}
+        report.step(1, scalars, samples=[{"reward": math.nan}], histograms={"reward/mean": [math.nan, 1.0], "none": []})
+    assert read_rows(folder.metrics) == [{"step": 1, "update/loss": None, "update/ratio": None, "reward/mean": 1.0}]
+    assert read_rows(folder.samples) == [{"step": 1, "reward": None}]
+    assert read_events(folder).Histograms("reward/mean")[0].histogram_value.num == 1
+
+
+def test_any_text_survives_in_samples(folder: RunFolder) -> None:
+    sample = {"prompt": "两个\u2028\r\n```\x00", "response": "\ud83d", "metadata": {"parts": (1, 2.5, None)}}
+    with Report(ReportConfig(console="plain"), folder, num_steps=1, active=True) as report:
+        report.step(1, {"reward/mean": 1.0}, samples=[sample], histograms={})
+    assert read_rows(folder.samples) == [{"step": 1} | sample | {"metadata": {"parts": [1, 2.5, None]}}]
+
+
+def test_a_broken_line_in_the_middle_is_refused_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"line 2 is not JSON"):
+        cut_after(path, 3)
+
+
+def test_samples_of_two_files_are_those_of_one(tmp_path: Path) -> None:
+    for name, cuts in (("one", [range(1, 5)]), ("two", [range(1, 4), range(3, 5)])):
+        for steps in cuts:
+            file = SamplesFile(tmp_path / name, start_step=steps[0] - 1)
+            for step in steps:
+                file.write(step, samples_of(step))
+            file.close()
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_inactive_report_writes_nothing_but_measures(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.path.rglob("*"))
+    with Report(ReportConfig(), folder, num_steps=1, active=False) as report:
+        with report.span("rollout"):
+            pass
+        report.eval(0, {"eval/accuracy": 0.0})
+        report.step(1, scalars_of(1), samples=samples_of(1), histograms={"reward/mean": [1.0]})
+        report.message("not for this rank")
+        assert report.take_times().keys() == {"time/rollout_s"}
+    assert sorted(folder.path.rglob("*")) == before
+    assert capsys.readouterr().out == ""
+
+
+def test_times_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 10.0, 10.5, 20.0, 24.0])
+    monkeypatch.setattr("spmdrl.report.report.time.perf_counter", lambda: next(clock))
+    report = Report(ReportConfig(), None, num_steps=1, active=False)
+    for name in ("rollout", "update", "rollout"):
+        with report.span(name):
+            pass
+    assert report.take_times() == {"time/rollout_s": 6.0, "time/update_s": 0.5}
+    assert report.take_times() == {}
+
+
+def test_without_a_folder_it_only_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(ReportConfig(console="plain"), None, num_steps=1, active=True) as report:
+        report.step(1, scalars_of(1), samples=samples_of(1), histograms={})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step 1/1  reward 0.100  tokens 39.0")
+    assert lines[1].startswith("step 1 of 1 in ")
+
+
+def test_a_resumed_run_prints_a_line_per_remaining_step(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    report_steps(folder, range(1, 6)).close()
+    capsys.readouterr()
+    report = report_steps(folder, range(6, 8), start_step=5)
+    report.message("a word [in] between")
+    report.close()
+    report.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:-1]] == [
+        "eval after step 6",
+        "step 6/8",
+        "step 7/8",
+        "a word [in] between",
+    ]
+    # From the first step of the first launch to the last step of this one.
+    assert "step 7 of 8" in lines[-1]
+    assert "reward 0.100 -> 0.700; eval accuracy 0 -> 0.750" in lines[-1]
+
+
+def test_a_failed_run_still_gets_its_curves_and_its_last_line(folder: RunFolder) -> None:
+    with pytest.raises(RuntimeError, match="diverged"), report_steps(folder, range(1, 3)):
+        raise RuntimeError("diverged")
+    assert folder.curves.exists()
+
+
+def test_the_time_left_is_that_of_the_steps_of_this_launch() -> None:
+    now = [100.0]
+    progress = Progress(num_steps=200, start_step=40, rows=[], clock=lambda: now[0])
+    assert progress.left_s() is None
+    for step in (41, 42):
+        now[0] += 3.0
+        progress.end_step(step, scalars_of(step))
+    assert progress.left_s() == 3.0 * (200 - 42)
+    now[0] += 1.0
+    assert progress.left_s() == 3.0 * (200 - 42) - 1.0
+
+
+def test_live_display_shows_where_a_resumed_run_is() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, color_system=None, legacy_windows=False)
+    rows = [{"step": step} | scalars_of(step) for step in range(1, 41)]
+    display = LiveDisplay(Progress(num_steps=200, start_step=40, rows=rows), title="demo", console=console)
+    display.begin_phase("rollout")
+    display.message("a word [in] between")
+    display.end_step(41, scalars_of(41))
+    display.close()
+    shown = screen.getvalue()
+    assert "a word [in] between" in shown
+    last = shown[shown.rindex("demo") :]
+    assert "step 41/200" in last
+    assert " 0.100 " in last and " 4.10 " in last  # the reward of step 1 and of step 41
+    assert "rollout" in last and "update" in last
+    assert "\x1b[?25h" in shown  # the cursor is back
+
+
+def test_live_and_plain_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """A number that has a place in the line has one in the table."""
+    progress = Progress(num_steps=2, start_step=0)
+    stream = io.StringIO()
+    PlainLines(progress, stream).end_step(1, scalars_of(1) | {"update/loss": 0.5})
+    line = stream.getvalue()
+    for shown, values in progress.history():
+        assert f"{shown.short} {format_number(values[-1])}" in line
+    assert "loss" not in line  # there is a reward to look at
+
+
+def test_numbers_and_durations_and_trends() -> None:
+    numbers = (0.0, 0.5312, 1.666, 96.06, 145.4, 12_410.0, 2.5e6, 3.2e-6, -0.25, math.nan)
+    assert [format_number(value) for value in numbers] == [
+        *("0", "0.531", "1.67", "96.1", "145", "12.4k", "2.50M", "3.2e-06", "-0.250", "nan")
+    ]
+    assert [format_duration(value) for value in (None, 0.0, 59.6, 3725.0)] == ["-:--", "0:00", "1:00", "1:02:05"]
+    assert sparkline([0.0, 1.0, math.nan, 7.0], width=10) == "▁▂ █"
+    assert len(sparkline([float(value) for value in range(1000)], width=40)) == 40
+    assert sparkline([], width=40) == ""
+
+
+def test_smoothing_keeps_a_constant_and_passes_over_nan() -> None:
+    values = np.full(200, 3.0)
+    values[50] = math.nan
+    np.testing.assert_allclose(smoothed(values), 3.0)
+    short = np.array([1.0, 5.0, 2.0])
+    np.testing.assert_array_equal(smoothed(short), short)
+    assert len(smoothed(np.array([]))) == 0
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", header[16:24])
+
+
+def test_curves_are_a_png(whole: RunFolder) -> None:
+    width, height = png_size(whole.curves)
+    assert 1200 <= width <= 2400 and 500 <= height <= 1200
+    assert whole.curves.stat().st_size > 20_000  # more than an empty sheet
+
+
+def test_plot_draws_several_runs_over_each_other(
+    whole: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A run that has only begun, one whose numbers are null, and one that is still writing.
+    texts = {
+        "begun": '{"step": 0, "eval/accuracy": 0.5}\n',
+        "null": '{"step": 1, "reward/mean": null, "time/update_s": 0.0}\n',
+        "torn": '{"step": 1, "update/loss": 1.5}\n{"st',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+        plot.main([str(tmp_path / name)])
+        png_size(tmp_path / name / "curves.png")
+    out = tmp_path / "all.png"
+    plot.main([str(whole.path), *(str(tmp_path / name) for name in texts), "--out", str(out)])
+    assert png_size(out) == png_size(whole.curves)
+    assert str(out) in capsys.readouterr().out
+
+    with pytest.raises(SystemExit) as refused:
+        plot.main([str(tmp_path)])
+    assert refused.value.code == 2
+    assert "has no finished step to draw" in capsys.readouterr().err
+
+
+def test_resume_never_refuses_a_folder_that_holds_a_run(whole: RunFolder) -> None:
+    with pytest.raises(UserError, match=r'run\.resume = "never" but .*whole already holds a run; set run\.name'):
+        RunFolder.create(whole.path.parent, whole.path.name, "never")
+    assert RunFolder.create(whole.path.parent, whole.path.name, "auto") == whole
+
+
+def test_resume_never_may_be_asked_by_every_rank_before_the_run_begins(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path, "run", "never")
+    assert RunFolder.create(tmp_path, "run", "never") == first
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot be made .*; set run\.dir to a writable directory"):
+        RunFolder.create(tmp_path, "run", "auto")
+
+
+def test_launch_files_read_back_as_what_was_launched(folder: RunFolder) -> None:
+    cfg = Config.model_validate(
+        {
+            "run": {"name": 'a "name"\n', "num_steps": 3},
+            "model": {"path": "tiny"},
+            "data": {
+                "sources": [
+                    {"kind": "reasoning_gym", "task": "chain_sum", "params": {"min_terms": 2, "sizes": [1, 2]}},
+                    {"kind": "jsonl", "path": "数据.jsonl"},
+                ],
+                "max_prompt_tokens": 16,
+            },
+            "rollout": {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 8},
+            "reward": {"terms": [{"kind": "exact"}, {"kind": "math", "weight": 0.5}]},
+            "optim": {"lr": 1e-6},
+            "pack": {"max_tokens_per_micro_batch": 64},
+        }
+    )
+    folder.write_launch(cfg, TinyPlan(num_steps=3, held=(1, 2)))
+
+    assert Config.model_validate(tomllib.loads(folder.config.read_text(encoding="utf-8"))) == cfg
+    assert json.loads(folder.plan.read_text()) == {"num_steps": 3, "held": [1, 2]}
+    versions = json.loads(folder.versions.read_text())
+    assert versions["torch"] == torch.__version__
+    assert versions.keys() >= {
+        "python",
+        "transformers",
+        "spmdrl",
+        "platform",
+        "git_commit",
+        "git_dirty",
+        "cuda_devices",
+    }
+
+
+def test_git_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    from spmdrl.report.run_folder import describe_machine
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert (describe_machine()["git_commit"], describe_machine()["git_dirty"]) == (None, None)
+    monkeypatch.setenv("PATH", "")
+    assert describe_machine()["git_commit"] is None
