@@ -18,19 +18,26 @@ from spmdrl.types import UserError
 from spmdrl.update import LossScale
 
 _STATE = "state.json"
+_PREFIX = "step-"
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint. Raises UserError when there are only partial ones, instead of starting over."""
-    if not folder.is_dir():
-        return None
-    whole = sorted(path.parent for path in folder.glob(f"step-*/{_STATE}"))
-    if not whole and (partial := sorted(folder.iterdir())):
+def newest_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint, 0 when nothing was saved.
+
+    Raises UserError when there are only unfinished ones, instead of starting over.
+    """
+    whole = _whole(folder)
+    if not whole and (unfinished := sorted(path.name for path in folder.glob("*"))):
         raise UserError(
-            f"{folder} holds only unfinished checkpoints ({', '.join(path.name for path in partial)}); remove them to "
-            "start from step 0, or set run.name to start a new run"
+            f"{folder} holds only unfinished checkpoints ({', '.join(unfinished)}); remove them to start from "
+            "step 0, or set run.name to start a new run"
         )
-    return whole[-1] if whole else None
+    return int(whole[-1].name.removeprefix(_PREFIX)) if whole else 0
+
+
+def _whole(folder: Path) -> list[Path]:
+    """Checkpoints that were finished, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{_STATE}") if "." not in path.parent.name)
 
 
 def save(
@@ -44,7 +51,7 @@ def save(
     keep_last: int,
 ) -> None:
     """Write the state after `step`; every rank of the mesh writes its shards and must call this."""
-    final = folder / f"step-{step:08d}"
+    final = _folder_of(folder, step)
     unfinished = final.with_suffix(".unfinished")
     is_first = mesh.get_local_rank() == 0
     if is_first:
@@ -58,19 +65,21 @@ def save(
         state = {"step": step, "loss_scale": dataclasses.asdict(loss_scale)}
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
-        for old in sorted(path.parent for path in folder.glob(f"step-*/{_STATE}"))[:-keep_last]:
+        for old in _whole(folder)[:-keep_last]:
             shutil.rmtree(old)
     barrier(mesh)
 
 
-def restore_latest(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, loss_scale: LossScale) -> int:
-    """Load the newest whole checkpoint in place and return its step; 0 when there is none.
+def restore(
+    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, loss_scale: LossScale, *, step: int
+) -> None:
+    """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank must call this.
 
-    Prompts need nothing: the step decides them.
+    Prompts and random numbers need nothing: the step decides them.
     """
-    checkpoint = newest(folder)
-    if checkpoint is None:
-        return 0
+    if step == 0:
+        return
+    checkpoint = _folder_of(folder, step)
     weights, moments = get_state_dict(policy, optimizer)
     state = {"policy": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=checkpoint)
@@ -78,4 +87,7 @@ def restore_latest(folder: Path, policy: Policy, optimizer: torch.optim.Optimize
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     loss_scale.scale = saved["loss_scale"]["scale"]
     loss_scale.good_updates = saved["loss_scale"]["good_updates"]
-    return int(saved["step"])
+
+
+def _folder_of(folder: Path, step: int) -> Path:
+    return folder / f"{_PREFIX}{step:08d}"

@@ -37,11 +37,7 @@ def run_from_command_line(
         if arguments.dry_run:
             _print_dry_run(cfg, inputs, check(cfg, inputs))
             return 0
-        if not _is_main() and cfg.run.resume == "never":
-            folder = RunFolder.create(cfg.run.dir, cfg.run.name, "auto")  # the first rank alone refuses
-        else:
-            folder = RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume)
-        run(cfg, inputs, folder)
+        run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume))
     except UserError as error:
         _tell("cannot start", str(error))
         return EXIT_USER_ERROR

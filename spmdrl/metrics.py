@@ -111,7 +111,7 @@ def merge_all(parts: list[Metrics]) -> Metrics:
 def _merge(name: str, one: Metric, other: Metric) -> Metric:
     kinds = f"{type(one).__name__} and {type(other).__name__}"
     assert type(one) is type(other), f"metric {name} is {kinds}; it must be one of them on every rank"
-    return one.merge(other)
+    return one.merge(other)  # type: ignore[arg-type]  # the same type, as asserted
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:

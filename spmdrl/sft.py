@@ -35,14 +35,17 @@ _BUCKET_BYTES = 256 * 2**20
 def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
     """Train to imitate the responses, from the newest checkpoint or from the start, and export the model."""
     plan = inputs.plan
-    with spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world:
+    step = checkpoint.newest_step(folder.checkpoints)
+    with (
+        spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
+        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+    ):
         meshes = build_meshes(world)
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
         optimizer, loss_scale = make_optimizer(policy, cfg.optim), LossScale.for_dtype(dtype)
         objective = SftObjective()
-        step = checkpoint.restore_latest(folder.checkpoints, policy, optimizer, loss_scale)
-        report = Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step)
+        checkpoint.restore(folder.checkpoints, policy, optimizer, loss_scale, step=step)
         if world.is_main:
             folder.write_launch(cfg, plan)
         while step < plan.num_steps:
@@ -67,17 +70,6 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                     loss_scale=loss_scale,
                     cause=f"step {step}",
                 )
-            with report.span("save"):
-                if plan.saves_after(step):
-                    checkpoint.save(
-                        folder.checkpoints,
-                        policy,
-                        optimizer,
-                        loss_scale,
-                        meshes.data,
-                        step=step,
-                        keep_last=cfg.checkpoint.keep_last,
-                    )
             metrics = merge_over(
                 meshes.data,
                 merge_all([batch.metrics, updated])
@@ -90,9 +82,19 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 samples=[],
                 histograms=histograms(metrics),
             )
+            with report.span("save"):
+                if plan.saves_after(step):
+                    checkpoint.save(
+                        folder.checkpoints,
+                        policy,
+                        optimizer,
+                        loss_scale,
+                        meshes.data,
+                        step=step,
+                        keep_last=cfg.checkpoint.keep_last,
+                    )
         if cfg.checkpoint.export:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype, bucket_bytes=_BUCKET_BYTES)
-        report.close()
 
 
 def to_sequence(

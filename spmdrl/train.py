@@ -39,9 +39,11 @@ from spmdrl.update import LossScale, prepare, update
 def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
     """Train from the newest checkpoint, or from the start, to the last step, and export the model."""
     plan = inputs.plan
+    step = checkpoint.newest_step(folder.checkpoints)
     with (
         spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
         Judge(cfg.reward, inputs.tokenizer) as judge,
+        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
         meshes = build_meshes(world)
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
@@ -52,8 +54,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         engine = start_engine(cfg, inputs.model_config, world)
         refit = Refit(policy, meshes.shard, dtype=dtype, bucket_bytes=cfg.rollout.bucket_bytes)
 
-        start = step = checkpoint.restore_latest(folder.checkpoints, policy, optimizer, loss_scale)
-        report = Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=start)
+        checkpoint.restore(folder.checkpoints, policy, optimizer, loss_scale, step=step)
         if world.is_main:
             folder.write_launch(cfg, plan)
 
@@ -110,17 +111,6 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             with report.span("eval"):
                 if plan.evaluates_after(step):
                     evaluate()
-            with report.span("save"):
-                if plan.saves_after(step):
-                    checkpoint.save(
-                        folder.checkpoints,
-                        policy,
-                        optimizer,
-                        loss_scale,
-                        meshes.data,
-                        step=step,
-                        keep_last=cfg.checkpoint.keep_last,
-                    )
             metrics = merge_over(
                 meshes.data,
                 merge_all([rollout_metrics(scored), batch.metrics, *updates])
@@ -133,6 +123,17 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
             )
+            with report.span("save"):
+                if plan.saves_after(step):
+                    checkpoint.save(
+                        folder.checkpoints,
+                        policy,
+                        optimizer,
+                        loss_scale,
+                        meshes.data,
+                        step=step,
+                        keep_last=cfg.checkpoint.keep_last,
+                    )
         if cfg.checkpoint.export:
             export_hf(
                 policy,
@@ -143,7 +144,6 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                 bucket_bytes=cfg.rollout.bucket_bytes,
             )
         engine.close()
-        report.close()
 
 
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:

@@ -122,6 +122,16 @@ def best_largest_bin(costs: Sequence[int], num_bins: int) -> int:
     )
 
 
+def fewest_bins(lengths: Sequence[int], cap: int, room: tuple[int, ...] = ()) -> int:
+    """How many bins of `cap` are needed at least, by trying every place for every length."""
+    if not lengths:
+        return len(room)
+    first, rest = lengths[0], lengths[1:]
+    rooms = [(*room, cap - first)]
+    rooms += [(*room[:i], left - first, *room[i + 1 :]) for i, left in enumerate(room) if first <= left]
+    return min(fewest_bins(rest, cap, after) for after in rooms)
+
+
 def largest_contiguous_bin(costs: Sequence[int], num_bins: int) -> int:
     """Cost of the largest bin when each bin takes what comes next until it has its share of the total."""
     share, bins, taken = sum(costs) / num_bins, [0], 0

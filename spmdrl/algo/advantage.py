@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward
@@ -17,23 +20,34 @@ def group_advantages(rewards: Tensor, *, estimator: str, divide_by_std: bool) ->
     - "rloo": R minus the mean of the other G - 1, arXiv:2402.14740, which is (R - mean) G / (G - 1).
     - "reinforce_plus_plus_baseline": R - mean, to be whitened over the global batch, REINFORCE++ arXiv:2501.03262.
 
-    Only "grpo" knows `divide_by_std`. A group of equal rewards has advantages of exactly 0.
+    Only "grpo" knows `divide_by_std`. A group of equal rewards has advantages of exactly 0. A group's advantages are
+    bitwise the same whatever other groups are in the tensor.
     """
     group_size = rewards.shape[1]
     if group_size < 2:
-        raise ValueError(f"a prompt group of {group_size} rollout has nothing to compare its reward with; use 2 or more")
+        raise ValueError(
+            f"a prompt group of {group_size} has nothing to compare its reward with; use 2 rollouts or more"
+        )
     # Taken from the group's first reward: the mean of equal rewards may round, and the rounding error divided by
     # EPS would be an advantage.
     shifted = rewards - rewards[:, :1]
-    centred = shifted - shifted.mean(dim=1, keepdim=True)
+    centred = shifted - _row_sums(shifted) / group_size
     match estimator:
+        case "grpo" if divide_by_std:
+            std = (_row_sums(centred.square()) / (group_size - 1)).sqrt()
+            return centred / (std + EPS)
         case "grpo":
-            return centred / (shifted.std(dim=1, keepdim=True) + EPS) if divide_by_std else centred
+            return centred
         case "rloo":
             return centred * (group_size / (group_size - 1))
         case "reinforce_plus_plus_baseline":
             return centred
     raise ValueError(f'unknown advantage estimator "{estimator}"')
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """[P, G] to [P, 1], left to right: `Tensor.sum` rounds differently when a rank holds another number of groups."""
+    return functools.reduce(torch.add, values.unbind(1))[:, None]
 
 
 def moments(advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,5 +62,5 @@ def moments(advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def whiten(advantages: Tensor, *, mean: float, std: float, eps: float = EPS) -> Tensor:
-    """(A - mean) / (std + eps), with the mean and std of the global batch's loss tokens. REINFORCE++ arXiv:2501.03262."""
+    """(A - mean) / (std + eps), mean and std being those of the global batch's loss tokens. arXiv:2501.03262."""
     return (advantages - mean) / (std + eps)

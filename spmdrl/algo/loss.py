@@ -71,7 +71,7 @@ def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def weighted_sum(per_token: Tensor, loss_weights: Tensor) -> Tensor:
-    """Sum of per_token [T] times loss_weights [T], [] float32; over all micro-batches and ranks it adds up to the loss."""
+    """Sum of per_token [T] times loss_weights [T], [] float32; over micro-batches and ranks it adds up to the loss."""
     return (per_token.float() * loss_weights.float()).sum()
 
 

@@ -15,12 +15,11 @@ def karmarkar_karp(costs: Sequence[int], num_bins: int) -> list[list[int]]:
     """Split indices into num_bins lists of nearly equal cost by the largest differencing method.
 
     Karmarkar and Karp 1982; its form for many bins: Korf 2009, "Multi-way number partitioning". Every index is in
-    exactly one list; lists ascend, and so do their first indices, empty lists last. Equal costs are also spread
-    evenly by number.
+    exactly one list; lists ascend, and so do their first indices, empty lists last.
     """
     # A solution is its non-empty bins, largest first. At each turn the two with the greatest spread are joined, the
     # large bins of one with the small (or still empty) bins of the other.
-    heap = [(-cost, index, [(cost, (index,))]) for index, cost in enumerate(costs)]
+    heap: list[tuple[int, int, list[Bin]]] = [(-cost, index, [(cost, (index,))]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, index, one = heapq.heappop(heap)
@@ -40,7 +39,7 @@ def _join(one: list[Bin], other: list[Bin], num_bins: int) -> list[Bin]:
         for a, b in zip(one[len(one) - overlap :], reversed(other[len(other) - overlap :]), strict=True)
     ]
     alone = one[: len(one) - overlap] + other[: len(other) - overlap]
-    return sorted(met + alone, key=lambda bin_: (bin_[0], len(bin_[1]), bin_[1]), reverse=True)
+    return sorted(met + alone, key=lambda bin_: -bin_[0])
 
 
 def balance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -69,18 +68,16 @@ def pack(
     Within a micro-batch indices are ordered by (length, index): equal lengths are contiguous. The micro-batch with the
     most tokens comes first: too little memory shows at once, and ranks meet with micro-batches of similar size.
     """
-    if (max_tokens is None) == (sequences_per_micro_batch is None):
-        raise ValueError("set one of pack.max_tokens_per_micro_batch and pack.sequences_per_micro_batch")
-    if max_tokens is not None:
+    if max_tokens is not None and sequences_per_micro_batch is None:
         bins = _pack_under_cap(lengths, max_tokens, min_bins)
+    elif sequences_per_micro_batch is not None and max_tokens is None:
+        indices = list(range(len(lengths)))
+        bins = [indices[i : i + sequences_per_micro_batch] for i in range(0, len(lengths), sequences_per_micro_batch)]
     else:
-        bins = [
-            list(range(start, min(start + sequences_per_micro_batch, len(lengths))))
-            for start in range(0, len(lengths), sequences_per_micro_batch)
-        ]
+        raise ValueError("set one of pack.max_tokens_per_micro_batch and pack.sequences_per_micro_batch")
     bins += [[] for _ in range(min_bins - len(bins))]
-    ordered = [sorted(indices, key=lambda i: (lengths[i], i)) for indices in bins]
-    return sorted(ordered, key=lambda indices: (-sum(lengths[i] for i in indices), indices))
+    micro_batches = [sorted(bin_, key=lambda i: (lengths[i], i)) for bin_ in bins]
+    return sorted(micro_batches, key=lambda micro_batch: (-sum(lengths[i] for i in micro_batch), micro_batch))
 
 
 def _pack_under_cap(lengths: Sequence[int], max_tokens: int, min_bins: int) -> list[list[int]]:

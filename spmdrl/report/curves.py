@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -21,7 +22,7 @@ Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by the label it gets
 INK, FAINT_INK, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 RUN_COLORS = ("#2563eb", "#e0672b", "#0d9467", "#b5379f", "#8a6d00", "#52606d")
 PHASE_COLORS = ("#2563eb", "#7fb3f5", "#0d9467", "#f2a541", "#b5379f", "#8ccfb0", "#9aa5b1")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "text.color": INK,
@@ -43,7 +44,13 @@ STYLE = {
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
 }
-EVAL_STYLE = {"linestyle": (0, (4, 2)), "linewidth": 1.4, "marker": "o", "markersize": 5.0, "markeredgecolor": "white"}
+EVAL_STYLE: dict[str, Any] = {
+    "linestyle": (0, (4, 2)),
+    "linewidth": 1.4,
+    "marker": "o",
+    "markersize": 5.0,
+    "markeredgecolor": "white",
+}
 # An evaluation or a save comes once in many steps; in the time of a step it would be a comb of spikes.
 OCCASIONAL_PHASES = ("eval", "save")
 SIDE_PANELS = (
@@ -76,8 +83,8 @@ def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
 def smoothed(values: np.ndarray) -> np.ndarray:
     """A centred running mean over about a twentieth of the run; the window halves at the ends, nan is passed over."""
     place = np.arange(len(values))
-    reach = len(values) // 40
-    reach = np.clip(np.minimum(place, place[::-1]), reach // 2, reach)
+    full_reach = len(values) // 40
+    reach = np.clip(np.minimum(place, place[::-1]), full_reach // 2, full_reach)
     low, high = np.maximum(place - reach, 0), np.minimum(place + reach + 1, len(values))
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
@@ -95,10 +102,10 @@ def _draw_reward(axes: Axes, runs: Runs) -> None:
         _draw_line(axes, steps, values, color=color, width=2.4, label=label if several else f"{noun}, training")
         steps, accuracy = series(rows, "eval/accuracy")
         if len(steps):
-            label = None if several else "accuracy, held out"
-            axes.plot(steps, accuracy, color=color if several else RUN_COLORS[1], label=label, **EVAL_STYLE)
-    dots = ", and accuracy on held-out prompts (dots)" if _any_has(runs, "eval/accuracy") else ""
-    title = f"{noun}{dots}" if several else next(iter(runs))
+            dots = None if several else "accuracy, held out"
+            axes.plot(steps, accuracy, color=color if several else RUN_COLORS[1], label=dots, **EVAL_STYLE)
+    and_dots = ", and accuracy on held-out prompts (dots)" if _any_has(runs, "eval/accuracy") else ""
+    title = f"{noun}{and_dots}" if several else next(iter(runs))
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=10)
     axes.legend(loc="lower right" if noun == "reward" else "upper right", fontsize=9.5)
     axes.set_xlabel("step")

@@ -45,7 +45,7 @@ class MetricsFile:
         self._file = path.open("r+b" if path.exists() else "w+b")
         ends = [0, *(end for _, end in _rows_with_ends(path))]
         self._row_start = ends[-2] if self.rows_before else 0
-        self._row = dict(self.rows_before[-1]) if self.rows_before else {"step": -1}
+        self._row: Row = dict(self.rows_before[-1]) if self.rows_before else {"step": -1}
         self._file.seek(ends[-1])
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -54,11 +54,11 @@ class MetricsFile:
         assert step >= last_step, f"a row for step {step} after the row for step {last_step}"
         if step > last_step:
             self._row_start, self._row = self._file.tell(), {"step": step}
-        self._row |= scalars
+        self._row |= dict(scalars)
         # Written over the shorter row in one piece: a kill never leaves the file without this step.
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
-        pass
+        self._file.truncate()
 
     def close(self) -> None:
         self._file.close()

@@ -26,7 +26,7 @@ class TensorBoard:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         # One event for all of them: an event each costs milliseconds a step in the hand-over to the writing thread.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.file_writer.add_summary(Summary(value=values), step)
+        self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]
         self._writer.flush()
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -5,6 +5,7 @@ It starts in a second, runs wherever torch does, and is what other engines are c
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ class TorchEngine:
     """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
 
     def __init__(self, model_config: Any, *, device: torch.device, dtype: torch.dtype, kernel: Kernel, max_running: int):
+        own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
         self.version = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +32,18 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def start(qwen3: str) -> dict[str, Tensor]:
+    """The weights before any update."""
+    return initial(qwen3)
+
+
+@pytest.fixture(scope="session")
+def usual(qwen3: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Weights and metrics after one update on 2 ranks, with all the defaults of `trained`."""
+    return run_ranks(2, _trained, qwen3, {})[0]
 
 
 def dealt(sequences: list[Sequence], rank: int, num_ranks: int, deal: str) -> list[Sequence]:
@@ -122,38 +133,33 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_gradients_do_not_depend_on_how_a_rank_computes_them(qwen3: str, cut: str) -> None:
-    start = initial(qwen3)
-    (usual, _), _ = run_ranks(2, _trained, qwen3, {})
+def test_gradients_do_not_depend_on_how_a_rank_computes_them(qwen3: str, start, usual, cut: str) -> None:
     (other, _), _ = run_ranks(2, _trained, qwen3, CUTS[cut])
-    assert_same_change(usual, other, start, 1e-5)
+    assert_same_change(usual[0], other, start, 1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
-def test_every_aggregation_has_a_global_denominator(qwen3: str, aggregation: str) -> None:
+def test_every_aggregation_has_a_global_denominator(qwen3: str, start, aggregation: str) -> None:
     options = {"loss": {"aggregation": aggregation}}
-    start = initial(qwen3)
     ((one, _),) = run_ranks(1, _trained, qwen3, options)
     (two, _), _ = run_ranks(2, _trained, qwen3, options)
     assert_same_change(one, two, start, 1e-5)
 
 
-def test_it_does_not_matter_which_rank_sampled_what(qwen3: str) -> None:
-    (blocks, _), _ = run_ranks(2, _trained, qwen3, {})
+def test_it_does_not_matter_which_rank_sampled_what(qwen3: str, usual) -> None:
     (cards, _), _ = run_ranks(2, _trained, qwen3, {"deal": "like cards"})
-    for name in blocks:
-        assert torch.equal(blocks[name], cards[name]), name
+    for name, weight in usual[0].items():
+        assert torch.equal(weight, cards[name]), name
 
 
-def test_a_rank_without_sequences_takes_part(qwen3: str) -> None:
+def test_a_rank_without_sequences_takes_part(qwen3: str, start) -> None:
     options = {"count": 3, "deal": "like cards"}
-    start = initial(qwen3)
     ((one, _),) = run_ranks(1, _trained, qwen3, options)
     (four, _), *_ = run_ranks(4, _trained, qwen3, options)
     assert_same_change(one, four, start, 1e-5)
 
 
-def test_adamw_weights_agree_after_several_updates(qwen3: str) -> None:
+def test_adamw_weights_agree_after_several_updates(qwen3: str, start) -> None:
     # Adam divides by the gradient's own size: where that is rounding noise the step is noise too, of at most lr.
     options = {
         "optim": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1},
@@ -161,14 +167,13 @@ def test_adamw_weights_agree_after_several_updates(qwen3: str) -> None:
     }
     ((one, _),) = run_ranks(1, _trained, qwen3, options)
     (two, _), _ = run_ranks(2, _trained, qwen3, options)
-    start = initial(qwen3)
     assert max((one[name] - start[name]).abs().max() for name in start) > 3e-4
     for name in one:
         assert (one[name] - two[name]).abs().max() < 1e-5, name
 
 
-def test_the_first_update_is_exactly_on_policy(qwen3: str) -> None:
-    (_, metrics), _ = run_ranks(2, _trained, qwen3, {})
+def test_the_first_update_is_exactly_on_policy(usual) -> None:
+    _, metrics = usual
     assert metrics["update/ratio"] == 1.0
     assert metrics["update/ratio_max_deviation"] == 0.0
     assert metrics["update/clip_fraction"] == 0.0
@@ -182,12 +187,10 @@ def test_later_updates_of_a_step_are_not(qwen3: str) -> None:
     assert metrics["update/k3_ref_nats"] > 1e-4
 
 
-def test_half_precision_stays_near_full_precision(qwen3: str) -> None:
-    start = initial(qwen3)
-    (full, _), _ = run_ranks(2, _trained, qwen3, {})
+def test_half_precision_stays_near_full_precision(qwen3: str, start, usual) -> None:
     for dtype in ("bfloat16", "float16"):
         (half, _), _ = run_ranks(2, _trained, qwen3, {"model": {"compute_dtype": dtype}})
-        assert_same_change(full, half, start, 0.1)
+        assert_same_change(usual[0], half, start, 0.1)
 
 
 def _overflowing(path: str) -> Any:

@@ -205,7 +205,9 @@ def test_mismatch_equals_the_oracle() -> None:
         ("k1", [oracle.kl(b, o, "k1") if m else 0.0 for o, b, m in rows]),
         ("k3", [oracle.kl(b, o, "k3") if m else 0.0 for o, b, m in rows]),
     ):
-        torch.testing.assert_close(getattr(drift, name), torch.tensor(slow, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            getattr(drift, name), torch.tensor(slow, dtype=torch.float64), rtol=1e-12, atol=1e-12
+        )
 
 
 def test_no_mismatch_is_exactly_zero() -> None:

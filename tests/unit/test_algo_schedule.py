@@ -18,7 +18,9 @@ def fractions(**settings: object) -> list[float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equal_to_the_oracle(schedule: str) -> None:
-    for num_steps, warmup, decay, floor in itertools.product([1, 2, 7, 40], [0, 1, 2, 5, 40], [0, 1, 3, 12, 60], [0.0, 0.1]):
+    for num_steps, warmup, decay, floor in itertools.product(
+        [1, 2, 7, 40], [0, 1, 2, 5, 40], [0, 1, 3, 12, 60], [0.0, 0.1]
+    ):
         if warmup > num_steps:
             continue
         settings = {"num_steps": num_steps, "warmup_steps": warmup, "decay_steps": decay, "min_lr_fraction": floor}

@@ -44,8 +44,8 @@ def test_hashes_never_change() -> None:
 
 
 def test_small_inputs_do_not_collide() -> None:
-    seeds = {rollout_seed(*place) for place in itertools.product(range(12), repeat=4)}
-    assert len(seeds) == 12**4
+    seeds = {rollout_seed(*place) for place in itertools.product(range(10), repeat=4)}
+    assert len(seeds) == 10**4
     assert mix(0) != mix(0, 0) != mix(0, 0, 0)
     assert mix(1, 2) != mix(2, 1)
 
@@ -88,7 +88,7 @@ def chi_square(counts: torch.Tensor) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
-NUM = 2**17
+NUM = 2**16
 STREAMS = {
     "one seed, all positions": (torch.full((NUM,), 12345), torch.arange(NUM)),
     "all seeds, one position": (torch.arange(NUM), torch.full((NUM,), 3)),

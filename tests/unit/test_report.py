@@ -81,10 +81,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "run", "auto")
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> RunFolder:
-    """A run that was never stopped."""
-    folder = RunFolder.create(tmp_path, "whole", "auto")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that was never stopped; only read."""
+    folder = RunFolder.create(tmp_path_factory.mktemp("runs"), "whole", "auto")
     report_steps(folder, range(1, NUM_STEPS + 1)).close()
     return folder
 
@@ -119,7 +119,7 @@ def test_tensorboard_holds_histograms_and_samples(whole: RunFolder) -> None:
     assert "3+1=" in texts[2].tensor_proto.string_val[0].decode()
 
 
-@pytest.mark.parametrize("resumed_from", [0, 3, 4, 5])
+@pytest.mark.parametrize("resumed_from", [0, 3, 5])
 def test_killed_and_resumed_equals_never_stopped(folder: RunFolder, whole: RunFolder, resumed_from: int) -> None:
     killed = report_steps(folder, range(1, 6))  # never closed: the process was killed
     with folder.metrics.open("a") as metrics:

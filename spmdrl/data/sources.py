@@ -1,0 +1,297 @@
+"""Where rows come from. A source is a pure function from a row number (0, 1, 2, ... without end) to a row."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmdrl.algo.seeds import mix
+from spmdrl.config import FileData, ReasoningGymData
+from spmdrl.types import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a data set, before the tokenizer."""
+
+    prompt: str | list[dict[str, Any]]  # a string or chat messages
+    question: str  # what makes two rows the same question, whatever is written around it
+    answer: str | None
+    response: str | None  # to imitate
+    metadata: dict[str, Any]  # the other columns, or all that the scorer of a reasoning-gym item needs
+    where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
+
+
+class Source(Protocol):
+    task: str
+    num_rows: int | None  # before they repeat; None when rows are generated
+
+    def row(self, index: int, attempt: int = 0) -> Row:
+        """Row `index`. `attempt` asks for another one in its place, where rows are generated."""
+        ...
+
+
+def open_source(cfg: FileData | ReasoningGymData, *, seed: int) -> Source:
+    """The source that one entry of `sources` describes."""
+    return FileSource(cfg, seed=seed) if isinstance(cfg, FileData) else ReasoningGymSource(cfg, seed=seed)
+
+
+class FileSource:
+    """The rows of a file, shuffled anew for each epoch."""
+
+    def __init__(self, cfg: FileData, *, seed: int) -> None:
+        self.task = cfg.task
+        self.path = cfg.path
+        self._seed = seed
+        records = _read_jsonl(cfg.path) if cfg.kind == "jsonl" else _read_parquet(cfg.path)
+        self._rows = [_file_row(record, where, cfg) for where, record in records]
+        self._orders: dict[int, list[int]] = {}
+        if not self._rows:
+            raise UserError(f"{cfg.path} has no rows")
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int, attempt: int = 0) -> Row:
+        assert attempt == 0, "the rows of a file are what they are: remove unwanted ones with `keep`"
+        epoch, place = divmod(index, len(self._rows))
+        return self._rows[self._order(epoch)[place]]
+
+    def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
+        """The same file without the rows that are not wanted."""
+        kept = copy.copy(self)
+        kept._rows = [row for row in self._rows if wanted(row)]
+        kept._orders = {}
+        if not kept._rows:
+            raise UserError(f"{self.path} has {len(self._rows)} rows, and every one of them is held out or too long")
+        return kept
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(len(self._rows)))
+            random.Random(mix(self._seed, epoch)).shuffle(order)
+            # A slice may straddle two epochs; older orders are cheap to make again.
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
+        return self._orders[epoch]
+
+
+def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of the file as (where, object); blank lines are no rows."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{Path(path).name} line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not valid JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{where} is not a JSON object but {type(record).__name__}")
+        yield where, record
+
+
+def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow.parquet  # 0.7 s, so only for those who use it
+
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} is not a parquet file: {error}") from error
+    for number, record in enumerate(records, start=1):
+        yield f"{Path(path).name} row {number}", record
+
+
+def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
+    columns = dict(record)
+    prompt = _prompt(_column(columns, "prompt_column", cfg.prompt_column, where), cfg.prompt_column, where)
+    # A column setting of "" says that the data has none.
+    answer = response = None
+    if cfg.answer_column:
+        answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
+    if cfg.response_column:
+        response = _text(_column(columns, "response_column", cfg.response_column, where), cfg.response_column, where)
+    used = {cfg.prompt_column, cfg.answer_column, cfg.response_column}
+    return Row(
+        prompt=prompt,
+        question=_question(prompt),
+        answer=answer,
+        response=response,
+        metadata={name: value for name, value in columns.items() if name not in used},
+        where=where,
+    )
+
+
+def _column(columns: dict[str, Any], setting: str, name: str, where: str) -> Any:
+    if name not in columns:
+        absent = f'; set {setting} = "" if the data has none' if setting != "prompt_column" else ""
+        raise UserError(
+            f'{where} has no column "{name}" ({setting}); it has {", ".join(columns) or "none"}'
+            f"{_did_you_mean(name, columns)}{absent}"
+        )
+    return columns[name]
+
+
+def _text(value: Any, column: str, where: str) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise UserError(f'{where}: "{column}" must be a string or a whole number, not {type(value).__name__}')
+    return value
+
+
+def _prompt(value: Any, column: str, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(_is_message(message) for message in value):
+        return value
+    given = "empty" if value in ("", []) else f"{type(value).__name__}: {str(value)[:80]}"
+    raise UserError(
+        f'{where}: "{column}" must be a string or a list of chat messages '
+        f'{{"role": ..., "content": ...}}, but it is {given}'
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _question(prompt: str | list[dict[str, Any]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(message["content"] for message in prompt if message["role"] != "system")
+
+
+# Their items follow the iteration order of Python sets: 40 items of every data set of reasoning-gym 0.1.25 were drawn
+# under three values of PYTHONHASHSEED, and these were not always the same.
+_HASH_DEPENDENT = frozenset(
+    (
+        "codeio",
+        "intermediate_integration",
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    )
+)
+
+
+class ReasoningGymSource:
+    """Procedurally generated items without end; item i is drawn with a seed of its own.
+
+    In reasoning-gym item i of seed s is item i - 1 of seed s + 1, so its indices are not used: every item is the first
+    one of the data set of a mixed seed.
+    """
+
+    num_rows = None
+
+    def __init__(self, cfg: ReasoningGymData, *, seed: int) -> None:
+        self.task = cfg.task
+        self._cfg = cfg
+        self._seed = seed
+        _require_repeatable(cfg.task)
+        self._shared = _make_data_set(cfg, 0)
+        self._can_reseed = self._reseeding_is_faithful()
+        self.row(0)  # an error in the template shows now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._cfg, self._seed)  # data sets hold lambdas and word lists
+
+    def row(self, index: int, attempt: int = 0) -> Row:
+        # Some data sets hand their seed to numpy, which takes 32 bits.
+        entry = self._entry(mix(self._seed, index, attempt) >> 31, reseed=self._can_reseed)
+        return Row(
+            prompt=self._fill_template(entry),
+            question=entry["question"],
+            answer=entry["answer"],
+            response=entry["answer"],
+            metadata={**entry, "params": self._cfg.params},
+            where=f"{self.task} item {index}",
+        )
+
+    def _entry(self, item_seed: int, *, reseed: bool) -> dict[str, Any]:
+        data_set = self._shared if reseed else _make_data_set(self._cfg, item_seed)
+        data_set.seed = item_seed
+        try:
+            return data_set[0]
+        except Exception as error:
+            raise UserError(
+                f"the reasoning-gym task {self.task} cannot generate an item with params {self._cfg.params}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _reseeding_is_faithful(self) -> bool:
+        """Whether a data set whose seed was changed gives what one made with that seed gives.
+
+        Making one may read a word list (20 ms and more), so it is shared where it can be; a few data sets draw from
+        their seed while they are made.
+        """
+        return all(
+            self._entry(seed, reseed=True)["question"] == self._entry(seed, reseed=False)["question"]
+            for seed in (mix(probe) >> 31 for probe in range(4))
+        )
+
+    def _fill_template(self, entry: dict[str, Any]) -> str:
+        try:
+            return self._cfg.prompt_template.format(question=entry["question"], metadata=entry["metadata"])
+        except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
+            raise UserError(
+                f"prompt_template = {self._cfg.prompt_template!r} does not fit {self.task}: {type(error).__name__}: "
+                f"{error}; it can use {{question}} and {', '.join(f'{{metadata[{key}]}}' for key in entry['metadata'])}"
+            ) from error
+
+
+def _reopen(cfg: ReasoningGymData, seed: int) -> ReasoningGymSource:
+    return ReasoningGymSource(cfg, seed=seed)
+
+
+def _require_repeatable(task: str) -> None:
+    if task in _HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise UserError(
+            f"the reasoning-gym task {task} draws from Python sets, so its items differ between ranks and runs; "
+            "start with the environment variable PYTHONHASHSEED=0"
+        )
+
+
+def _make_data_set(cfg: ReasoningGymData, seed: int) -> Any:
+    from reasoning_gym.factory import DATASETS  # 1.5 s, so only for those who use it
+
+    if cfg.task not in DATASETS:
+        raise UserError(f'reasoning-gym has no task "{cfg.task}"{_did_you_mean(cfg.task, DATASETS)}')
+    data_set_class, config_class = DATASETS[cfg.task]
+    ours = ("seed", "size")
+    known = [field.name for field in dataclasses.fields(config_class) if field.name not in ours]
+    for name in cfg.params:
+        if name in ours:
+            raise UserError(f"params.{name} of the reasoning-gym task {cfg.task} follows from the run; leave it out")
+        if name not in known:
+            raise UserError(
+                f"the reasoning-gym task {cfg.task} has no parameter {name}"
+                f"{_did_you_mean(name, known)}; it has {', '.join(known)}"
+            )
+    try:
+        config = config_class(**cfg.params, seed=seed, size=1)
+        return data_set_class(config)  # validates
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"the reasoning-gym task {cfg.task} refuses params {cfg.params}: {error}") from error
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

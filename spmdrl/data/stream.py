@@ -1,0 +1,242 @@
+"""The stream of training prompts, and the held-out prompts that it never contains.
+
+Prompt i is a pure function of (seed, i): a rank takes its own slice, a resumed run goes on at its index, and nobody
+keeps a cursor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.algo.seeds import mix
+from spmdrl.config import DataConfig, EvalConfig
+from spmdrl.data.sources import FileSource, Row, Source, open_source
+from spmdrl.data.tokenizer import encode_prompt
+from spmdrl.types import Prompt, UserError
+
+Encoded = tuple[tuple[int, ...], str]  # token ids and the text they stand for
+Encode = Callable[[str | list[dict[str, Any]]], Encoded]
+
+MAX_ATTEMPTS = 1000  # draws in place of one unwanted prompt
+_TRAINING, _HELD_OUT = 0, 1  # the two never share a seed
+
+
+def question_key(row: Row) -> str:
+    """The question in the form in which questions are compared: no template around it, white space evened out."""
+    return " ".join(unicodedata.normalize("NFC", row.question).split())
+
+
+class Turns:
+    """Smooth weighted round-robin: whose turn index i is, and how many turns that source had before.
+
+    Exact in whole numbers, so it repeats after a period and nothing drifts.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        written = [Fraction(str(weight)) for weight in weights]
+        unit = math.lcm(*(weight.denominator for weight in written))
+        whole = [int(weight * unit) for weight in written]
+        self._weights = [weight // math.gcd(*whole) for weight in whole]
+        self._period = sum(self._weights)
+        self._credit = [0] * len(whole)
+        self._served = [0] * len(whole)
+        self._turns: list[tuple[int, int]] = []  # simulated as far as anyone asked
+
+    def at(self, index: int) -> tuple[int, int]:
+        cycle, place = divmod(index, self._period)
+        while len(self._turns) <= place:
+            self._credit = [credit + weight for credit, weight in zip(self._credit, self._weights, strict=True)]
+            source = self._credit.index(max(self._credit))
+            self._turns.append((source, self._served[source]))
+            self._credit[source] -= self._period
+            self._served[source] += 1
+        source, earlier = self._turns[place]
+        return source, cycle * self._weights[source] + earlier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEncoder:
+    """Rows become token ids, under the length limit."""
+
+    encode: Encode
+    max_prompt_tokens: int
+    overlong: Literal["error", "drop"]
+
+    def __call__(self, row: Row) -> Encoded | None:
+        """(token ids, text), or None when the prompt is too long and is to be dropped."""
+        try:
+            token_ids, text = self.encode(row.prompt)
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from error
+        if len(token_ids) <= self.max_prompt_tokens:
+            return token_ids, text
+        if self.overlong == "drop":
+            return None
+        raise UserError(
+            f"{row.where}: the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
+            f'{self.max_prompt_tokens}; raise it, or set data.overlong = "drop"'
+        )
+
+
+class PromptStream:
+    """Training prompts without end, drawn from weighted sources."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        weights: Sequence[float],
+        encoder: PromptEncoder,
+        exclude: frozenset[str] = frozenset(),
+    ) -> None:
+        """`exclude` holds the keys of questions that must not occur. The rows of files are all read and checked now."""
+        self._exclude = exclude
+        self._encoder = encoder
+        self._turns = Turns(weights)
+        self._dropped: Counter[str] = Counter()
+        self._sources = [
+            source.keep(self._keeps) if isinstance(source, FileSource) else source for source in sources
+        ]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """What was left out, by reason: rows of files (the same on every rank), and draws made by this process."""
+        return dict(self._dropped)
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """Prompts `start` to `start + count - 1` of the stream."""
+        return [self._draw(index)[0] for index in range(start, start + count)]
+
+    def pairs(self, start: int, count: int) -> list[tuple[Prompt, str]]:
+        """The same prompts, each with the response to imitate."""
+        return [self._pair(index) for index in range(start, start + count)]
+
+    def where(self, index: int) -> str:
+        """Which row prompt `index` is, for messages."""
+        return self._draw(index)[1].where
+
+    def _pair(self, index: int) -> tuple[Prompt, str]:
+        prompt, row = self._draw(index)
+        if row.response is None:
+            raise UserError(f"{row.where} has no response to imitate; set response_column to the column that has it")
+        return prompt, row.response
+
+    def _draw(self, index: int) -> tuple[Prompt, Row]:
+        place, number = self._turns.at(index)
+        source = self._sources[place]
+        for attempt in range(MAX_ATTEMPTS):
+            row = source.row(number, attempt)
+            encoded = self._encoded(row, "draws")
+            if encoded is not None:
+                return _prompt(index, source.task, row, encoded), row
+        raise UserError(
+            f"{row.where}: {MAX_ATTEMPTS} draws in a row were held out or too long, so the task {source.task} has too "
+            "few distinct questions for training; hold out fewer (eval.num_prompts) or widen its params"
+        )
+
+    def _keeps(self, row: Row) -> bool:
+        return self._encoded(row, "rows") is not None
+
+    def _encoded(self, row: Row, unit: str) -> Encoded | None:
+        """(token ids, text), or None for a row that must not be trained on, which is counted."""
+        if question_key(row) in self._exclude:
+            self._dropped[f"held_out_{unit}"] += 1
+            return None
+        encoded = self._encoder(row)
+        if encoded is None:
+            self._dropped[f"overlong_{unit}"] += 1
+        return encoded
+
+
+def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded) -> Prompt:
+    token_ids, text = encoded
+    return Prompt(
+        prompt_id=prompt_id, token_ids=token_ids, text=text, answer=row.answer, task=task, metadata=row.metadata
+    )
+
+
+def held_out_prompts(
+    sources: Sequence[Source], *, weights: Sequence[float], encoder: PromptEncoder, count: int
+) -> list[Prompt]:
+    """`count` prompts with distinct questions, split over the sources by weight."""
+    return [prompt for _, prompt in _held_out(sources, weights, encoder, count)]
+
+
+def _held_out(
+    sources: Sequence[Source], weights: Sequence[float], encoder: PromptEncoder, count: int
+) -> Iterator[tuple[str, Prompt]]:
+    """(question key, prompt) of each held-out prompt."""
+    turns = Turns(weights)
+    seen: set[str] = set()
+    candidates = [_distinct(source, encoder, seen) for source in sources]
+    for prompt_id in range(count):
+        place, number = turns.at(prompt_id)
+        drawn = next(candidates[place], None)
+        if drawn is None:
+            raise UserError(
+                f"eval.num_prompts = {count}, but the held-out source {sources[place].task} has only {number} distinct "
+                "questions that fit; lower eval.num_prompts"
+            )
+        row, encoded = drawn
+        yield question_key(row), _prompt(prompt_id, sources[place].task, row, encoded)
+
+
+def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[tuple[Row, Encoded]]:
+    """The source's rows whose question is new, until there seem to be no more; `seen` grows."""
+    index = misses = 0
+    while misses < MAX_ATTEMPTS if source.num_rows is None else index < source.num_rows:
+        row = source.row(index)
+        key = question_key(row)
+        encoded = encoder(row) if key not in seen else None
+        if encoded is not None:
+            seen.add(key)
+            yield row, encoded
+        index += 1
+        misses = misses + 1 if encoded is None else 0
+
+
+def make_training_stream(
+    cfg: DataConfig, eval_cfg: EvalConfig | None, *, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> PromptStream:
+    """The run's training prompts, without the questions that `make_held_out` gives for the same arguments."""
+    exclude = frozenset(key for key, _ in _held_out_of(cfg, eval_cfg, seed, tokenizer)) if eval_cfg else frozenset()
+    return PromptStream(
+        [open_source(source, seed=mix(seed, _TRAINING, place)) for place, source in enumerate(cfg.sources)],
+        weights=[source.weight for source in cfg.sources],
+        encoder=_encoder_of(cfg, tokenizer),
+        exclude=exclude,
+    )
+
+
+def make_held_out(
+    cfg: DataConfig, eval_cfg: EvalConfig, *, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The run's held-out prompts; `prompt_id` counts from 0."""
+    return [prompt for _, prompt in _held_out_of(cfg, eval_cfg, seed, tokenizer)]
+
+
+def _held_out_of(
+    cfg: DataConfig, eval_cfg: EvalConfig, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, Prompt]]:
+    sources = [open_source(source, seed=mix(seed, _HELD_OUT, place)) for place, source in enumerate(eval_cfg.sources)]
+    weights = [source.weight for source in eval_cfg.sources]
+    return _held_out(sources, weights, _encoder_of(cfg, tokenizer), eval_cfg.num_prompts)
+
+
+def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+    return PromptEncoder(
+        encode=functools.partial(
+            encode_prompt, tokenizer, system_prompt=cfg.system_prompt, chat_template=cfg.chat_template
+        ),
+        max_prompt_tokens=cfg.max_prompt_tokens,
+        overlong=cfg.overlong,
+    )

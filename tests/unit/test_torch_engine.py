@@ -1,0 +1,183 @@
+"""The embedded engine says what a plain forward says, whatever it samples together."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from spmdrl.rollout.draw import RowSampling, draw_tokens
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.types import Request, Response
+from tests.tiny import VOCABULARY, save_llama, save_qwen3
+
+
+def save_sliding(path: Path) -> str:
+    """A Qwen3 with a window of 6 tokens in every other layer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.1,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=[save_qwen3, save_llama, save_sliding], ids=["qwen3", "llama", "sliding"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
+
+
+def engine_for(model, max_running: int = 8) -> TorchEngine:
+    engine = TorchEngine(
+        model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=max_running
+    )
+    engine.begin_update()
+    engine.load_bucket(list(model.named_parameters()))
+    engine.end_update(7)
+    return engine
+
+
+def requests(count: int, **changes) -> list[Request]:
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 9))) for _ in range(count // 3 + 1)]
+    return [
+        Request(
+            **{
+                "prompt_ids": prompts[i // 3],
+                "seed": 1000 + i,
+                "max_response_tokens": rng.randint(1, 24),
+                "stop_token_ids": frozenset({5, 6}),
+            }
+            | changes
+        )
+        for i in range(count)
+    ]
+
+
+def answers(engine: TorchEngine, asked: list[Request]) -> list[Response]:
+    responses = dict(engine.generate(asked))
+    assert sorted(responses) == list(range(len(asked)))
+    return [responses[i] for i in range(len(asked))]
+
+
+def plain_logprobs(model, request: Request, response: Response) -> torch.Tensor:
+    ids = torch.tensor([request.prompt_ids + response.token_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0].float() / (request.temperature or 1.0)
+    first = len(request.prompt_ids)
+    return logits.log_softmax(-1)[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
+
+
+@pytest.mark.parametrize("max_running", [3, 64])
+def test_logprobs_equal_those_of_a_full_forward(model, max_running: int) -> None:
+    asked = requests(20, temperature=0.8)
+    for request, response in zip(asked, answers(engine_for(model, max_running), asked), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(response.logprobs), plain_logprobs(model, request, response), rtol=0, atol=1e-5
+        )
+        assert response.version == 7
+
+
+def test_a_sample_does_not_depend_on_its_company(model) -> None:
+    asked = requests(20)
+    together = answers(engine_for(model, 64), asked)
+    assert len({response.token_ids for response in together}) > 10
+    few_at_a_time = answers(engine_for(model, 3), asked)
+    backwards = answers(engine_for(model, 64), asked[::-1])[::-1]
+    alone = [answers(engine_for(model), [request])[0] for request in asked]
+    for others in (few_at_a_time, backwards, alone):
+        assert [response.token_ids for response in others] == [response.token_ids for response in together]
+
+
+def test_greedy_equals_transformers_generate(model) -> None:
+    asked = requests(6, temperature=0.0, max_response_tokens=12, stop_token_ids=frozenset())
+    for request, response in zip(asked, answers(engine_for(model), asked), strict=True):
+        ids = torch.tensor([request.prompt_ids])
+        generated = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+        assert response.token_ids == tuple(generated[0, ids.shape[1] :].tolist())
+
+
+def test_a_response_ends_at_the_first_stop_token_or_at_its_limit(model) -> None:
+    asked = requests(60)
+    reasons = set()
+    for request, response in zip(asked, answers(engine_for(model), asked), strict=True):
+        reasons.add(response.finish_reason)
+        *before, last = response.token_ids
+        assert not request.stop_token_ids & set(before)
+        assert len(response.logprobs) == len(response.token_ids) <= request.max_response_tokens
+        if response.finish_reason == "stop":
+            assert last in request.stop_token_ids
+        else:
+            assert len(response.token_ids) == request.max_response_tokens and last not in request.stop_token_ids
+    assert reasons == {"stop", "length"}
+
+
+def test_abort_returns_what_there_is(model) -> None:
+    engine = engine_for(model, 4)
+    asked = [
+        Request(prompt_ids=(3, 4), seed=i, max_response_tokens=2 if i == 0 else 20, stop_token_ids=frozenset())
+        for i in range(8)
+    ]
+    whole = answers(engine, asked)
+    responses = {}
+    for index, response in engine.generate(asked):
+        responses[index] = response
+        engine.abort()
+    assert responses[0].finish_reason == "length"
+    for index in range(1, 8):
+        partial = responses[index]
+        assert partial.finish_reason == "abort"
+        assert partial.token_ids == whole[index].token_ids[: len(partial.token_ids)]
+    assert len(responses[1].token_ids) == 2 and len(responses[7].token_ids) == 0
+
+
+def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
+    engine = engine_for(model)
+    short, long = requests(3, max_response_tokens=2), requests(3, max_response_tokens=30)
+    answers(engine, short)
+    engine.sleep()
+    engine.wake()
+    fresh = answers(engine_for(model), long)
+    assert answers(engine, long) == fresh
+
+
+def frequencies(logits: list[float], *, temperature: float = 1.0, top_p: float = 1.0, count: int = 40_000) -> torch.Tensor:
+    sampling = RowSampling(
+        seeds=torch.arange(count),
+        temperature=torch.full((count,), temperature),
+        top_p=torch.full((count,), top_p),
+        any_greedy=temperature == 0,
+        any_top_p=top_p < 1,
+    )
+    tokens, _ = draw_tokens(torch.tensor(logits).expand(count, -1), sampling, torch.zeros(count, dtype=torch.int64))
+    return torch.bincount(tokens, minlength=len(logits)) / count
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    logits = [1.0, -2.0, 0.5, -torch.inf, 2.0]
+    expected = (torch.tensor(logits) / 0.7).softmax(-1)
+    torch.testing.assert_close(frequencies(logits, temperature=0.7), expected, rtol=0, atol=0.01)
+    assert frequencies(logits)[3] == 0
+
+
+def test_top_p_keeps_the_smallest_sufficient_set() -> None:
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    seen = frequencies(p.log().tolist(), top_p=0.75)
+    torch.testing.assert_close(seen, torch.tensor([0.625, 0.375, 0.0, 0.0]), rtol=0, atol=0.01)
+
+
+def test_greedy_takes_the_best() -> None:
+    assert frequencies([0.1, 0.3, 0.2], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
