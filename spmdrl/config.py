@@ -181,6 +181,12 @@ class AdvantageConfig(Section):
     divide_by_std: bool = True
     """`grpo` only: divide by the group's standard deviation; false is Dr.GRPO."""
 
+    @model_validator(mode="after")
+    def _std_belongs_to_grpo(self) -> AdvantageConfig:
+        if self.estimator != "grpo" and "divide_by_std" in self.model_fields_set:
+            raise ValueError(f'divide_by_std has no meaning for estimator = "{self.estimator}"; remove it')
+        return self
+
 
 class LossConfig(Section):
     clip_low: NonNegative = 0.2
@@ -211,6 +217,15 @@ class LossConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dual_clip_is_beyond_the_clip(self) -> LossConfig:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip = {self.dual_clip} is not above 1 + clip_high = {1 + self.clip_high:g}, so it would undo "
+                "the clip; set it higher (3 is usual)"
+            )
+        return self
+
 
 class OptimConfig(Section):
     name: str = "adamw"
@@ -237,6 +252,15 @@ class OptimConfig(Section):
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
+
+    @model_validator(mode="after")
+    def _decay_belongs_to_wsd(self) -> OptimConfig:
+        if (self.schedule == "wsd") != (self.decay_steps > 0):
+            raise ValueError(
+                f'schedule = "{self.schedule}" with decay_steps = {self.decay_steps}: decay_steps is the length of the '
+                'fall of schedule = "wsd"; set both or neither'
+            )
+        return self
 
 
 class PackConfig(Section):

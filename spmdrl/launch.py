@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import tomlkit
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, SectionT, SftConfig, read_config
 from spmdrl.dist.session import launched_ranks
@@ -30,6 +31,7 @@ def run_from_command_line(
     Returns the process's exit code: 0, 2 when the user must change something, 3 when training diverged.
     """
     arguments = _parse(argv)
+    transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
         cfg = read_config(kind, arguments.config, arguments.override)
         assert isinstance(cfg, Config | SftConfig)

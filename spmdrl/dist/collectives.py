@@ -35,6 +35,13 @@ def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
     return gathered
 
 
+def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
+    """Every rank's `mine` [n], one after the other in `output` [ranks x n]."""
+    # torch 2.13 has a new name for it and warns about the old one.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(output, mine, group=mesh.get_group())
+
+
 def barrier(mesh: DeviceMesh) -> None:
     """Wait until every rank of the mesh is here."""
     dist.barrier(group=mesh.get_group())

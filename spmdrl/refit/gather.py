@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.policy import Policy
 from spmdrl.rollout.torch_engine import persistent_buffers
 
@@ -63,7 +63,7 @@ class Gatherer:
                     # Cast before the gather: the engine's dtype is often half as wide.
                     local = parameters[slot.name].to_local()
                     send[slot.offset : slot.offset + local.numel()].copy_(local.flatten())
-            dist.all_gather_into_tensor(receive, send, group=self._mesh.get_group())
+            gather_flat(self._mesh, receive, send)
             by_rank = receive.view(self._mesh.size(), used)
             yield [(slot.name, self._full(by_rank, slot)) for slot in slots]
         if buffers := persistent_buffers(self._policy.model):

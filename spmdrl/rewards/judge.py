@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import RewardConfig
 from spmdrl.data.tokenizer import decode
-from spmdrl.rewards.scorer import RewardItem, Scorer
+from spmdrl.rewards.item import RewardItem
+from spmdrl.rewards.scorer import Scorer
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 
 Pending = tuple[Rollout, "Future[RewardOutcome]"]

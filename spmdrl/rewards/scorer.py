@@ -158,6 +158,8 @@ class _Worker:
 
     def ask(self, message: object, limit_s: float) -> Any:
         """Send something and receive the reply; a failed Reply when there is none, and then the worker is dead."""
+        if self._closed.is_set():
+            return Reply(parts={}, failure="closed")
         try:
             self._connection.send(message)
             if self._has_answered(limit_s):

@@ -38,13 +38,13 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, places: Tensor) -> tuple[
     log_p = scaled.log_softmax(-1)
     p = log_p.exp()
     cumulative = (_nucleus(p, sampling.top_p) if sampling.any_top_p else p).cumsum(-1)
-    threshold = uniform(sampling.seeds, places)[:, None] * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    # Strictly below the total even where the product rounds up to it.
+    threshold = torch.minimum(uniform(sampling.seeds, places)[:, None] * total, torch.nextafter(total, -total))
     # The first token whose cumulative probability exceeds the threshold; one of probability 0 never does so first.
     tokens = (cumulative <= threshold).sum(-1)
     if sampling.any_greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    # Rounding may leave the threshold at the very end: the last token of the support is meant.
-    tokens = tokens.clamp_max(logits.shape[-1] - 1)
     return tokens, log_p.gather(-1, tokens[:, None])[:, 0]
 
 
