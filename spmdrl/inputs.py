@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, OptimConfig, SftConfig
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
+from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import load_model_config
 from spmdrl.optim import optimizer_class
 from spmdrl.plan import Plan, make_plan, make_sft_plan
@@ -59,6 +61,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     plan = problems.attempt(lambda: _plan(cfg, num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
     problems.attempt(lambda: _check_optimizer(cfg.optim))
+    problems.attempt(lambda: choose_kernel(cfg.model.attention, "cuda" if torch.cuda.is_available() else "cpu"))
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:
         problems.refuse()

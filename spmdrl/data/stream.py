@@ -103,9 +103,7 @@ class PromptStream:
         self._encoder = encoder
         self._turns = Turns(weights)
         self._dropped: Counter[str] = Counter()
-        self._sources = [
-            source.keep(self._keeps) if isinstance(source, FileSource) else source for source in sources
-        ]
+        self._sources = [source.keep(self._keeps) if isinstance(source, FileSource) else source for source in sources]
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -148,10 +148,12 @@ def _load_varlen(kernel: Kernel) -> Callable[..., Tensor]:
     )
 
 
-def choose_kernel(setting: str, device: torch.device) -> Kernel:
-    """The kernel that `model.attention` means on this device."""
+def choose_kernel(setting: str, device_type: str) -> Kernel:
+    """The kernel that `model.attention` means on this kind of device. Raises UserError when it is not there."""
     if setting == "auto":
-        return "varlen" if device.type == "cuda" else "sdpa"
-    if setting != "sdpa" and device.type != "cuda":
-        raise UserError(f'model.attention = "{setting}" needs a CUDA device; set it to "auto" or "sdpa"')
+        return "varlen" if device_type == "cuda" else "sdpa"
+    if setting != "sdpa":
+        if device_type != "cuda":
+            raise UserError(f'model.attention = "{setting}" needs a CUDA device; set it to "auto" or "sdpa"')
+        _load_varlen(setting)  # type: ignore[arg-type]
     return setting  # type: ignore[return-value]

@@ -84,7 +84,7 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, train
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
         policy = Policy(
             model,
-            kernel=choose_kernel(cfg.attention, device),
+            kernel=choose_kernel(cfg.attention, device.type),
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
         )

@@ -1,4 +1,4 @@
-"""The reward pool: every item is scored in a process that can be killed, under a time limit, and failures are values."""
+"""The reward pool: items are scored in processes that can be killed, under a time limit; failures are values."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.worker import PROGRAM, Reply, Term
 from spmdrl.types import RewardOutcome, UserError
 
-START_LIMIT_S = 120.0  # to import the verifiers
+START_LIMIT_S = 300.0  # to import the verifiers
 _POLL_S = 0.1  # how soon a busy worker's thread sees that the scorer was closed
-_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class Scorer:
@@ -74,7 +74,9 @@ class Scorer:
         task = self._enqueue(item)
         outcome = task.outcome.result()
         if outcome.failure == "timeout":
-            raise UserError(f"the reward took more than reward.timeout_s = {self._timeout_s:g} seconds on a first sample")
+            raise UserError(
+                f"the reward took more than reward.timeout_s = {self._timeout_s:g} seconds on a first sample"
+            )
         if outcome.failure is not None:
             raise UserError(f"the reward failed on a first sample: {outcome.failure}\n{task.traceback}".rstrip())
         return outcome

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _die_with(trainer_pid: int) -> None:
-    """Ask Linux to kill this process when the trainer dies; elsewhere the closed pipe ends it after the current item."""
+    """Ask Linux to kill us when the trainer dies; elsewhere the closed pipe ends us after the current item."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != trainer_pid:  # it died before we asked

@@ -18,6 +18,6 @@ def start_engine(cfg: Config, model_config: Any, world: World) -> RolloutEngine:
         model_config,
         device=world.device,
         dtype=compute_dtype(cfg.model.compute_dtype, world.device.type),
-        kernel=choose_kernel(cfg.model.attention, world.device),
+        kernel=choose_kernel(cfg.model.attention, world.device.type),
         max_running=cfg.rollout.max_running,
     )

@@ -38,7 +38,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         model.config,
         device=device,
         dtype=dtype,
-        kernel=choose_kernel(cfg.model.attention, device),
+        kernel=choose_kernel(cfg.model.attention, device.type),
         max_running=cfg.rollout.max_running,
     )
     engine.begin_update()

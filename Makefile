@@ -1,0 +1,89 @@
+# Every target works as the first command on a fresh clone: it makes .venv when it is not there yet.
+#   make setup TORCH=cuda                 the versions of constraints/cuda.txt instead of constraints/cpu.txt
+#   make setup TORCH_INDEX=URL            the package index that torch, and torch alone, comes from
+#   make setup EXTRAS=dev,sglang          other extras of pyproject.toml
+#   make PYTHON=python3.12 ...            the interpreter that .venv is made with
+#   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+TORCH_INDEX ?=
+ARGS ?=
+
+# The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
+STAMPS := $(wildcard $(VENV)/.installed-*)
+ifndef TORCH
+TORCH := $(or $(patsubst $(VENV)/.installed-%,%,$(firstword $(STAMPS))),cpu)
+endif
+CONSTRAINTS := constraints/$(TORCH).txt
+ifeq ($(wildcard $(CONSTRAINTS)),)
+$(error TORCH=$(TORCH): there is no $(CONSTRAINTS); use TORCH=cpu or TORCH=cuda)
+endif
+INSTALLED := $(VENV)/.installed-$(TORCH)
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+PYTEST := $(IN_VENV) python -m pytest --durations=10 $(ARGS)
+ONE_THREAD := OMP_NUM_THREADS=1
+SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmarks/*.sh) .ci/run
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test test-unit test-spmd test-e2e test-long test-gpu lint format bench docs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+
+setup: $(INSTALLED) ## install spmdrl and its tools into .venv
+
+# torch first and alone, so that TORCH_INDEX is asked for nothing else. The constraints go to every later install:
+# without them pip would replace this torch by its newest release.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"spmdrl needs Python 3.11 or newer, but $(PYTHON) is {v[0]}.{v[1]}; try make PYTHON=python3.12 setup")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@rm -f $(STAMPS)
+	@touch $@
+
+demo: $(INSTALLED) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
+	$(IN_VENV) bash launch/demo.sh $(ARGS)
+
+test: test-unit test-spmd test-e2e ## all tests that need no GPU
+
+test-unit: $(INSTALLED) ## tests in one process
+	$(PYTEST) -m "not slow" tests/unit
+
+test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks
+	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/spmd
+
+test-e2e: $(INSTALLED) ## whole runs from the command line
+	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
+
+test-long: $(INSTALLED) ## the tests that `make test` leaves out because they take minutes
+	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/e2e || test $$? -eq 5  # 5: there are none
+
+test-gpu: $(INSTALLED) ## tests that need a CUDA device; they skip where there is none
+	$(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none
+
+lint: $(INSTALLED) ## ruff, mypy, shellcheck
+	$(IN_VENV) ruff check .
+	$(IN_VENV) ruff format --check .
+	$(IN_VENV) mypy
+	$(IN_VENV) shellcheck $(SHELL_SCRIPTS)
+
+format: $(INSTALLED) ## let ruff lay out the code and fix what it can
+	$(IN_VENV) ruff check --fix .
+	$(IN_VENV) ruff format .
+
+bench: $(INSTALLED) ## measure again what benchmarks/ reports
+	$(IN_VENV) bash benchmarks/run.sh
+
+docs: $(INSTALLED) ## write docs/configuration.md from spmdrl/config.py
+	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
+
+clean: ## remove caches and build products; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# One run on this machine: check the settings once, then start a process per GPU (2 processes without a GPU).
+#   usage: launch/local.sh CONFIG [section.key=value ...]
+#   NPROC=4                 another number of processes
+#   MODULE=spmdrl.sft       supervised fine-tuning instead of spmdrl.train
+# Exit code 2: a setting must be changed, and nothing was started.
+set -euo pipefail
+
+if (($# == 0)) || [[ $1 == -* ]]; then
+    sed -n '2,6s/^# //p' "$0" >&2
+    exit 2
+fi
+if ! command -v torchrun >/dev/null; then
+    echo "torchrun is not on PATH: run 'make setup', then 'source .venv/bin/activate'" >&2
+    exit 2
+fi
+
+count_gpus() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        local ids
+        IFS=, read -ra ids <<<"$CUDA_VISIBLE_DEVICES"
+        [[ ${ids[0]:-} == -1 ]] && ids=()
+        echo "${#ids[@]}"
+    elif command -v nvidia-smi >/dev/null; then
+        nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
+    else
+        echo 0
+    fi
+}
+
+module=${MODULE:-spmdrl.train}
+gpus=$(count_gpus)
+ranks=${NPROC:-$((gpus > 0 ? gpus : 2))}
+
+if ((gpus == 0)); then
+    # nproc would repeat an OMP_NUM_THREADS that is already set.
+    cores=$(env -u OMP_NUM_THREADS nproc)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+fi
+
+# torchrun turns every failure into exit code 1 and a report of its own, so the user hears of mistakes here.
+python -m "$module" "$@" --dry-run --ranks "$ranks" >/dev/null
+
+# Without --local-addr the ranks would meet at this machine's host name, which need not resolve.
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks" -m "$module" "$@"

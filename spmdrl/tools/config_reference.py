@@ -1,0 +1,172 @@
+"""`python -m spmdrl.tools.config_reference > docs/configuration.md`: every setting that `spmdrl.config` knows."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from spmdrl.config import Config, Section, SftConfig
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Generated from spmdrl/config.py by `make docs`; a test compares the two. -->
+
+A run is described by one TOML file. `section.key=value` after it on the command line overrides a setting; the value is
+read as TOML, and as text when it is not TOML:
+
+    python -m spmdrl.train configs/demo.toml optim.lr=3e-6 run.name=second
+
+Unknown keys, values of another type and counts that do not work out are errors, all of them told at once. `--dry-run`
+checks a configuration and everything it names, and prints it with the defaults filled in; `--ranks N` says for how many
+ranks. The run's folder keeps that resolved file as `config.toml`.
+
+A setting without a default is required.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION]
+    described: dict[type[Section], str] = {}  # and under which name
+    for kind, program in ((Config, "spmdrl.train"), (SftConfig, "spmdrl.sft")):
+        parts.append(f"## `python -m {program}`\n\n{kind.__doc__}\n")
+        fields = kind.model_fields.items()
+        repeated = [key for key, field in fields if _sections_in(field.annotation)[0] in described]
+        if repeated:
+            parts.append(f"{', '.join(f'[`[{key}]`](#{key})' for key in repeated)} are those described above.\n")
+        parts += [_section(key, field, described) for key, field in fields if key not in repeated]
+    return "\n".join(parts)
+
+
+def settings(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting below a Section class by its dotted name, those of each kind of an array's tables included."""
+    for key, field in kind.model_fields.items():
+        inner = _sections_in(field.annotation)
+        if not inner or _is_array(field.annotation):
+            yield prefix + key, field
+        for section in inner:
+            yield from settings(section, f"{prefix}{key}.")
+
+
+def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -> str:
+    """A table of the TOML file, and the tables inside it."""
+    (section,) = _sections_in(field.annotation)
+    described[section] = name
+    parts = [f"### `[{name}]`\n"]
+    if not field.is_required():
+        parts.append("Off when left out.\n" if field.default is None else "Every setting has a default.\n")
+    parts.append(_table(section))
+    for key, inner in section.model_fields.items():
+        if _is_array(inner.annotation):
+            parts += _array(f"{name}.{key}", _sections_in(inner.annotation), described)
+        elif _sections_in(inner.annotation):
+            parts.append(_section(f"{name}.{key}", inner, described))
+    return "\n".join(parts)
+
+
+def _array(name: str, kinds: Sequence[type[Section]], described: dict[type[Section], str]) -> Iterator[str]:
+    """An array of tables, each of one of several kinds."""
+    if kinds[0] in described:
+        yield f"Each `[[{name}]]` is one of the kinds described under `[[{described[kinds[0]]}]]`.\n"
+        return
+    for kind in kinds:
+        described[kind] = name
+        tags = " or ".join(f'`kind = "{tag}"`' for tag in get_args(kind.model_fields["kind"].annotation))
+        yield f"#### `[[{name}]]` with {tags}\n"
+        yield f"{_sentence(kind.model_fields['kind'])}\n"
+        if len(kind.model_fields) > 1:
+            yield _table(kind, without=("kind",))
+
+
+def _table(section: type[Section], without: Sequence[str] = ()) -> str:
+    rows = ["| key | value | default | |", "|---|---|---|---|"]
+    for key, field in section.model_fields.items():
+        if key in without or (_sections_in(field.annotation) and not _is_array(field.annotation)):
+            continue
+        cells = (f"`{key}`", _value(field.annotation, field.metadata), _default(field), _sentence(field))
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        rows.append(f"| {' | '.join(escaped)} |")
+    return "\n".join([*rows, ""])
+
+
+def _sentence(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    return "unset" if default is None else f"`{_toml(default)}`"
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case tuple():
+            return f"[{', '.join(map(_toml, value))}]"
+        case {}:
+            return "{}"
+    return str(value)
+
+
+def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What may be written there, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _value(arguments[0], [*metadata, *arguments[1:]])
+    if origin is Literal:
+        return ", ".join(f"`{_toml(value)}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        alternatives = [part for part in arguments if part is not type(None)]
+        return " or ".join(_value(part, metadata) for part in alternatives)
+    if origin is tuple:
+        many = [part for part in arguments if part is not Ellipsis]
+        if _sections_in(annotation):
+            return "array of tables, at least one" if _bounds(metadata, "min_length") else "array of tables"
+        items = _value(many[0], ())
+        return f"list of {len(many)}: {items}" if Ellipsis not in arguments else f"list: {items}"
+    words = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}.get(annotation, "table")
+    return ", ".join([words, *_range(metadata)])
+
+
+def _range(metadata: Sequence[Any]) -> Iterator[str]:
+    lowest, highest = _bounds(metadata, "ge"), _bounds(metadata, "le")
+    if lowest and highest:
+        yield f"{lowest[0]:g} to {highest[0]:g}"
+        return
+    yield from (f"at least {bound:g}" for bound in lowest)
+    yield from (f"above {bound:g}" for bound in _bounds(metadata, "gt"))
+    yield from (f"at most {bound:g}" for bound in highest)
+    yield from (f"below {bound:g}" for bound in _bounds(metadata, "lt"))
+
+
+def _bounds(metadata: Sequence[Any], name: str) -> list[float]:
+    """The bounds of that name; pydantic wraps those of an inner annotation in a FieldInfo."""
+    flat = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
+    return [bound for item in flat if (bound := getattr(item, name, None)) is not None]
+
+
+def _is_array(annotation: Any) -> bool:
+    """Whether a field that holds Sections holds a list of them."""
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return any(_is_array(part) for part in get_args(annotation))
+    return get_origin(annotation) is tuple and bool(_sections_in(annotation))
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    """The Section classes inside an annotation such as `Section | None` or `tuple[A | B, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections_in(part)]
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

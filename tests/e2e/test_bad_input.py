@@ -1,0 +1,109 @@
+"""Whatever the user gets wrong: a sentence that names it, exit code 2, no traceback, no run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.train import main
+from tests.e2e.test_train import CONFIG, REWARD
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "c.toml").write_text(
+        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
+    )
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 ="}\n')
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": \n')
+    (tmp_path / "text").mkdir()
+    return tmp_path
+
+
+def source(path: str) -> str:
+    return 'data.sources=[{{kind="jsonl",path="' + path + '"}}]'
+
+
+CASES = {
+    "unknown key": (["rollout.grup_size=8"], "did you mean rollout.group_size?"),
+    "wrong type": (["rollout.group_size=many"], 'rollout.group_size = "many"'),
+    "batch arithmetic": (["rollout.prompts_per_step=7", "loss.updates_per_step=2"], "set it to 6 or 8"),
+    "no model": (["model.path={folder}/text"], "is not a model directory: it has no config.json"),
+    "empty data": ([source("{folder}/empty.jsonl")], "empty.jsonl"),
+    "missing column": ([source("{folder}/rows.jsonl")], "rows.jsonl line 2"),
+    "malformed row": ([source("{folder}/broken.jsonl")], "broken.jsonl line 2"),
+    "no such file": ([source("{folder}/absent.jsonl")], "absent.jsonl"),
+    "no such task": (['data.sources=[{{kind="reasoning_gym",task="chain_sun"}}]'], "chain_sum"),
+    "no such reward": (['reward.terms=[{{kind="function",function="absent_module:f"}}]'], "absent_module"),
+    "no such function": (['reward.terms=[{{kind="function",function="{folder}/reward.py:f"}}]'], "reward.py"),
+    "no such optimizer": (["optim.name=adamm"], 'optim.name = "adamm"'),
+    "too long for the model": (
+        ["data.max_prompt_tokens=4000", "pack.max_tokens_per_micro_batch=9000"],
+        "the model was made for 256",
+    ),
+    "a kernel that is not here": (["model.attention=varlen"], "needs a CUDA device"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_answered_with_a_sentence(folder: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, sentence = CASES[case]
+    overrides = [override.format(folder=folder) for override in overrides]
+    for dry_run in ([], ["--dry-run"]):
+        assert main([str(folder / "c.toml"), *overrides, *dry_run]) == 2
+        said = capsys.readouterr().err
+        assert sentence in said
+        assert "Traceback" not in said
+        assert not list(folder.glob("runs/*/*.*"))  # at most empty folders
+
+
+def test_a_tokenizer_of_another_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    assert main([str(folder / "c.toml")]) == 2
+    assert "the tokenizer belongs to another model" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_belong_to_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "model/config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    (folder / "model/config.json").write_text(json.dumps(config))
+    assert main([str(folder / "c.toml")]) == 2
+    assert "lacks 11 of the weights" in capsys.readouterr().err
+
+
+def test_a_run_cannot_export_over_its_own_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "runs/run").mkdir(parents=True)
+    (folder / "model").rename(folder / "runs/run/hf")
+    assert main([str(folder / "c.toml"), f"model.path={folder}/runs/run/hf"]) == 2
+    assert "export its own model" in capsys.readouterr().err
+
+
+def test_a_world_size_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder / "c.toml"), "--dry-run", "--ranks", "3"]) == 2
+    assert "cannot be split over 3 ranks; set it to 6 or 12" in capsys.readouterr().err
+
+
+def test_the_command_itself(folder: Path) -> None:
+    command = [sys.executable, "-m", "spmdrl.train", str(folder / "c.toml"), "rollout.grup_size=8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.strip().splitlines() == [
+        "cannot start: on the command line: rollout.grup_size: no such setting; did you mean rollout.group_size?"
+    ]
+
+
+def test_dry_run_prints_what_would_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder / "c.toml"), "--dry-run", "--ranks", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "prompts_per_rank = 4" in said and "group_size = 4" in said and "reward of its reference answer" in said
+    assert not (folder / "runs").exists()

@@ -1,0 +1,175 @@
+"""Whole runs as a user starts them: the files they leave, the model they export, and that stopping changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spmdrl.tools.evaluate import evaluate_export
+from spmdrl.tools.tiny_model import save_tiny_model
+
+CONFIG = """\
+[run]
+name = "run"
+dir = "{runs}"
+num_steps = 4
+seed = 3
+deterministic = true
+[model]
+path = "{model}"
+[data]
+max_prompt_tokens = 24
+[[data.sources]]
+kind = "reasoning_gym"
+task = "chain_sum"
+params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
+prompt_template = "{{metadata[expression]}} ="
+[rollout]
+prompts_per_step = 8
+group_size = 4
+max_response_tokens = 6
+[reward]
+terms = [{{ kind = "function", function = "{reward}:digits" }}, {{ kind = "exact", weight = 0.1 }}]
+[loss]
+updates_per_step = 2
+kl_coef = 0.01
+[optim]
+lr = 1e-2
+[pack]
+max_tokens_per_micro_batch = 256
+[eval]
+num_prompts = 10
+every = 2
+[[eval.sources]]
+kind = "reasoning_gym"
+task = "chain_sum"
+params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
+prompt_template = "{{metadata[expression]}} ="
+[checkpoint]
+every = 2
+"""
+
+# A reward that a random model can climb at once, so that advantages are not all zero.
+REWARD = """\
+def digits(*, prompt, response, answer, metadata):
+    return sum(character.isdigit() for character in response) / 6
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("e2e")
+    save_tiny_model(path / "model", hidden_size=64, num_layers=2)
+    (path / "reward.py").write_text(REWARD)
+    (path / "c.toml").write_text(
+        CONFIG.format(runs=path / "runs", model=path / "model", reward=path / "reward.py")
+    )
+    return path
+
+
+def torchrun(folder: Path, num_ranks: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    done = subprocess.run(
+        [*command, "-m", "spmdrl.train", str(folder / "c.toml"), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """A run of 4 steps on 2 ranks that never stopped."""
+    torchrun(folder, 2)
+    return folder / "runs/run"
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_run_folder_is_complete(whole: Path) -> None:
+    for name in ("config.toml", "plan.json", "versions.json", "samples.jsonl", "curves.png", "hf/config.json"):
+        assert (whole / name).stat().st_size > 0, name
+    assert list((whole / "tensorboard").glob("events*"))
+    assert [row["step"] for row in rows(whole)] == [0, 1, 2, 3, 4]
+    for row in rows(whole)[1:]:
+        assert {
+            "reward/mean",
+            "rollout/response_tokens",
+            "rollout/truncated_fraction",
+            "update/loss",
+            "update/grad_norm",
+            "update/clip_fraction",
+            "update/entropy_nats",
+            "mismatch/mean_abs_nats",
+            "mismatch/max_abs_nats",
+            "pack/fill_fraction",
+            "time/step_s",
+            "time/rollout_s",
+            "time/update_s",
+            "time/refit_s",
+            "speed/loss_tokens_per_s",
+            "memory/peak_gib",
+        } <= row.keys()
+        assert row["mismatch/max_abs_nats"] < 1e-5
+        assert row["reward/failed_count"] == 0
+    assert [row["step"] for row in rows(whole) if "eval/accuracy" in row] == [0, 2, 4]
+    assert json.loads((whole / "plan.json").read_text())["prompts_per_rank"] == 4
+
+
+def test_the_policy_learns(whole: Path) -> None:
+    rewards = [row["reward/mean"] for row in rows(whole)[1:]]
+    assert rewards[-1] > rewards[0] + 0.05, rewards
+
+
+def test_the_export_is_the_model_that_was_evaluated(whole: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(whole / "hf")
+    assert len(tokenizer) == model.config.vocab_size
+    exported = evaluate_export(whole)
+    last = rows(whole)[-1]
+    for name in ("eval/accuracy", "eval/reward", "eval/response_tokens"):
+        assert exported[name] == pytest.approx(last[name], abs=1e-9)
+
+
+def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole: Path) -> None:
+    torchrun(folder, 2, "run.name=stopped", "run.num_steps=2")
+    done = torchrun(folder, 2, "run.name=stopped")
+    assert "3/4" in done.stdout and "2/4" not in done.stdout
+    one, other = (load_file(run / "hf/model.safetensors") for run in (whole, folder / "runs/stopped"))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+    steady = [
+        [{k: v for k, v in row.items() if k.split("/")[0] not in ("time", "speed", "memory")} for row in rows(run)]
+        for run in (whole, folder / "runs/stopped")
+    ]
+    assert steady[0] == steady[1]
+
+
+def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> None:
+    torchrun(folder, 1, "run.name=alone", "run.num_steps=1", "report.samples_per_step=100")
+    torchrun(folder, 2, "run.name=pair", "run.num_steps=1", "report.samples_per_step=100")
+    alone, pair = (rows(folder / "runs" / name)[-1] for name in ("alone", "pair"))
+    for name in ("reward/mean", "rollout/response_tokens", "eval/reward", "pack/loss_tokens"):
+        assert alone[name] == pytest.approx(pair[name], rel=1e-12), name
+    assert alone["update/grad_norm"] == pytest.approx(pair["update/grad_norm"], rel=1e-5)
+
+
+def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Path) -> None:
+    from spmdrl.train import main
+
+    assert main([str(folder / "c.toml"), "run.resume=never"]) == 2

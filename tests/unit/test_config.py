@@ -1,0 +1,114 @@
+"""Reading settings: what is wrong is said all at once, with its place and with the name that was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from spmdrl.config import Config, read_config
+from spmdrl.types import UserError
+
+GOOD = """\
+[run]
+name = "x"
+num_steps = 3
+[model]
+path = "m"
+[data]
+max_prompt_tokens = 8
+[[data.sources]]
+kind = "jsonl"
+path = "a.jsonl"
+[[data.sources]]
+kind = "reasoning_gym"
+task = "chain_sum"
+[rollout]
+prompts_per_step = 4
+group_size = 2
+max_response_tokens = 5
+[reward]
+terms = [{ kind = "exact" }, { kind = "function", function = "a:b", weight = 0.5 }]
+[optim]
+lr = 1e-3
+[pack]
+max_tokens_per_micro_batch = 64
+"""
+
+
+def read(tmp_path: Path, text: str = GOOD, *overrides: str) -> Config:
+    (tmp_path / "c.toml").write_text(text)
+    return read_config(Config, str(tmp_path / "c.toml"), overrides)
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text, *overrides)
+    return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+
+
+def test_overrides_replace_what_the_file_says(tmp_path: Path) -> None:
+    cfg = read(tmp_path, GOOD, "optim.lr=3e-6", "run.name=other name", 'model.attention="sdpa"', "eval.num_prompts=3",
+               'eval.sources=[{kind="jsonl",path="e.jsonl"}]')  # fmt: skip
+    assert (cfg.optim.lr, cfg.run.name, cfg.model.attention) == (3e-6, "other name", "sdpa")
+    assert cfg.eval is not None and cfg.eval.num_prompts == 3
+    assert cfg.rollout == read(tmp_path).rollout
+
+
+def test_nothing_can_be_changed_afterwards(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError):
+        read(tmp_path).optim.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "sentence"),
+    [
+        ("group_size = 2", "grup_size = 2", "rollout.grup_size: no such setting; did you mean rollout.group_size?"),
+        ("group_size = 2", "lr = 2", "rollout.lr: no such setting; did you mean optim.lr?"),
+        ("group_size = 2", "group_size = 1", "rollout.group_size = 1: input should be greater than or equal to 2"),
+        ("group_size = 2", 'group_size = "2"', 'rollout.group_size = "2": input should be a valid integer'),
+        ("lr = 1e-3", "lr = -1.0", "optim.lr = -1.0: input should be greater than 0"),
+        ("lr = 1e-3", "", "optim.lr: required, not set"),
+        ('kind = "exact"', 'kind = "exat"', 'reward.terms.0.kind: must be one of "exact", "math", "reasoning_gym"'),
+        ('kind = "exact"', 'kind = "exact", wieght = 1', "reward.terms.0.wieght: no such setting; did you mean"),
+        ('task = "chain_sum"', 'taks = "chain_sum"', "data.sources.1.taks: no such setting; did you mean"),
+        (
+            "max_tokens_per_micro_batch = 64",
+            "",
+            "pack: set one of max_tokens_per_micro_batch and sequences_per_micro_batch",
+        ),
+        ("[optim]", '[loss]\nkl_coef = 0.1\nkl_estimator = "k1"\n[optim]', "zero expected gradient on-policy"),
+        ("[optim]", "[loss]\ndual_clip = 1.1\n[optim]", "would undo"),
+        ("lr = 1e-3", 'lr = 1e-3\nschedule = "wsd"', "set both or neither"),
+        ("[optim]", '[advantage]\nestimator = "rloo"\ndivide_by_std = true\n[optim]', "has no meaning"),
+    ],
+)
+def test_a_problem_is_one_sentence_with_its_place(tmp_path: Path, wrong: str, right: str, sentence: str) -> None:
+    assert wrong in GOOD
+    found = problems(tmp_path, GOOD.replace(wrong, right))
+    assert any(sentence in line and line.startswith("c.toml:") for line in found), found
+
+
+def test_the_line_is_that_of_the_key(tmp_path: Path) -> None:
+    text = GOOD.replace("group_size = 2", "group_size = 0")
+    line = text.splitlines().index("group_size = 0") + 1
+    assert problems(tmp_path, text)[0].startswith(f"c.toml:{line}: rollout.group_size = 0")
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("group_size = 2", "grup_size = 2").replace("lr = 1e-3", "")
+    found = problems(tmp_path, text, "runn.name=y", "nonsense", "run.num_steps=abc")
+    for part in ("grup_size", "optim.lr: required", "runn: no such setting", "'nonsense'", "run.num_steps"):
+        assert any(part in line for line in found), (part, found)
+    assert any(line.startswith("on the command line: run.num_steps") for line in found)
+    assert not any("traceback" in line.lower() for line in found)
+
+
+def test_files_that_are_not_configurations(tmp_path: Path) -> None:
+    assert "not valid TOML" in problems(tmp_path, "[run\n")[0]
+    with pytest.raises(UserError, match="cannot read the configuration"):
+        read_config(Config, str(tmp_path / "absent.toml"), [])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_config(Config, str(tmp_path / "binary.toml"), [])

@@ -1,0 +1,145 @@
+"""The launch scripts, the doctor, and the configurations that come with spmdrl."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.config import Config, read_config
+from spmdrl.plan import make_plan
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    shellcheck = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Stubs:
+    """`python`, `torchrun`, `srun` and the like that only write down how they were called, first on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "calls"
+
+    def add(self, name: str, *, exit_code: int = 0, prints: str = "") -> None:
+        script = self.folder / name
+        script.write_text(f'#!/bin/sh\necho "{name} $*" >>"{self.log}"\nprintf "%s" "{prints}"\nexit {exit_code}\n')
+        script.chmod(0o755)
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "OMP_", "SLURM_"))
+        }
+        path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            command, cwd=ROOT, env=inherited | {"PATH": path} | environment, capture_output=True, text=True
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+def test_local_passes_exit_code_2_of_the_check_through_and_starts_nothing(stubs: Stubs) -> None:
+    stubs.add("python", exit_code=2)
+    stubs.add("torchrun")
+    assert stubs.run("launch/local.sh", "some.toml", "optim.lr=1", NPROC="2").returncode == 2
+    assert stubs.calls == ["python -m spmdrl.train some.toml optim.lr=1 --dry-run --ranks 2"]
+
+
+def test_local_starts_as_many_ranks_as_it_checked_for(stubs: Stubs) -> None:
+    stubs.add("python")
+    stubs.add("torchrun")
+    assert stubs.run("launch/local.sh", "some.toml", "a.b=1", NPROC="4").returncode == 0
+    check, start = stubs.calls
+    assert check.endswith("--ranks 4")
+    assert start.endswith("--nproc-per-node 4 -m spmdrl.train some.toml a.b=1")
+    assert "--local-addr 127.0.0.1" in start
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("5", 1), ("", 2), ("-1", 2)])
+def test_local_starts_one_rank_per_visible_gpu_and_two_without(stubs: Stubs, visible: str, ranks: int) -> None:
+    stubs.add("python")
+    stubs.add("torchrun")
+    assert stubs.run("launch/local.sh", "some.toml", CUDA_VISIBLE_DEVICES=visible).returncode == 0
+    assert f"--nproc-per-node {ranks} " in stubs.calls[-1]
+
+
+def test_local_counts_the_gpus_of_the_driver(stubs: Stubs) -> None:
+    stubs.add("python")
+    stubs.add("torchrun")
+    stubs.add("nvidia-smi", prints="GPU 0: one\nGPU 1: two\n")
+    assert stubs.run("launch/local.sh", "some.toml").returncode == 0
+    assert "--nproc-per-node 2 " in stubs.calls[-1]
+
+
+def test_local_without_a_configuration_tells_how_it_is_used(stubs: Stubs) -> None:
+    done = stubs.run("launch/local.sh")
+    assert done.returncode == 2
+    assert "usage: launch/local.sh CONFIG" in done.stderr
+
+
+def test_slurm_checks_once_for_all_nodes_then_starts_one_torchrun_a_node(stubs: Stubs) -> None:
+    stubs.add("python")
+    stubs.add("scontrol", prints="node7\nnode8\n")
+    stubs.add("srun")
+    allocation = {
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "123",
+    }
+    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1", **allocation).returncode == 0
+    check, start = (call for call in stubs.calls if not call.startswith("scontrol"))
+    assert check == "python -m spmdrl.train some.toml a.b=1 --dry-run --ranks 16"
+    assert start.endswith(
+        "--nnodes 2 --nproc-per-node 8 --master-addr node7 --master-port 20123 -m spmdrl.train some.toml a.b=1"
+    )
+
+
+def test_slurm_starts_nothing_when_the_check_fails(stubs: Stubs) -> None:
+    stubs.add("python", exit_code=2)
+    stubs.add("scontrol", prints="node7\n")
+    stubs.add("srun")
+    allocation = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_ID": "1"}
+    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", **allocation).returncode == 2
+    assert not any(call.startswith("srun") for call in stubs.calls)
+
+
+def test_doctor_answers_where_nothing_is_installed() -> None:
+    # -S: no site-packages; -I: nothing from the environment or the working directory.
+    done = subprocess.run([sys.executable, "-I", "-S", ROOT / "launch" / "doctor.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch is not installed" in done.stdout
+    assert "SGLang rollouts: sglang is not installed: pip install 'spmdrl[sglang]'" in done.stdout
+
+
+def test_doctor_answers_here() -> None:
+    done = subprocess.run([sys.executable, ROOT / "launch" / "doctor.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gloo              yes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("qwen3-0.6b-math-1gpu", 1), ("qwen3-4b-math-1node", 8), ("qwen3-4b-math-4node", 32), ("demo", 2)],
+)
+def test_shipped_configuration_fits_its_machine(name: str, num_ranks: int) -> None:
+    plan = make_plan(read_config(Config, str(ROOT / "configs" / f"{name}.toml"), []), num_ranks=num_ranks)
+    assert plan.num_ranks == num_ranks

@@ -1,0 +1,58 @@
+"""Derived counts, and sentences for those that do not work out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spmdrl.config import Config
+from spmdrl.plan import make_plan
+from spmdrl.types import UserError
+from tests.unit.test_config import GOOD, read
+
+
+def config(tmp_path: Path, *overrides: str) -> Config:
+    return read(tmp_path, GOOD, *overrides)
+
+
+def test_the_counts_of_a_step_fit_together(tmp_path: Path) -> None:
+    plan = make_plan(config(tmp_path, "rollout.prompts_per_step=12", "loss.updates_per_step=3"), num_ranks=4)
+    assert plan.prompts_per_rank == 3
+    assert plan.rollouts_per_step == 24
+    assert plan.rollouts_per_mini_batch == 8
+    assert plan.num_updates == 9
+    assert plan.max_sequence_tokens == 13
+    assert plan.max_micro_batches_per_update == 1  # 2 sequences a rank, 4 fit into 64 tokens
+    places = [plan.first_prompt(step, rank) for step in (1, 2, 3) for rank in range(4)]
+    assert places == list(range(0, 36, 3))
+    assert [plan.first_rollout(rank) for rank in range(4)] == [0, 6, 12, 18]
+
+
+@pytest.mark.parametrize("prompts", [1, 5, 7, 13, 60])
+@pytest.mark.parametrize(("num_ranks", "updates"), [(4, 1), (1, 3), (4, 6), (16, 1)])
+def test_the_numbers_that_are_offered_work(tmp_path: Path, prompts: int, num_ranks: int, updates: int) -> None:
+    overrides = (f"rollout.prompts_per_step={prompts}", f"loss.updates_per_step={updates}")
+    if prompts % num_ranks == 0 and prompts % updates == 0:
+        return
+    with pytest.raises(UserError, match=f"rollout.prompts_per_step = {prompts} cannot be") as caught:
+        make_plan(config(tmp_path, *overrides), num_ranks=num_ranks)
+    offered = re.findall(r"\d+", str(caught.value).splitlines()[0].partition("set it to")[2])
+    assert offered
+    for number in offered:
+        make_plan(config(tmp_path, f"rollout.prompts_per_step={number}", overrides[1]), num_ranks=num_ranks)
+
+
+def test_a_budget_must_hold_the_longest_sequence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"max_tokens_per_micro_batch = 12 cannot hold a sequence of 13 tokens"):
+        make_plan(config(tmp_path, "pack.max_tokens_per_micro_batch=12"), num_ranks=1)
+
+
+def test_when_to_evaluate_and_save(tmp_path: Path) -> None:
+    held_out = ('eval.sources=[{kind="jsonl",path="e.jsonl"}]', "eval.num_prompts=3")
+    plan = make_plan(config(tmp_path, *held_out, "eval.every=2", "checkpoint.every=2", "run.num_steps=5"), num_ranks=1)
+    assert [step for step in range(6) if plan.evaluates_after(step)] == [0, 2, 4, 5]
+    assert [step for step in range(1, 6) if plan.saves_after(step)] == [2, 4, 5]
+    neither = make_plan(config(tmp_path), num_ranks=1)
+    assert not any(neither.evaluates_after(step) or neither.saves_after(step) for step in range(1, 4))

@@ -1,0 +1,342 @@
+"""Verifiers agree with what is right, and whatever a reward function does, the other rollouts get their scores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from spmdrl.config import ExactReward, FunctionReward, MathReward, ReasoningGymData, ReasoningGymReward, RewardConfig
+from spmdrl.data.sources import ReasoningGymSource
+from spmdrl.rewards import exact, math, reasoning_gym
+from spmdrl.rewards.item import RewardItem
+from spmdrl.rewards.scorer import Scorer
+from spmdrl.types import RewardOutcome, UserError
+
+FUNCTIONS = '''
+import asyncio, os, signal, subprocess, sys, time
+from pathlib import Path
+
+def misbehave(prompt, response, answer, metadata):
+    match response:
+        case "sleep": time.sleep(600)
+        case "spin":
+            while True: pass
+        case "die": os._exit(3)
+        case "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+        case "exit": sys.exit("bye")
+        case "raise": raise KeyError("no such thing")
+        case "nan": return float("nan")
+        case "nothing": return None
+        case "text": return "0.5"
+        case "interrupted":
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+        case "child":
+            child = subprocess.Popen(["sleep", "600"])
+            Path(metadata["pid_file"]).write_text(str(child.pid))
+            time.sleep(600)
+    return len(response)
+
+async def slowly(prompt, response, answer, metadata):
+    await asyncio.sleep(0.01)
+    return metadata["value"] if response == answer else -1.0
+
+def process(prompt, response, answer, metadata):
+    return os.getpid()
+
+def meet(prompt, response, answer, metadata):
+    """1 when `metadata["party"]` workers are here at the same time."""
+    (Path(metadata["place"]) / response).touch()
+    deadline = time.monotonic() + 5
+    while len(os.listdir(metadata["place"])) < metadata["party"]:
+        if time.monotonic() > deadline: return 0
+        time.sleep(0.01)
+    return 1
+
+def imports(prompt, response, answer, metadata):
+    return "torch" in sys.modules or "pytest" in sys.modules
+
+def silent_death(prompt, response, answer, metadata):
+    """Answers, then dies before the next item."""
+    if response == "last words":
+        import threading
+        threading.Timer(0.2, os._exit, [1]).start()
+    return 1
+
+def hides_python(prompt, response, answer, metadata):
+    import wave
+    return not hasattr(wave, "Wave_read")
+
+def wrong_arguments(prompt, completion):
+    return 0
+'''
+
+
+@pytest.fixture(scope="module")
+def function(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FunctionReward]:
+    path = tmp_path_factory.mktemp("functions") / "wave.py"  # a name that must not hide Python's own
+    path.write_text(FUNCTIONS)
+    return lambda name, **changes: FunctionReward(kind="function", function=f"{path}:{name}", **changes)
+
+
+@pytest.fixture(scope="module")
+def misbehaving(function: Callable[..., FunctionReward]) -> Iterator[Scorer]:
+    with Scorer(RewardConfig(terms=(function("misbehave"),), timeout_s=0.7, num_workers=2)) as scorer:
+        yield scorer
+
+
+def item(response: str, answer: str | None = None, *, task: str = "default", **metadata: Any) -> RewardItem:
+    return RewardItem(prompt="prompt", response=response, answer=answer, metadata=metadata, task=task)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+# Verifiers
+
+
+def test_exact_ignores_outer_white_space_only() -> None:
+    assert exact.score(item(" 42\n", "42")) == 1.0
+    assert exact.score(item("4 2", "42")) == exact.score(item("42.", "42")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("1/2", "The answer is $0.5$"),
+        ("\\frac{1}{2}", "so we get \\boxed{\\frac{2}{4}}"),
+        ("x^2+2x+1", "\\boxed{(x+1)^2}"),
+        ("$\\sqrt{8}$", "\\boxed{2\\sqrt{2}}"),
+        ("{1,2}", "\\boxed{\\{2, 1\\}}"),
+        ("1,000", "#### 1000"),
+        ("7", "<think> first 3, then 4 </think> The final answer is 7."),
+    ],
+)
+def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
+    assert math.score(item(response, answer)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [("1/2", "0.51"), ("x^2+2x+1", "\\boxed{(x-1)^2}"), ("7", "7, or rather \\boxed{8}"), ("7", "no idea"), ("7", "")],
+)
+def test_math_refuses_other_answers(answer: str, response: str) -> None:
+    assert math.score(item(response, answer)) == 0.0
+
+
+def test_verifiers_need_their_reference_answer() -> None:
+    for verifier in (exact, math):
+        with pytest.raises(ValueError, match="no reference answer"):
+            verifier.score(item("7"))
+    with pytest.raises(ValueError, match="no mathematics"):
+        math.score(item("7", ""))
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "puzzle24"])
+def test_reasoning_gym_scores_its_own_items(task: str) -> None:
+    source = ReasoningGymSource(ReasoningGymData(kind="reasoning_gym", task=task), seed=0)
+    for index in range(5):
+        row = source.row(index)
+        assert row.answer is not None
+        scored = {"answer": row.answer, "task": task, **row.metadata}
+        right, wrong = f"I think 5.\n<answer> {row.answer} </answer>", f"{row.answer}<answer>?</answer>"
+        assert reasoning_gym.score(item(row.answer + "\n", **scored)) == 1.0
+        assert reasoning_gym.score(item(right, **scored)) == 1.0
+        assert reasoning_gym.score(item(wrong, **scored)) < 1.0
+
+
+def test_reasoning_gym_scores_under_the_parameters_of_the_data() -> None:
+    def puzzle(**params: int) -> float:
+        return reasoning_gym.score(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
+
+    assert puzzle() == puzzle(min_value=1) == 1.0
+    assert puzzle(min_value=2) < 1.0
+
+
+def test_reasoning_gym_scores_rows_of_a_file() -> None:
+    assert reasoning_gym.score(item("+5.0", "5", task="chain_sum")) == 1.0
+
+
+# The pool
+
+
+def test_misbehaviour_is_counted_and_the_others_still_score(misbehaving: Scorer) -> None:
+    failures = {
+        "sleep": "timeout",
+        "spin": "timeout",
+        "die": "the worker exited with code 3",
+        "segfault": "the worker was killed by SIGSEGV",
+        "exit": "function: SystemExit: bye",
+        "raise": "function: KeyError: 'no such thing'",
+        "nan": "function: ValueError: the reward is nan",
+        "nothing": "function: TypeError: the reward is not a number but NoneType",
+        "text": "function: TypeError: the reward is not a number but str",
+    }
+    responses = [response for bad in failures for response in (bad, f"good after {bad}")]
+    outcomes = misbehaving.score([item(response) for response in responses])
+    for response, outcome in zip(responses, outcomes, strict=True):
+        if response in failures:
+            assert outcome == RewardOutcome(reward=0.0, parts={}, failure=failures[response])
+        else:
+            assert outcome == RewardOutcome(reward=float(len(response)), parts={"function": float(len(response))})
+
+
+def test_the_jobs_signals_do_not_fail_a_reward(misbehaving: Scorer) -> None:
+    assert misbehaving.score([item("interrupted")])[0].failure is None
+
+
+def test_items_that_cannot_be_sent_are_counted(misbehaving: Scorer) -> None:
+    outcomes = misbehaving.score([item("bad", local=lambda: None), item("good")])
+    assert "pickle" in str(outcomes[0].failure) and outcomes[0].reward == 0.0
+    assert outcomes[1].reward == 4.0
+
+
+def test_a_timeout_ends_what_the_function_started(misbehaving: Scorer, tmp_path: Path) -> None:
+    outcome = misbehaving.score([item("child", pid_file=str(tmp_path / "pid"))])[0]
+    assert outcome.failure == "timeout"
+    assert wait_until_gone([int((tmp_path / "pid").read_text())])
+
+
+def test_check_raises_with_the_traceback(misbehaving: Scorer) -> None:
+    assert misbehaving.check(item("fine")).reward == 4.0
+    with pytest.raises(UserError, match=r"(?s)no such thing.*in misbehave.*raise KeyError"):
+        misbehaving.check(item("raise"))
+    with pytest.raises(UserError, match=r"reward.timeout_s = 0.7"):
+        misbehaving.check(item("sleep"))
+
+
+def test_terms_are_weighed_and_named(function: Callable[..., FunctionReward]) -> None:
+    terms = (ExactReward(kind="exact", weight=10.0), function("slowly", weight=-2.0), ExactReward(kind="exact"))
+    with Scorer(RewardConfig(terms=terms)) as scorer:
+        right, wrong = scorer.score([item("a", "a", value=numpy.float32(0.25)), item("b", "a", value=0.25)])
+    assert right == RewardOutcome(reward=10.5, parts={"exact": 1.0, "function": 0.25, "exact_2": 1.0})
+    assert wrong == RewardOutcome(reward=2.0, parts={"exact": 0.0, "function": -1.0, "exact_2": 0.0})
+
+
+def test_one_failing_term_fails_the_reward(function: Callable[..., FunctionReward]) -> None:
+    with Scorer(RewardConfig(terms=(ExactReward(kind="exact"), function("slowly")))) as scorer:
+        outcome = scorer.score([item("a", "a")])[0]
+    assert outcome == RewardOutcome(reward=0.0, parts={}, failure="function: KeyError: 'value'")
+
+
+def test_packaged_verifiers_work_in_workers() -> None:
+    with Scorer(RewardConfig(terms=(MathReward(kind="math"), ReasoningGymReward(kind="reasoning_gym")))) as scorer:
+        outcomes = scorer.score([item("0.50", "1/2", task="chain_sum"), item("5.0", "5", task="chain_sum")])
+    assert outcomes[0].parts == {"math": 1.0, "reasoning_gym": 0.0}
+    assert outcomes[1].parts == {"math": 1.0, "reasoning_gym": 1.0}
+
+
+def test_functions_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards").mkdir()
+    (tmp_path / "my_rewards" / "lengths.py").write_text("def f(response, **rest): return len(response)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    term = FunctionReward(kind="function", function="my_rewards.lengths:f")
+    with Scorer(RewardConfig(terms=(term,))) as scorer:
+        assert scorer.score([item("abc")])[0].reward == 3.0
+
+
+def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(2)\n")
+    for name, message in (
+        (function("misbehav").function, "no function misbehav; did you mean misbehave?"),
+        (function("wrong_arguments").function, "wrong_arguments must take the keyword arguments"),
+        ("absent.py:f", "there is no file absent.py"),
+        ("no_such_package.rewards:f", "there is no module no_such_package"),
+        (f"{tmp_path}/broken.py:f", "(?s)broken.py cannot be imported:.*No module named 'no_such_package'"),
+        (f"{tmp_path}/leaving.py:f", "(?s)leaving.py cannot be imported:.*SystemExit: 2"),
+        ("nowhere", "package.module:function"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Scorer(RewardConfig(terms=(FunctionReward(kind="function", function=name),)))
+
+
+def test_a_file_does_not_hide_a_module_of_python(function: Callable[..., FunctionReward]) -> None:
+    with Scorer(RewardConfig(terms=(function("hides_python"),))) as scorer:
+        assert scorer.check(item("")).reward == 0.0
+
+
+def test_workers_score_at_the_same_time(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
+    with Scorer(RewardConfig(terms=(function("meet"),), num_workers=3)) as scorer:
+        futures = [scorer.submit(item(str(i), place=str(tmp_path), party=3)) for i in range(3)]
+        assert [future.result().reward for future in futures] == [1.0, 1.0, 1.0]
+
+
+def test_workers_import_neither_torch_nor_the_main_module(function: Callable[..., FunctionReward]) -> None:
+    assert "torch" in sys.modules and "pytest" in sys.modules
+    terms = (ExactReward(kind="exact"), MathReward(kind="math"), ReasoningGymReward(kind="reasoning_gym"))
+    with Scorer(RewardConfig(terms=(*terms, function("imports")))) as scorer:
+        assert scorer.check(item("1", "1", task="chain_sum")).parts["function"] == 0.0
+
+
+def test_a_worker_that_died_idle_costs_no_item(function: Callable[..., FunctionReward]) -> None:
+    with Scorer(RewardConfig(terms=(function("silent_death"),))) as scorer:
+        assert scorer.score([item("last words")])[0].reward == 1.0
+        time.sleep(0.6)
+        assert scorer.score([item("next")])[0] == RewardOutcome(reward=1.0, parts={"function": 1.0})
+
+
+def test_closing_does_not_wait_and_leaves_nothing(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
+    scorer = Scorer(RewardConfig(terms=(function("process"), function("misbehave")), timeout_s=60.0))
+    pid = int(scorer.check(item("who")).parts["function"])
+    assert is_running(pid)
+    waiting = [scorer.submit(item("child", pid_file=str(tmp_path / "pid"))) for _ in range(3)]
+    while not (tmp_path / "pid").exists():  # the first of them is under way
+        time.sleep(0.01)
+    began = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - began < 10
+    assert [future.result().failure for future in waiting] == ["closed"] * 3
+    assert wait_until_gone([pid])
+    with pytest.raises(RuntimeError, match="closed"):
+        scorer.submit(item("late"))
+    scorer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward]) -> None:
+    program = f"""
+from spmdrl.config import FunctionReward, RewardConfig
+from spmdrl.rewards.item import RewardItem
+from spmdrl.rewards.scorer import Scorer
+term = FunctionReward(kind="function", function={function("misbehave").function!r})
+pid = FunctionReward(kind="function", function={function("process").function!r})
+scorer = Scorer(RewardConfig(terms=(pid, term)))
+item = RewardItem(prompt="", response="", answer=None, metadata={{}}, task="")
+print(int(scorer.score([item])[0].parts["function"]), flush=True)
+scorer.score([RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task="")])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | python_path())
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    assert is_running(worker)
+    time.sleep(0.3)  # so that it is busy
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    assert wait_until_gone([worker])
+
+
+def python_path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(sys.path)}
