@@ -23,6 +23,8 @@ endif
 INSTALLED := $(VENV)/.installed-$(TORCH)
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+CHECK_VERSION := import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but spmdrl needs 3.11 \
+  or newer; name one: make setup PYTHON=python3.12" % sys.version_info[:2])
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PYTEST := $(IN_VENV) python -m pytest --durations=10 $(ARGS)
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -33,14 +35,16 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .PHONY: help setup demo test test-unit test-spmd test-e2e test-long test-gpu lint format bench docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) ## install spmdrl and its tools into .venv
+setup: ## install spmdrl and its tools into .venv
+	@rm -f $(STAMPS)
+	@$(MAKE) --no-print-directory $(INSTALLED) TORCH=$(TORCH)
 
 # torch first and alone, so that TORCH_INDEX is asked for nothing else. The constraints go to every later install:
 # without them pip would replace this torch by its newest release.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"spmdrl needs Python 3.11 or newer, but $(PYTHON) is {v[0]}.{v[1]}; try make PYTHON=python3.12 setup")'
+	@$(PYTHON) -c '$(CHECK_VERSION)'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' $(CONSTRAINTS))"
 	$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'

@@ -74,8 +74,8 @@ class FileData(Section):
     """The file; relative paths are relative to the working directory."""
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
-    answer_column: str | None = "answer"
-    """The reference answer that rewards compare with; "" in an override, or unset, when the data has none."""
+    answer_column: str = "answer"
+    """The reference answer that rewards compare with; "" when the data has none."""
     response_column: str | None = None
     """The response to imitate, for supervised fine-tuning."""
     task: str = "default"
@@ -104,7 +104,7 @@ class DataConfig(Section):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
     """Where training prompts come from."""
     system_prompt: str | None = None
-    """Put before string prompts when the tokenizer has a chat template."""
+    """Put before string prompts; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is."""
     max_prompt_tokens: Count
@@ -135,21 +135,21 @@ class RolloutConfig(Section):
 class ExactReward(Section):
     kind: Literal["exact"]
     """1 when the response, stripped of white space, is the reference answer."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
 
 
 class MathReward(Section):
     kind: Literal["math"]
     """1 when math-verify finds the response's final answer equal to the reference answer."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
 
 
 class ReasoningGymReward(Section):
     kind: Literal["reasoning_gym"]
-    """The task's own scorer, between 0 and 1."""
-    weight: float = 1.0
+    """The task's own scorer, usually between 0 and 1, of the last `<answer>` tag or else of the stripped response."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
 
 
@@ -158,7 +158,7 @@ class FunctionReward(Section):
     """A function of yours, sync or async: `f(prompt: str, response: str, answer: str | None, metadata: dict) -> float`."""
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
 
 
@@ -278,7 +278,7 @@ class PackConfig(Section):
 
 class HeldOutConfig(Section):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
-    """Held-out prompts. Questions that also occur here are never trained on."""
+    """Where held-out prompts come from. Those chosen are the same for every seed, and are never trained on."""
     num_prompts: Count
     """Held-out prompts, over all sources."""
 

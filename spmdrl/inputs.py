@@ -15,7 +15,7 @@ from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import load_model_config
+from spmdrl.model.load import compute_dtype, load_model_config
 from spmdrl.optim import optimizer_class
 from spmdrl.plan import Plan, make_plan, make_sft_plan
 from spmdrl.types import Prompt, UserError
@@ -61,7 +61,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     plan = problems.attempt(lambda: _plan(cfg, num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
     problems.attempt(lambda: _check_optimizer(cfg.optim))
-    problems.attempt(lambda: choose_kernel(cfg.model.attention, "cuda" if torch.cuda.is_available() else "cpu"))
+    problems.attempt(lambda: _check_attention(cfg.model))
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:
         problems.refuse()
@@ -90,6 +90,11 @@ def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
 
 def _check_optimizer(cfg: OptimConfig) -> None:
     optimizer_class(cfg.name)
+
+
+def _check_attention(cfg: ModelConfig) -> None:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    choose_kernel(cfg.attention, device_type, compute_dtype(cfg.compute_dtype, device_type))
 
 
 def _check_length(plan: Plan, model_config: Any) -> None:
@@ -121,4 +126,4 @@ def _held_out(
 ) -> list[Prompt]:
     if kept_apart is None:
         return []
-    return make_held_out(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer)
+    return make_held_out(cfg.data, kept_apart, tokenizer=tokenizer)

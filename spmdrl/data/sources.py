@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import random
@@ -32,7 +33,11 @@ class Row:
 
 class Source(Protocol):
     task: str
-    num_rows: int | None  # before they repeat; None when rows are generated
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows before they repeat; None when they are generated."""
+        ...
 
     def row(self, index: int, attempt: int = 0) -> Row:
         """Row `index`. `attempt` asks for another one in its place, where rows are generated."""
@@ -199,7 +204,7 @@ class ReasoningGymSource:
     one of the data set of a mixed seed.
     """
 
-    num_rows = None
+    num_rows: int | None = None
 
     def __init__(self, cfg: ReasoningGymData, *, seed: int) -> None:
         self.task = cfg.task
@@ -211,7 +216,8 @@ class ReasoningGymSource:
         self.row(0)  # an error in the template shows now
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._cfg, self._seed)  # data sets hold lambdas and word lists
+        # Data sets hold lambdas and word lists: made again, not carried.
+        return functools.partial(ReasoningGymSource, seed=self._seed), (self._cfg,)
 
     def row(self, index: int, attempt: int = 0) -> Row:
         # Some data sets hand their seed to numpy, which takes 32 bits.
@@ -255,10 +261,6 @@ class ReasoningGymSource:
                 f"prompt_template = {self._cfg.prompt_template!r} does not fit {self.task}: {type(error).__name__}: "
                 f"{error}; it can use {{question}} and {', '.join(f'{{metadata[{key}]}}' for key in entry['metadata'])}"
             ) from error
-
-
-def _reopen(cfg: ReasoningGymData, seed: int) -> ReasoningGymSource:
-    return ReasoningGymSource(cfg, seed=seed)
 
 
 def _require_repeatable(task: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import DataConfig, EvalConfig
+from spmdrl.config import DataConfig, HeldOutConfig
 from spmdrl.data.sources import FileSource, Row, Source, open_source
 from spmdrl.data.tokenizer import encode_prompt
 from spmdrl.types import Prompt, UserError
@@ -138,7 +138,7 @@ class PromptStream:
                 return _prompt(index, source.task, row, encoded), row
         raise UserError(
             f"{row.where}: {MAX_ATTEMPTS} draws in a row were held out or too long, so the task {source.task} has too "
-            "few distinct questions for training; hold out fewer (eval.num_prompts) or widen its params"
+            "few distinct questions for training; hold out fewer (num_prompts) or widen its params"
         )
 
     def _keeps(self, row: Row) -> bool:
@@ -181,8 +181,8 @@ def _held_out(
         drawn = next(candidates[place], None)
         if drawn is None:
             raise UserError(
-                f"eval.num_prompts = {count}, but the held-out source {sources[place].task} has only {number} distinct "
-                "questions that fit; lower eval.num_prompts"
+                f"held out: num_prompts = {count}, but the source {sources[place].task} has only {number} distinct "
+                "questions that fit; lower num_prompts"
             )
         row, encoded = drawn
         yield question_key(row), _prompt(prompt_id, sources[place].task, row, encoded)
@@ -203,10 +203,12 @@ def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterato
 
 
 def make_training_stream(
-    cfg: DataConfig, eval_cfg: EvalConfig | None, *, seed: int, tokenizer: PreTrainedTokenizerBase
+    cfg: DataConfig, held_out_cfg: HeldOutConfig | None, *, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> PromptStream:
-    """The run's training prompts, without the questions that `make_held_out` gives for the same arguments."""
-    exclude = frozenset(key for key, _ in _held_out_of(cfg, eval_cfg, seed, tokenizer)) if eval_cfg else frozenset()
+    """The run's training prompts, without the questions that `make_held_out` gives for the same settings."""
+    exclude = (
+        frozenset(key for key, _ in _held_out_of(cfg, held_out_cfg, tokenizer)) if held_out_cfg else frozenset()
+    )
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place)) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
@@ -216,18 +218,19 @@ def make_training_stream(
 
 
 def make_held_out(
-    cfg: DataConfig, eval_cfg: EvalConfig, *, seed: int, tokenizer: PreTrainedTokenizerBase
+    cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """The run's held-out prompts; `prompt_id` counts from 0."""
-    return [prompt for _, prompt in _held_out_of(cfg, eval_cfg, seed, tokenizer)]
+    """The held-out prompts; `prompt_id` counts from 0. The same for every run with these settings, whatever its seed,
+    so that runs can be compared and stages of training agree on what to leave out."""
+    return [prompt for _, prompt in _held_out_of(cfg, held_out_cfg, tokenizer)]
 
 
 def _held_out_of(
-    cfg: DataConfig, eval_cfg: EvalConfig, seed: int, tokenizer: PreTrainedTokenizerBase
+    cfg: DataConfig, held_out_cfg: HeldOutConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, Prompt]]:
-    sources = [open_source(source, seed=mix(seed, _HELD_OUT, place)) for place, source in enumerate(eval_cfg.sources)]
-    weights = [source.weight for source in eval_cfg.sources]
-    return _held_out(sources, weights, _encoder_of(cfg, tokenizer), eval_cfg.num_prompts)
+    sources = [open_source(source, seed=mix(_HELD_OUT, place)) for place, source in enumerate(held_out_cfg.sources)]
+    weights = [source.weight for source in held_out_cfg.sources]
+    return _held_out(sources, weights, _encoder_of(cfg, tokenizer), held_out_cfg.num_prompts)
 
 
 def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:

@@ -148,12 +148,16 @@ def _load_varlen(kernel: Kernel) -> Callable[..., Tensor]:
     )
 
 
-def choose_kernel(setting: str, device_type: str) -> Kernel:
-    """The kernel that `model.attention` means on this kind of device. Raises UserError when it is not there."""
+def choose_kernel(setting: Literal["auto"] | Kernel, device_type: str, dtype: torch.dtype) -> Kernel:
+    """The kernel that `model.attention` means there. Raises UserError when it cannot be had."""
+    has_kernels = device_type == "cuda" and dtype.itemsize == 2
     if setting == "auto":
-        return "varlen" if device_type == "cuda" else "sdpa"
+        return "varlen" if has_kernels else "sdpa"
     if setting != "sdpa":
-        if device_type != "cuda":
-            raise UserError(f'model.attention = "{setting}" needs a CUDA device; set it to "auto" or "sdpa"')
-        _load_varlen(setting)  # type: ignore[arg-type]
-    return setting  # type: ignore[return-value]
+        if not has_kernels:
+            raise UserError(
+                f'model.attention = "{setting}" needs a CUDA device and model.compute_dtype "bfloat16" or "float16" '
+                f'(here: {device_type}, {dtype}); set it to "auto" or "sdpa"'
+            )
+        _load_varlen(setting)
+    return setting

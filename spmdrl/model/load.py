@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from spmdrl.config import LossConfig, ModelConfig
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
 from spmdrl.types import UserError
 
@@ -81,10 +82,11 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, train
     policies: list[Policy] = []
 
     def shard(model: PreTrainedModel) -> None:
+        use_fast_linears(model)
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
         policy = Policy(
             model,
-            kernel=choose_kernel(cfg.attention, device.type),
+            kernel=choose_kernel(cfg.attention, device.type, dtype),
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
         )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spmdrl.model.linear import linear
+
 
 def predicting_rows(positions: Tensor) -> Tensor:
     """Rows of the hidden states that predict a token of their own sequence, and so those tokens' places minus one.
@@ -35,7 +37,7 @@ def next_token_scores(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias).float().div_(temperature)
+    return linear(hidden, weight, bias).float().div_(temperature)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -85,8 +87,8 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_logprobs is not None:
                 grad_logits.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
             grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[part]
+            grad_hidden[part] = linear(grad_logits, weight.T.contiguous())
+            grad_weight += linear(grad_logits.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None

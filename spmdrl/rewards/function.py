@@ -58,6 +58,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent.resolve()))
     name = f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

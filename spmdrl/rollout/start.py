@@ -14,10 +14,11 @@ from spmdrl.rollout.torch_engine import TorchEngine
 
 def start_engine(cfg: Config, model_config: Any, world: World) -> RolloutEngine:
     """Start this rank's engine; its weights are undefined until the first refit."""
+    dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
     return TorchEngine(
         model_config,
         device=world.device,
-        dtype=compute_dtype(cfg.model.compute_dtype, world.device.type),
-        kernel=choose_kernel(cfg.model.attention, world.device.type),
+        dtype=dtype,
+        kernel=choose_kernel(cfg.model.attention, world.device.type, dtype),
         max_running=cfg.rollout.max_running,
     )

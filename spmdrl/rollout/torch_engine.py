@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
+from spmdrl.model.linear import use_fast_linears
 from spmdrl.rollout.draw import RowSampling, draw_tokens
 from spmdrl.types import FinishReason, Request, Response
 
@@ -46,6 +47,7 @@ class TorchEngine:
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        use_fast_linears(model)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
         self.version = -1

@@ -38,7 +38,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         model.config,
         device=device,
         dtype=dtype,
-        kernel=choose_kernel(cfg.model.attention, device.type),
+        kernel=choose_kernel(cfg.model.attention, device.type, dtype),
         max_running=cfg.rollout.max_running,
     )
     engine.begin_update()

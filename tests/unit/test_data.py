@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spmdrl.config import DataConfig, EvalConfig, FileData, ReasoningGymData
+from spmdrl.config import DataConfig, FileData, HeldOutConfig, ReasoningGymData
 from spmdrl.data import sources, stream
 from spmdrl.data.sources import FileSource, ReasoningGymSource, open_source
 from spmdrl.data.stream import PromptStream, Turns, held_out_prompts, make_held_out, make_training_stream, question_key
@@ -147,7 +147,7 @@ def test_every_epoch_has_each_row_once_in_its_own_order(tmp_path: Path) -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
     again = FileSource(numbered(tmp_path, 50), seed=3)
     backwards = [again.row(i).answer for i in reversed(range(150))]
-    assert backwards[::-1] == sum(epochs, [])
+    assert backwards[::-1] == [answer for epoch in epochs for answer in epoch]
     other_seed = FileSource(numbered(tmp_path, 50), seed=4)
     assert [other_seed.row(i).answer for i in range(50)] != epochs[0]
 
@@ -313,36 +313,36 @@ def test_the_slices_of_the_ranks_tile_the_step(tmp_path: Path, num_ranks: int) -
     entries = (words(), numbered(tmp_path, 5))
     per_rank = 24 // num_ranks
     slices = [training_stream(*entries).take(24 + rank * per_rank, per_rank) for rank in range(num_ranks)]
-    assert sum(slices, []) == training_stream(*entries).take(0, 48)[24:]
+    assert [prompt for part in slices for prompt in part] == training_stream(*entries).take(0, 48)[24:]
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
     cfg = data(sums(prompt_template="Please: {question}"), words())
-    eval_cfg = EvalConfig(sources=(sums(weight=2.0), words(prompt_template="{question}!")), num_prompts=150)
+    held_out_cfg = HeldOutConfig(sources=(sums(weight=2.0), words(prompt_template="{question}!")), num_prompts=150)
     tokenizer = byte_tokenizer()
-    held_out = make_held_out(cfg, eval_cfg, seed=0, tokenizer=tokenizer)
+    held_out = make_held_out(cfg, held_out_cfg, tokenizer=tokenizer)
     questions = {prompt.metadata["question"] for prompt in held_out}
     assert len(held_out) == len(questions) == 150
     assert Counter(prompt.task for prompt in held_out) == {"chain_sum": 100, "spell_backward": 50}
-    assert held_out == make_held_out(cfg, eval_cfg, seed=0, tokenizer=tokenizer)
+    assert held_out == make_held_out(cfg, held_out_cfg, tokenizer=tokenizer)
 
     without = make_training_stream(cfg, None, seed=0, tokenizer=tokenizer).take(0, 1000)
     assert len({p.metadata["question"] for p in without} & questions) > 100  # there is something to exclude
-    prompts = make_training_stream(cfg, eval_cfg, seed=0, tokenizer=tokenizer)
+    prompts = make_training_stream(cfg, held_out_cfg, seed=0, tokenizer=tokenizer)
     trained_on = {prompt.metadata["question"] for prompt in prompts.take(0, 10_000)}
     assert not trained_on & questions
     assert len({q for q in trained_on if "arithmetic" in q}) == 100  # all that is left
     assert prompts.dropped["held_out_draws"] > 4000
     # Purity holds where draws are replaced.
-    fresh = make_training_stream(cfg, eval_cfg, seed=0, tokenizer=tokenizer)
+    fresh = make_training_stream(cfg, held_out_cfg, seed=0, tokenizer=tokenizer)
     assert fresh.take(4321, 50) == prompts.take(4321, 50)
 
 
 def test_held_out_rows_of_a_file_leave_it(tmp_path: Path) -> None:
     file = numbered(tmp_path, 40)
-    cfg, eval_cfg = data(file), EvalConfig(sources=(file,), num_prompts=10)
-    held_out = make_held_out(cfg, eval_cfg, seed=0, tokenizer=byte_tokenizer())
-    prompts = make_training_stream(cfg, eval_cfg, seed=0, tokenizer=byte_tokenizer())
+    cfg, held_out_cfg = data(file), HeldOutConfig(sources=(file,), num_prompts=10)
+    held_out = make_held_out(cfg, held_out_cfg, tokenizer=byte_tokenizer())
+    prompts = make_training_stream(cfg, held_out_cfg, seed=0, tokenizer=byte_tokenizer())
     answers = Counter(prompt.answer for prompt in prompts.take(0, 90))
     assert len(answers) == 30 and set(answers.values()) == {3}
     assert not set(answers) & {prompt.answer for prompt in held_out}
@@ -361,9 +361,9 @@ def test_too_few_questions_are_explained(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     for entry, count, known in ((sums(), 201, 200), (numbered(tmp_path, 12), 13, 12)):
         with pytest.raises(UserError, match=f"num_prompts = {count}.* only {known} distinct"):
-            make_held_out(data(entry), EvalConfig(sources=(entry,), num_prompts=count), seed=0, tokenizer=tokenizer)
+            make_held_out(data(entry), HeldOutConfig(sources=(entry,), num_prompts=count), tokenizer=tokenizer)
     everything = make_training_stream(
-        data(sums()), EvalConfig(sources=(sums(),), num_prompts=200), seed=0, tokenizer=tokenizer
+        data(sums()), HeldOutConfig(sources=(sums(),), num_prompts=200), tokenizer=tokenizer
     )
     with pytest.raises(UserError, match="chain_sum has too few distinct questions"):
         everything.take(0, 1)

@@ -83,9 +83,9 @@ def test_local_starts_one_rank_per_visible_gpu_and_two_without(stubs: Stubs, vis
 def test_local_counts_the_gpus_of_the_driver(stubs: Stubs) -> None:
     stubs.add("python")
     stubs.add("torchrun")
-    stubs.add("nvidia-smi", prints="GPU 0: one\nGPU 1: two\n")
+    stubs.add("nvidia-smi", prints="GPU 0: a\nGPU 1: b\nGPU 2: c\n")
     assert stubs.run("launch/local.sh", "some.toml").returncode == 0
-    assert "--nproc-per-node 2 " in stubs.calls[-1]
+    assert "--nproc-per-node 3 " in stubs.calls[-1]
 
 
 def test_local_without_a_configuration_tells_how_it_is_used(stubs: Stubs) -> None:

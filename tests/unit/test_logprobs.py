@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+
+import spmdrl.model.logprobs
 
 from spmdrl.model.logprobs import next_token_scores, predicting_rows
 
@@ -73,13 +77,13 @@ def test_a_forbidden_token_has_no_part_in_the_entropy() -> None:
 
 def test_no_chunk_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    linear = torch.nn.functional.linear
+    logits_of = spmdrl.model.logprobs._logits
 
-    def watched(rows: Tensor, *others: Tensor) -> Tensor:
+    def watched(rows: Tensor, *others: Any) -> Tensor:
         seen.append(rows.shape[0])
-        return linear(rows, *others)
+        return logits_of(rows, *others)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    monkeypatch.setattr(spmdrl.model.logprobs, "_logits", watched)
     hidden, weight, bias, token_ids, positions = inputs(with_bias=True)
     rows = predicting_rows(positions)
     logprobs, _ = next_token_scores(hidden, weight, bias, token_ids, rows, temperature=1.0, chunk=4)

@@ -1,0 +1,152 @@
+"""What a single CUDA device must give: the CPU's numbers within the dtype's precision, and the same exact equalities."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmdrl.algo.seeds import uniform
+from spmdrl.batch import build_batch
+from spmdrl.config import OptimConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.load import load_policy, load_reference
+from spmdrl.objective import PolicyObjective
+from spmdrl.optim import make_optimizer
+from spmdrl.refit import Refit
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.types import Request
+from spmdrl.update import LossScale, prepare, update
+from tests.e2e.test_train import CONFIG, REWARD
+from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+
+CUDA = torch.device("cuda")
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), **SIZES)
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    seeds, places = torch.arange(-500, 500) * 2**51 + 12345, torch.arange(1000)
+    assert torch.equal(uniform(seeds.to(CUDA), places.to(CUDA)).cpu(), uniform(seeds, places))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_varlen_kernel_equals_sdpa(window: int | None) -> None:
+    seqlens = [1, 3, 3, 17, 40]
+    tokens = sum(seqlens)
+    cu_seqlens = torch.tensor([0, *seqlens], device=CUDA).cumsum(0).to(torch.int32)
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, heads, tokens, 32, device=CUDA, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    results = []
+    for kernel in ("varlen", "sdpa"):
+        q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
+        out = packed_attention(cu_seqlens, seqlens, kernel)(q, k, v, layer=0, scale=0.2, window=window)
+        out.float().square().sum().backward()
+        results.append([out, q.grad, k.grad, v.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Weights and metrics after one update on one rank."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        settings = model_config(path, compute_dtype=dtype, **model)
+        losses = loss_config(kl_coef=0.05, entropy_coef=0.01)
+        policy = load_policy(settings, meshes.shard, temperature=0.8)
+        reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
+        optimizer = make_optimizer(policy, OptimConfig(name="sgd", lr=1.0))
+        batch = build_batch(random_sequences(16), plan_for(16, 1), meshes.data, aggregation="token_mean")
+        (mini_batch,) = prepare(policy, reference, batch.mini_batches, world.device)
+        scale = LossScale.for_dtype(getattr(torch, dtype))
+        metrics = update(
+            policy, optimizer, mini_batch, PolicyObjective(losses), meshes.data, max_grad_norm=1e6, loss_scale=scale,
+            cause="test",
+        )  # fmt: skip
+        weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
+        del policy, reference, optimizer
+        return weights, {name: metric.value() for name, metric in metrics.items()}
+
+
+def test_the_first_update_is_exactly_on_policy(qwen3: str) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        _, metrics = trained(qwen3, dtype)
+        assert metrics["update/ratio_max_deviation"] == 0.0
+        assert metrics["update/k3_ref_nats"] == 0.0
+
+
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"cpu_offload": True}])
+def test_memory_levers_do_not_change_the_update(qwen3: str, changes: dict[str, bool]) -> None:
+    usual, _ = trained(qwen3, "bfloat16")
+    other, _ = trained(qwen3, "bfloat16", **changes)
+    for name in usual:
+        torch.testing.assert_close(usual[name], other[name], rtol=1e-3, atol=1e-4)
+
+
+def test_half_precision_stays_near_full_precision(qwen3: str) -> None:
+    start = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(qwen3).named_parameters()}
+    full, _ = trained(qwen3, "float32")
+    scale = max((full[name] - start[name]).norm() for name in start)
+    for dtype in ("bfloat16", "float16"):
+        half, _ = trained(qwen3, dtype)
+        for name in start:
+            assert (full[name] - half[name]).norm() / scale < 0.1, (dtype, name)
+
+
+def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(qwen3, compute_dtype="bfloat16"), mesh, temperature=1.0)
+        engine = TorchEngine(
+            AutoConfig.from_pretrained(qwen3), device=world.device, dtype=torch.bfloat16, kernel="varlen", max_running=16
+        )
+        Refit(policy, mesh, dtype=torch.bfloat16, bucket_bytes=64 * 1024)(engine, version=1)
+        for name, parameter in policy.model.named_parameters():
+            assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
+        asked = [Request(prompt_ids=(3, 4, 5 + i), seed=i, max_response_tokens=20) for i in range(40)]
+        responses = dict(engine.generate(asked))
+        again = dict(engine.generate(asked))
+        assert responses.keys() == again.keys() == set(range(40))
+        plain = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.bfloat16).to(CUDA)
+        for index, response in responses.items():
+            ids = torch.tensor([asked[index].prompt_ids + response.token_ids], device=CUDA)
+            with torch.no_grad():
+                log_p = plain(ids).logits[0].float().log_softmax(-1)
+            expected = log_p[2:-1].gather(-1, ids[0, 3:, None])[:, 0].cpu()
+            torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=0.1)
+        del policy
+
+
+def test_a_short_run_learns_and_leaves_the_memory_it_took(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "c.toml").write_text(
+        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        + ["-m", "spmdrl.train", str(tmp_path / "c.toml"), "run.num_steps=20", "run.deterministic=false"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
+    assert all(row["mismatch/max_abs_nats"] < 0.5 for row in rows[1:])
+    peaks = [row["memory/peak_gib"] for row in rows[5:]]
+    assert max(peaks) < 1.5 * min(peaks)
