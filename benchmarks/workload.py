@@ -1,6 +1,6 @@
 """Workload W: one small GRPO step, the same for spmdrl and for the trainers it is timed against.
 
-A tiny Qwen3 with random weights and a character tokenizer answers sums such as `07+35=`: 16 prompts x 8 rollouts a step.
+A tiny random Qwen3 with a character tokenizer answers sums such as `07+35=`: 16 prompts x 8 rollouts a step.
 
 - `fixed`: every response has 32 tokens; `<eos>` and `<pad>` are impossible.
 - `tail`: the response lengths follow a lognormal (median 16, sigma 1.0, cut at 256), the same for every trainer.

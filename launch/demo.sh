@@ -5,19 +5,23 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-ranks=${NPROC:-2}
-stamp=$(date +%Y%m%d-%H%M%S)
-name=demo-$stamp
-cores=$(nproc)
-export OMP_NUM_THREADS=$((cores / ranks > 0 ? cores / ranks : 1)) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+name=demo-$(date +%Y%m%d-%H%M%S)
+dir=runs
+for setting in "$@"; do
+    case $setting in
+        run.name=*) name=${setting#run.name=} ;;
+        run.dir=*) dir=${setting#run.dir=} ;;
+    esac
+done
+export NPROC=${NPROC:-2} CUDA_VISIBLE_DEVICES='' HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 echo "== 1/3 a tiny model, warm-started by supervised fine-tuning"
-python -m spmdrl.tools.tiny_model "runs/$name-base"
-launch/ranks.sh "$ranks" spmdrl.sft configs/demo-sft.toml run.name="$name-sft" model.path="runs/$name-base"
+python -m spmdrl.tools.tiny_model "$dir/$name-base"
+MODULE=spmdrl.sft launch/local.sh configs/demo-sft.toml run.dir="$dir" run.name="$name-sft" model.path="$dir/$name-base"
 
-echo "== 2/3 reinforcement learning on $ranks ranks"
-launch/ranks.sh "$ranks" spmdrl.train configs/demo.toml run.name="$name" model.path="runs/$name-sft/hf" "$@"
+echo "== 2/3 reinforcement learning on $NPROC ranks"
+launch/local.sh configs/demo.toml run.dir="$dir" run.name="$name" model.path="$dir/$name-sft/hf" "$@"
 
 echo "== 3/3 the exported model, loaded by transformers, on the same held-out questions"
-python -m spmdrl.tools.evaluate "runs/$name"
-echo "curves: runs/$name/curves.png    tensorboard --logdir runs/$name/tensorboard"
+python -m spmdrl.tools.evaluate "$dir/$name"
+echo "curves: $dir/$name/curves.png    tensorboard --logdir $dir/$name/tensorboard"

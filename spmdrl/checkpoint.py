@@ -81,9 +81,8 @@ def restore(
         return
     checkpoint = _folder_of(folder, step)
     weights, moments = get_state_dict(policy, optimizer)
-    state = {"policy": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=checkpoint)
-    set_state_dict(policy, optimizer, model_state_dict=state["policy"], optim_state_dict=state["optimizer"])
+    dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint)  # in place
+    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     loss_scale.scale = saved["loss_scale"]["scale"]
     loss_scale.good_updates = saved["loss_scale"]["good_updates"]

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -97,7 +97,7 @@ class ReasoningGymData(Section):
     """Share of prompts drawn from this source, relative to the other sources."""
 
 
-DataSource = Annotated[Union[FileData, ReasoningGymData], Field(discriminator="kind")]
+DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
 
 
 class DataConfig(Section):
@@ -155,14 +155,14 @@ class ReasoningGymReward(Section):
 
 class FunctionReward(Section):
     kind: Literal["function"]
-    """A function of yours, sync or async: `f(prompt: str, response: str, answer: str | None, metadata: dict) -> float`."""
+    """A function of yours, sync or async, called with the keywords prompt, response, answer and metadata."""
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
 
 
-RewardTerm = Annotated[Union[ExactReward, MathReward, ReasoningGymReward, FunctionReward], Field(discriminator="kind")]
+RewardTerm = Annotated[ExactReward | MathReward | ReasoningGymReward | FunctionReward, Field(discriminator="kind")]
 
 
 class RewardConfig(Section):
@@ -352,7 +352,6 @@ class SftConfig(Section):
     report: ReportConfig = ReportConfig()
 
 
-
 def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> SectionT:
     """Read a TOML file and `key.sub=value` overrides into `kind`.
 
@@ -417,7 +416,8 @@ def _override(values: dict[str, Any], override: str, overridden: set[str]) -> It
 def _key_lines(text: str) -> dict[str, int]:
     """The line of each table header and of each key at the start of a line, by dotted name (array tables by index)."""
     lines: dict[str, int] = {}
-    table, counts = "", {}
+    table = ""
+    counts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*(\[\[?)\s*([\w.\-]+)\s*\]", line):
             table = header[2]
@@ -503,9 +503,7 @@ def _keys_of(sections: list[type[Section]]) -> list[str]:
 
 
 def _tags_at(kind: type[Section], location: tuple[str | int, ...]) -> list[str]:
-    return [
-        f'"{tag}"' for section in _at(kind, location) for tag in get_args(section.model_fields["kind"].annotation)
-    ]
+    return [f'"{tag}"' for section in _at(kind, location) for tag in get_args(section.model_fields["kind"].annotation)]
 
 
 def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
@@ -513,4 +511,3 @@ def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
         yield prefix + key
         for section in _sections_in(field.annotation):
             yield from _all_keys(section, f"{prefix}{key}.")
-

@@ -10,7 +10,7 @@ from spmdrl.types import RewardOutcome, Rollout
 
 
 def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], cfg: RewardConfig) -> Metrics:
-    """Accuracy is the share of responses whose reward is the greatest that the reward terms can give (each term's 1)."""
+    """Accuracy is the share of responses with the greatest reward that the reward terms can give (each term's 1)."""
     outcomes = list(outcomes)
     full_marks = sum(term.weight for term in cfg.terms if term.weight > 0) - 1e-6
 

@@ -73,7 +73,9 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
     kept_apart = cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
-    prompts = problems.attempt(lambda: make_training_stream(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer))
+    prompts = problems.attempt(
+        lambda: make_training_stream(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer)
+    )
     held_out = problems.attempt(lambda: _held_out(cfg, kept_apart, tokenizer))
     if prompts is not None:
         problems.attempt(lambda: prompts.take(0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from spmdrl.config import OptimConfig
 from spmdrl.types import UserError
 
 
-def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """The class that `optim.name` means, and the arguments that make it fast. Raises UserError if there is none."""
     if name == "adamw":
         return torch.optim.AdamW, {"fused": True}

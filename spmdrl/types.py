@@ -7,6 +7,7 @@ values and never edits the ones it was given.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,11 +125,13 @@ class MicroBatch:
         """Tokens in each sequence, [S]."""
         return self.cu_seqlens.diff().tolist()
 
+    def with_columns(self, columns: Mapping[str, Tensor]) -> MicroBatch:
+        """The same micro-batch with some of its per-token tensors replaced."""
+        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`; `cu_seqlens` goes along."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return self.with_columns(
+            {name: x.to(device, non_blocking=True) for name, x in tensors.items() if isinstance(x, Tensor)}
+        )

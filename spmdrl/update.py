@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -69,10 +68,7 @@ def prepare(
     for name, column in columns.items():
         _require_finite(name, [x for mini_batch in column for x in mini_batch])
     return [
-        [
-            dataclasses.replace(m, **{name: column[i][j] for name, column in columns.items()})
-            for j, m in enumerate(mini_batch)
-        ]
+        [m.with_columns({name: column[i][j] for name, column in columns.items()}) for j, m in enumerate(mini_batch)]
         for i, mini_batch in enumerate(mini_batches)
     ]
 
@@ -104,7 +100,9 @@ def update(
         losses.append(result.loss_sum.detach())
         metrics.append(_reduced(result, on_device.loss_mask))
     gradients = _local_gradients(policy)
-    loss, squared_norm = sum_over(mesh, torch.stack([torch.stack(losses).sum(), _squared_norm(gradients, device)])).tolist()
+    loss, squared_norm = sum_over(
+        mesh, torch.stack([torch.stack(losses).sum(), _squared_norm(gradients, device)])
+    ).tolist()
     grad_norm = math.sqrt(squared_norm) / loss_scale.scale if squared_norm >= 0 else math.nan
     result_metrics = merge_all(metrics) | {"update/loss": Mean(loss, 1.0)}
     if not math.isfinite(loss):
@@ -148,13 +146,11 @@ def _reduced(result: Objective, loss_mask: Tensor) -> Metrics:
     columns = torch.where(loss_mask, columns, 0.0)
     sums, highest = columns.sum(-1).tolist(), columns.amax(-1).tolist()
     count = float(loss_mask.sum())
-    return {name: Mean(total, count) for name, total in zip(names, sums, strict=False)} | {
-        name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)
-    }
+    metrics: Metrics = {name: Mean(total, count) for name, total in zip(names, sums, strict=False)}
+    return metrics | {name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)}
 
 
 def _require_finite(name: str, values: list[Tensor]) -> None:
     for value in values:
         if not torch.isfinite(value).all():
             raise TrainingDiverged(f"{name} are not finite; no weights were changed")
-

@@ -206,9 +206,7 @@ def make_training_stream(
     cfg: DataConfig, held_out_cfg: HeldOutConfig | None, *, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> PromptStream:
     """The run's training prompts, without the questions that `make_held_out` gives for the same settings."""
-    exclude = (
-        frozenset(key for key, _ in _held_out_of(cfg, held_out_cfg, tokenizer)) if held_out_cfg else frozenset()
-    )
+    exclude = frozenset(key for key, _ in _held_out_of(cfg, held_out_cfg, tokenizer)) if held_out_cfg else frozenset()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place)) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
@@ -217,9 +215,7 @@ def make_training_stream(
     )
 
 
-def make_held_out(
-    cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
+def make_held_out(cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The held-out prompts; `prompt_id` counts from 0. The same for every run with these settings, whatever its seed,
     so that runs can be compared and stages of training agree on what to leave out."""
     return [prompt for _, prompt in _held_out_of(cfg, held_out_cfg, tokenizer)]

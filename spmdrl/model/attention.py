@@ -59,7 +59,8 @@ def _attention_function(
         if others.get(name) is not None:
             raise UserError(f"model.path: {type(module).__name__} uses attention with {name}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, layer=module.layer_idx, scale=scale, window=sliding_window), None
+    layer: Any = module.layer_idx  # every attention module of transformers has one
+    return attend(query, key, value, layer=layer, scale=scale, window=sliding_window), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_function)
@@ -77,7 +78,7 @@ def packed_attention(cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel) -> 
 
 @dataclass(frozen=True, slots=True)
 class _RunsOfEqualLength:
-    """One batched SDPA call for every run of neighbours of the same length; packing sorts by length to make runs long."""
+    """One batched SDPA call for each run of neighbours of the same length; packing sorts by length, so runs are long."""
 
     seqlens: list[int]
 
@@ -134,7 +135,9 @@ def _load_varlen(kernel: Kernel) -> Callable[..., Tensor]:
                 groups = q.shape[1] // k.shape[1]
                 # Repeated, not enable_gqa: torch 2.11 has no such argument.
                 k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
-                return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=window)
+                out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=window)
+                assert isinstance(out, Tensor)  # it was not asked for anything besides
+                return out
 
             return run
         if kernel == "flash_attn_2":

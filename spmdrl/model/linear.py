@@ -44,7 +44,6 @@ def _can_use_onednn(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and x.numel() >= _FEW_ROWS * x.shape[-1]
         and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -97,7 +97,8 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, train
     if problems["missing_keys"] or problems["mismatched_keys"]:
         wrong = sorted({*problems["missing_keys"], *(key for key, *_ in problems["mismatched_keys"])})
         raise UserError(
-            f'model.path = "{cfg.path}" lacks {len(wrong)} of the weights its config.json asks for, the first is {wrong[0]}'
+            f'model.path = "{cfg.path}" lacks {len(wrong)} of the weights its config.json asks for, '
+            f"the first is {wrong[0]}"
         )
     (policy,) = policies
     own_memory(policy, torch.device("cpu") if offload else device)
@@ -114,7 +115,9 @@ def load_reference(cfg: ModelConfig, loss: LossConfig, mesh: DeviceMesh, *, temp
     return load_policy(cfg, mesh, temperature=temperature, trainable=False)
 
 
-def _from_pretrained(cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_pretrained(
+    cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = load_model_config(cfg)
     model_class = _model_class(config, cfg)
 
@@ -125,7 +128,7 @@ def _from_pretrained(cfg: ModelConfig, shard: Callable[[PreTrainedModel], None])
     # transformers calls this hook between building a model and reading its weights, and reads by shard
     # whatever parameter it then finds to be a DTensor. Its own hook cannot do fp16, offload without a GPU,
     # one rank, or a subset of the ranks (5.19).
-    hooked = type(model_class.__name__, (model_class,), {"maybe_distribute_model": classmethod(distribute)})
+    hooked: Any = type(model_class.__name__, (model_class,), {"maybe_distribute_model": classmethod(distribute)})
     hooked.__module__ = model_class.__module__
     return hooked.from_pretrained(
         cfg.path,
@@ -185,10 +188,11 @@ def own_memory(policy: Policy, device: torch.device) -> None:
     safetensors maps files lazily: without this, weights would be read at first use, and change when someone
     overwrites the directory they were loaded from.
     """
-    owned: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    owned: dict[Tensor, nn.Parameter] = {}  # tied weights stay one parameter
     for module in policy.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in owned:
+                assert isinstance(parameter, DTensor), f"{name} was not sharded"
                 local = parameter.to_local()
                 shard = DTensor.from_local(
                     torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local),

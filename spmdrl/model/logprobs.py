@@ -23,7 +23,14 @@ def predicting_rows(positions: Tensor) -> Tensor:
 
 
 def next_token_scores(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, rows: Tensor, *, temperature: float, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    rows: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs [T], entropy [T]), float32 nats; entry t is about token t.
 

@@ -78,4 +78,3 @@ class Gatherer:
     def _full(by_rank: Tensor, slot: _Slot) -> Tensor:
         shards = by_rank[:, slot.offset : slot.offset + slot.numel]
         return shards.reshape(-1, *slot.shape[1:])[: slot.shape[0]]
-

@@ -1,4 +1,4 @@
-"""Draw one token per row. The noise of a row depends on its request's seed and on the token's place, on nothing else."""
+"""Draw one token per row. The noise of a row depends on its request's seed and the token's place, on nothing else."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class RowSampling:
 
     def take(self, rows: Tensor) -> RowSampling:
         """The settings of some rows, in the given order."""
-        return RowSampling(
-            self.seeds[rows], self.temperature[rows], self.top_p[rows], self.any_greedy, self.any_top_p
-        )
+        return RowSampling(self.seeds[rows], self.temperature[rows], self.top_p[rows], self.any_greedy, self.any_top_p)
 
 
 def draw_tokens(logits: Tensor, sampling: RowSampling, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,9 @@ class _Running:
 class TorchEngine:
     """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
 
-    def __init__(self, model_config: Any, *, device: torch.device, dtype: torch.dtype, kernel: Kernel, max_running: int):
+    def __init__(
+        self, model_config: Any, *, device: torch.device, dtype: torch.dtype, kernel: Kernel, max_running: int
+    ):
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
@@ -88,7 +90,9 @@ class TorchEngine:
                 last = self._append(rows, draw_tokens(self._decode(last), sampling, self._places(rows)), last[:0])
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
-                yield from ((run.index, self._response(run, why)) for run, why in zip(rows, reasons, strict=True) if why)
+                yield from (
+                    (run.index, self._response(run, why)) for run, why in zip(rows, reasons, strict=True) if why
+                )
                 kept = self._compact([why is None for why in reasons])
                 rows = [rows[row] for row in kept]
                 order = torch.tensor(kept, dtype=torch.int64, device=self.device)
@@ -119,7 +123,9 @@ class TorchEngine:
     def end_update(self, version: int) -> None:
         """See `RolloutEngine.end_update`."""
         if self._missing:
-            raise RuntimeError(f"refit to version {version} left {len(self._missing)} weights out: {min(self._missing)}")
+            raise RuntimeError(
+                f"refit to version {version} left {len(self._missing)} weights out: {min(self._missing)}"
+            )
         self.version = version
 
     def close(self) -> None:
@@ -244,7 +250,9 @@ class _Cache:
         del self._lengths[first_row:]
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None
+        ) -> Tensor:
             self._keys[layer][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
             self._values[layer][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
             return packed(query, key, value, layer=layer, scale=scale, window=window)
@@ -261,7 +269,9 @@ class _Cache:
         ragged = min(self._lengths) + 1 < longest
         self._lengths = [length + 1 for length in self._lengths]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None
+        ) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
             keys[row_index, :, positions] = key[0].transpose(0, 1)
             values[row_index, :, positions] = value[0].transpose(0, 1)

@@ -69,9 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("e2e")
     save_tiny_model(path / "model", hidden_size=64, num_layers=2)
     (path / "reward.py").write_text(REWARD)
-    (path / "c.toml").write_text(
-        CONFIG.format(runs=path / "runs", model=path / "model", reward=path / "reward.py")
-    )
+    (path / "c.toml").write_text(CONFIG.format(runs=path / "runs", model=path / "model", reward=path / "reward.py"))
     return path
 
 

@@ -1,4 +1,4 @@
-"""What a single CUDA device must give: the CPU's numbers within the dtype's precision, and the same exact equalities."""
+"""What a single CUDA device must give: the CPU's numbers within the dtype's precision, and the exact equalities."""
 
 from __future__ import annotations
 
@@ -111,7 +111,11 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
         mesh = build_meshes(world).shard
         policy = load_policy(model_config(qwen3, compute_dtype="bfloat16"), mesh, temperature=1.0)
         engine = TorchEngine(
-            AutoConfig.from_pretrained(qwen3), device=world.device, dtype=torch.bfloat16, kernel="varlen", max_running=16
+            AutoConfig.from_pretrained(qwen3),
+            device=world.device,
+            dtype=torch.bfloat16,
+            kernel="varlen",
+            max_running=16,
         )
         Refit(policy, mesh, dtype=torch.bfloat16, bucket_bytes=64 * 1024)(engine, version=1)
         for name, parameter in policy.model.named_parameters():
@@ -136,9 +140,9 @@ def test_a_short_run_learns_and_leaves_the_memory_it_took(tmp_path: Path) -> Non
     (tmp_path / "c.toml").write_text(
         CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
     )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        + ["-m", "spmdrl.train", str(tmp_path / "c.toml"), "run.num_steps=20", "run.deterministic=false"],
+        [*torchrun, "-m", "spmdrl.train", str(tmp_path / "c.toml"), "run.num_steps=20", "run.deterministic=false"],
         capture_output=True,
         text=True,
         timeout=280,

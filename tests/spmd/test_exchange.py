@@ -32,6 +32,8 @@ def test_every_sequence_arrives_unchanged() -> None:
             assert sequence.token_ids == original.token_ids
             assert sequence.loss_mask == original.loss_mask
             for one, other in zip(
-                (*sequence.rollout_logprobs, sequence.advantage), (*original.rollout_logprobs, original.advantage)
+                (*sequence.rollout_logprobs, sequence.advantage),
+                (*original.rollout_logprobs, original.advantage),
+                strict=True,
             ):
                 assert abs(one - other) < 1e-6  # they travel as float32

@@ -98,7 +98,9 @@ def initial(path: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
 
 
-def assert_same_change(one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor], bound: float) -> None:
+def assert_same_change(
+    one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor], bound: float
+) -> None:
     """SGD with rate 1 moves each weight by its gradient: compare the moves, relative to the largest of all of them."""
     scale = max((one[name] - start[name]).norm() for name in start)
     assert scale > 1e-3, "the update changed nothing, so comparing it proves nothing"

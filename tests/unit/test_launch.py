@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.config import Config, read_config
-from spmdrl.plan import make_plan
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.train import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
@@ -136,10 +137,40 @@ def test_doctor_answers_here() -> None:
     assert "gloo              yes" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [("qwen3-0.6b-math-1gpu", 1), ("qwen3-4b-math-1node", 8), ("qwen3-4b-math-4node", 32), ("demo", 2)],
-)
-def test_shipped_configuration_fits_its_machine(name: str, num_ranks: int) -> None:
-    plan = make_plan(read_config(Config, str(ROOT / "configs" / f"{name}.toml"), []), num_ranks=num_ranks)
-    assert plan.num_ranks == num_ranks
+QWEN = {"qwen3-0.6b-math-1gpu": 1, "qwen3-4b-math-1node": 8, "qwen3-4b-math-4node": 32}
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks as after the downloads that the Qwen configurations name."""
+    folder = tmp_path_factory.mktemp("downloads")
+    for name in ("Qwen3-0.6B", "Qwen3-4B"):
+        save_tiny_model(folder / "models" / name, hidden_size=32, num_layers=1, max_tokens=40960)
+        (folder / "models" / name / "chat_template.jinja").write_text(
+            "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+        )
+    for name, rows in (("dapo-math-17k", range(40)), ("aime-2024", range(100, 130))):
+        file = folder / "datasets" / name / f"{name}.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            "".join(
+                json.dumps({"prompt": [{"role": "user", "content": f"What is {i} + 1?"}], "label": str(i + 1)}) + "\n"
+                for i in rows
+            )
+        )
+    return folder
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), QWEN.items())
+def test_shipped_configuration_passes_its_dry_run(
+    name: str, num_ranks: int, downloads: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(downloads)
+    # One reward process instead of four: this machine may be small.
+    arguments = [str(ROOT / "configs" / f"{name}.toml"), "reward.num_workers=1", "--dry-run", "--ranks", str(num_ranks)]
+    code = main(arguments)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert f"num_ranks = {num_ranks}" in printed.out
+    assert "reward of its reference answer: 1 " in printed.out
+    assert "30 held-out prompts" in printed.out

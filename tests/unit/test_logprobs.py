@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import spmdrl.model.logprobs
-
 from spmdrl.model.logprobs import next_token_scores, predicting_rows
 
 LENGTHS = [1, 7, 3, 12]

@@ -154,7 +154,9 @@ def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
     assert answers(engine, long) == fresh
 
 
-def frequencies(logits: list[float], *, temperature: float = 1.0, top_p: float = 1.0, count: int = 40_000) -> torch.Tensor:
+def frequencies(
+    logits: list[float], *, temperature: float = 1.0, top_p: float = 1.0, count: int = 40_000
+) -> torch.Tensor:
     sampling = RowSampling(
         seeds=torch.arange(count),
         temperature=torch.full((count,), temperature),
