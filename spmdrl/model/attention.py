@@ -78,7 +78,7 @@ def packed_attention(cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel) -> 
 
 @dataclass(frozen=True, slots=True)
 class _RunsOfEqualLength:
-    """One batched SDPA call for each run of neighbours of the same length; packing sorts by length, so runs are long."""
+    """One batched SDPA call for each run of neighbours of equal length; packing sorts by length, so runs are long."""
 
     seqlens: list[int]
 

@@ -263,26 +263,23 @@ class _Cache:
         """(an `attend` for one new token per row, those tokens' positions [n] int64)."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
-        row_index = torch.arange(num_rows, device=device)
-        longest = max(self._lengths) + 1
+        shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
+        # Where the new tokens go: a plain slice when all rows have the same length, which is much cheaper.
+        place = (slice(num_rows), slice(None), longest - 1) if shortest == longest else None
+        cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
         distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
-        ragged = min(self._lengths) + 1 < longest
         self._lengths = [length + 1 for length in self._lengths]
 
         def attend(
             query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None
         ) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            keys[row_index, :, positions] = key[0].transpose(0, 1)
-            values[row_index, :, positions] = value[0].transpose(0, 1)
-            mask = None
-            if ragged or window is not None:
-                mask = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[:, None, None]
-            q = query[0].transpose(0, 1).unsqueeze(2)  # [n, H, 1, D]
-            k, v = keys[:num_rows, :, :longest], values[:num_rows, :, :longest]
-            grouped = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-            return out.squeeze(2).unsqueeze(0)
+            self._keys[layer][cells] = key[0].transpose(0, 1)
+            self._values[layer][cells] = value[0].transpose(0, 1)
+            keys, values = (x[layer, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
+            hidden = None
+            if shortest < longest or window is not None:
+                hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            return _attend_to_cache(query, keys, values, scale=scale, hidden=hidden)
 
         return attend, positions
 
@@ -294,3 +291,17 @@ class _Cache:
             for cells in (self._keys, self._values):
                 cells[:, into, :, :longest] = cells[:, out_of, :, :longest]
         self._lengths = [self._lengths[row] for row in kept]
+
+
+def _attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None) -> Tensor:
+    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D]; hidden is [n, L]; gives [1, n, H, D].
+
+    Two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
+    """
+    num_rows, num_groups = keys.shape[0], query.shape[1] // keys.shape[1]
+    q = query[0].transpose(0, 1).unflatten(1, (keys.shape[1], num_groups))  # [n, K, H / K, D]
+    scores = torch.matmul(q, keys.transpose(-1, -2)).mul_(scale)
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(weights, values).reshape(1, num_rows, query.shape[1], -1)

@@ -24,7 +24,7 @@ from spmdrl.types import UserError
 
 
 def evaluate_export(run: Path) -> dict[str, float]:
-    """Load RUN/hf into an engine and ask it the run's held-out prompts. Raises UserError if there is nothing to load."""
+    """Load RUN/hf into an engine and ask it the run's held-out prompts. UserError if there is nothing to load."""
     cfg = read_config(Config, str(run / "config.toml"), [])
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
