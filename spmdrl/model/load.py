@@ -135,7 +135,7 @@ def _from_pretrained(
         config=config,
         dtype=torch.float32,
         attn_implementation=IMPLEMENTATION,
-        distributed_config=DistributedConfig(),
+        distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
         output_loading_info=True,
         trust_remote_code=cfg.trust_remote_code,
     )
