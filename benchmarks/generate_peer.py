@@ -77,7 +77,7 @@ def generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], lengths: 
 def time_generate(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], lengths: Sequence[int], repeats: int
 ) -> list[float]:
-    """Seconds of each of `repeats` calls of `generate`. Warm up with one call more, which is not counted."""
+    """Seconds of each of `repeats` calls of `generate`. Call `generate` once before, to warm up."""
     durations_s = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import workload
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import ModelConfig
@@ -39,10 +40,10 @@ FILE_BYTES = 512 * MIB  # a file of the checkpoint is closed when it has reached
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_on_this_rank(path: Path, world: World) -> nn.Module:
-    """What is measured: this rank's shard of the model at `path`, float32, as training loads it."""
-    meshes = build_meshes(world)
-    return load_policy(ModelConfig(path=str(path)), meshes.shard, temperature=1.0)
+def load_on_this_rank(path: Path, world: World) -> list[Tensor]:
+    """What is measured: load the model at `path` as training does, and return this rank's shard of each parameter."""
+    policy = load_policy(ModelConfig(path=str(path)), build_meshes(world).shard, temperature=1.0)
+    return [parameter.to_local() for parameter in policy.parameters() if isinstance(parameter, DTensor)]
 
 
 def main() -> None:
@@ -125,9 +126,8 @@ def measure_this_rank(folder: Path) -> None:
     with spmd_session(threads_per_rank=0, deterministic=False) as world:
         with ResidentMemory() as memory:
             start = time.perf_counter()
-            model = load_on_this_rank(folder, world)
+            shards = load_on_this_rank(folder, world)
             load_s = time.perf_counter() - start
-            shards = [parameter.to_local() for parameter in model.parameters()]
             absolute_sum = sum_absolute(shards)
         measured = {
             "rank": world.rank,
@@ -137,7 +137,6 @@ def measure_this_rank(folder: Path) -> None:
             **memory.result(),
         }
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(measured), encoding="utf-8")
-        del model, shards
 
 
 class ResidentMemory:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch
 from spmdrl.config import SftConfig
-from spmdrl.dist.collectives import merge_over
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
@@ -24,7 +24,14 @@ from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.objective import SftObjective
 from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.report import Report, RunFolder
-from spmdrl.report.resources import resource_metrics, time_metrics, with_speed
+from spmdrl.report.resources import (
+    drop_metrics,
+    host_peak_gib,
+    loading_line,
+    resource_metrics,
+    time_metrics,
+    with_speed,
+)
 from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.update import LossScale, update
@@ -46,17 +53,20 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         optimizer, loss_scale = make_optimizer(policy, cfg.optim), LossScale.for_dtype(dtype)
         objective = SftObjective()
         checkpoint.restore(folder.checkpoints, policy, optimizer, loss_scale, step=step)
+        report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
         while step < plan.num_steps:
             step += 1
+            passed_over = inputs.prompts.dropped
             with report.span("pack"):
-                pairs = inputs.prompts.pairs(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
                 first = plan.first_rollout(world.rank)
-                sequences = [
-                    to_sequence(prompt, response, index, inputs.tokenizer, cfg.sft.max_response_tokens)
-                    for index, (prompt, response) in enumerate(pairs, start=first)
-                ]
+                with failing_together(meshes.data):
+                    pairs = inputs.prompts.pairs(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
+                    sequences = [
+                        to_sequence(prompt, response, index, inputs.tokenizer, cfg.sft.max_response_tokens)
+                        for index, (prompt, response) in enumerate(pairs, start=first)
+                    ]
                 batch = build_batch(sequences, plan, meshes.data, aggregation="token_mean")
             with report.span("update"):
                 lr = set_learning_rate(optimizer, cfg.optim, update=step, num_updates=plan.num_updates)
@@ -73,6 +83,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             metrics = merge_over(
                 meshes.data,
                 merge_all([batch.metrics, updated])
+                | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(world.device),
             )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
 from spmdrl.config import Config
-from spmdrl.dist.collectives import merge_over
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.evaluate import eval_metrics
@@ -26,7 +26,14 @@ from spmdrl.objective import PolicyObjective
 from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.refit import Refit
 from spmdrl.report import Report, RunFolder
-from spmdrl.report.resources import resource_metrics, time_metrics, with_speed
+from spmdrl.report.resources import (
+    drop_metrics,
+    host_peak_gib,
+    loading_line,
+    resource_metrics,
+    time_metrics,
+    with_speed,
+)
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.engine import awake
@@ -55,6 +62,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         refit = Refit(policy, meshes.shard, dtype=dtype, bucket_bytes=cfg.rollout.bucket_bytes)
 
         checkpoint.restore(folder.checkpoints, policy, optimizer, loss_scale, step=step)
+        report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
 
@@ -73,18 +81,21 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
 
         while step < plan.num_steps:
             step += 1
+            passed_over = inputs.prompts.dropped
             with report.span("rollout"), awake(engine):
-                prompts = inputs.prompts.take(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
+                with failing_together(meshes.data):
+                    prompts = inputs.prompts.take(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
                 sampling = training_sampling(cfg, inputs.stop_token_ids)
                 pending = [judge.submit(r) for r in sample(engine, prompts, sampling, run_seed=cfg.run.seed, step=step)]
             with report.span("reward"):
                 scored = score_groups(judge.collect(pending), cfg.advantage, meshes.data)
             with report.span("pack"):
                 first = plan.first_rollout(world.rank)
-                sequences = [to_sequence(rollout, index) for index, rollout in enumerate(scored, start=first)]
+                with failing_together(meshes.data):
+                    sequences = [to_sequence(rollout, index) for index, rollout in enumerate(scored, start=first)]
                 batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
             with report.span("logprobs"):
-                mini_batches = prepare(policy, reference, batch.mini_batches, world.device)
+                mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
             with report.span("update"):
                 updates = []
                 for number, mini_batch in enumerate(mini_batches, start=1):
@@ -114,6 +125,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             metrics = merge_over(
                 meshes.data,
                 merge_all([rollout_metrics(scored), batch.metrics, *updates])
+                | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(world.device),
             )

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import MiniBatch
-from spmdrl.dist.collectives import sum_over
+from spmdrl.dist.collectives import failing_together, sum_over
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
@@ -56,17 +56,22 @@ def token_logprobs(policy: Policy, mini_batches: list[MiniBatch], device: torch.
 
 
 def prepare(
-    policy: Policy, reference: Policy | None, mini_batches: list[MiniBatch], device: torch.device
+    policy: Policy, reference: Policy | None, mini_batches: list[MiniBatch], mesh: DeviceMesh
 ) -> list[MiniBatch]:
     """Add `old_logprobs`, when the policy moves before it has seen all rollouts, and `ref_logprobs`, when there is a
-    reference. With one mini-batch the policy that samples is the policy that is updated, and no pass is needed."""
+    reference. Every rank of the mesh must call this.
+
+    With one mini-batch the policy that sampled is the policy that is updated, and no pass is needed.
+    """
+    device = torch.device(mesh.device_type)
     columns: dict[str, list[list[Tensor]]] = {}
     if len(mini_batches) > 1:
         columns["old_logprobs"] = token_logprobs(policy, mini_batches, device)
     if reference is not None:
         columns["ref_logprobs"] = token_logprobs(reference, mini_batches, device)
-    for name, column in columns.items():
-        _require_finite(name, [x for mini_batch in column for x in mini_batch])
+    with failing_together(mesh):
+        for name, column in columns.items():
+            _require_finite(name, [x for mini_batch in column for x in mini_batch])
     return [
         [m.with_columns({name: column[i][j] for name, column in columns.items()}) for j, m in enumerate(mini_batch)]
         for i, mini_batch in enumerate(mini_batches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.metrics import Metrics, merge_all
+from spmdrl.types import TrainingDiverged, UserError
 
 T = TypeVar("T")
 
@@ -33,6 +36,23 @@ def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
     gathered: list[Any] = [None] * mesh.size()
     dist.all_gather_object(gathered, value, group=mesh.get_group())
     return gathered
+
+
+@contextmanager
+def failing_together(mesh: DeviceMesh) -> Iterator[None]:
+    """What stops one rank in this block of local work stops them all, with the first rank's words.
+
+    Otherwise the others would wait in the next collective, and the one that knows why might not be the one that
+    speaks. Put no collective inside.
+    """
+    problem: UserError | TrainingDiverged | None = None
+    try:
+        yield
+    except (UserError, TrainingDiverged) as error:
+        problem = error
+    for theirs in gather_objects(mesh, problem):
+        if theirs is not None:
+            raise theirs
 
 
 def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from spmdrl.metrics import Max, Metrics
+from spmdrl.metrics import Max, Metrics, Total
 
 _GIB = 2**30
 
@@ -22,10 +23,25 @@ def with_speed(scalars: dict[str, float]) -> dict[str, float]:
     return scalars | {"speed/loss_tokens_per_s": scalars["pack/loss_tokens"] / working}
 
 
+def drop_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> Metrics:
+    """Prompts that were passed over between two readings of `PromptStream.dropped`, by reason."""
+    passed_over = {reason: count - before.get(reason, 0) for reason, count in after.items()}
+    return {f"data/{reason}_count": Total(float(count)) for reason, count in passed_over.items() if count}
+
+
+def host_peak_gib() -> float:
+    """The most host memory this process has had resident since its start."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+
+
+def loading_line(peaks_gib: Sequence[float]) -> str:
+    """For the console, once models and optimizer are loaded: each rank's peak host memory."""
+    return f"loaded on {len(peaks_gib)} ranks; peak host memory, GiB: {' '.join(f'{peak:.2f}' for peak in peaks_gib)}"
+
+
 def resource_metrics(device: torch.device) -> Metrics:
     """Peak memory since the last step: of the device where it has its own, else of the process since its start."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
-    peak = host
+    peak = host = host_peak_gib()
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / _GIB
         torch.cuda.reset_peak_memory_stats(device)

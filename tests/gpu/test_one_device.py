@@ -70,7 +70,7 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
         optimizer = make_optimizer(policy, OptimConfig(name="sgd", lr=1.0))
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes.data, aggregation="token_mean")
-        (mini_batch,) = prepare(policy, reference, batch.mini_batches, world.device)
+        (mini_batch,) = prepare(policy, reference, batch.mini_batches, meshes.data)
         scale = LossScale.for_dtype(getattr(torch, dtype))
         metrics = update(
             policy, optimizer, mini_batch, PolicyObjective(losses), meshes.data, max_grad_norm=1e6, loss_scale=scale,

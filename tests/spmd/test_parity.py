@@ -76,7 +76,7 @@ def trained(
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
         batch = build_batch(mine, the_plan, meshes.data, aggregation=losses.aggregation)
         metrics: dict[str, Any] = {}
-        for mini_batch in prepare(policy, reference, batch.mini_batches, world.device):
+        for mini_batch in prepare(policy, reference, batch.mini_batches, meshes.data):
             metrics = update(
                 policy,
                 optimizer,
