@@ -17,7 +17,8 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `versions`.
 - `load_memory.py`: `anon_over_limit`, `within_limit`, `ranks`, `versions`.
 
-Whatever else such an object holds is kept in the result file as it is.
+To each, `cores_used_by_others` (mean, while it ran) is added. Whatever else such an object holds is kept in the result
+file as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -41,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 PEER_VENV = ".venv-trl"
+QUIET_CORES = 0.1  # a run during which other programs used more than this is pointed out
 
 Json = Mapping[str, Any]
 
@@ -203,7 +206,7 @@ def run(command: Sequence[str]) -> Json:
     print(f"+ {' '.join(command)}", file=sys.stderr, flush=True)
     # "python" in what is written down is the interpreter that runs this program.
     program = sys.executable if command[0] == "python" else str(ROOT / command[0])
-    started = time.perf_counter()
+    started, busy_before, ours_before = time.perf_counter(), busy_cpu_s(), children_cpu_s()
     try:
         done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
@@ -217,8 +220,24 @@ def run(command: Sequence[str]) -> Json:
         output: Json = json.loads(lines[-1])
     except (IndexError, ValueError) as error:
         raise ProgramFailed(f"{' '.join(command)} did not end with a JSON object") from error
-    print(f"  {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    return output
+    duration_s = time.perf_counter() - started
+    others_s = busy_cpu_s() - busy_before - (children_cpu_s() - ours_before)
+    print(f"  {duration_s:.0f} s", file=sys.stderr, flush=True)
+    return {**output, "cores_used_by_others": round(max(others_s, 0.0) / duration_s, 3)}
+
+
+def busy_cpu_s() -> float:
+    """CPU seconds that all of the machine's cores have worked, or were taken from it, since it started."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of the programs that have been run so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def write_result(
@@ -286,6 +305,9 @@ def print_table(table: Sequence[tuple[str, Benchmark, Measurement]]) -> None:
         for side, phases in found.phase_fractions.items():
             shares = ", ".join(f"{phase} {fraction:.2f}" for phase, fraction in phases.items())
             print(f"{'':<14}{side}: {shares}")
+        if (others := max(output["cores_used_by_others"] for output in found.outputs)) > QUIET_CORES:
+            print(f"{'':<14}not quiet: other programs used up to {others:.2f} cores; threads that wait for each other")
+            print(f"{'':<14}then lose far more than their share. Measure again before believing this.")
 
 
 if __name__ == "__main__":

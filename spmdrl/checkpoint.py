@@ -7,15 +7,13 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import barrier
-from spmdrl.model.policy import Policy
 from spmdrl.types import UserError
-from spmdrl.update import LossScale
+from spmdrl.update import Learner
 
 _STATE = "state.json"
 _PREFIX = "step-"
@@ -40,16 +38,7 @@ def _whole(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{_STATE}") if "." not in path.parent.name)
 
 
-def save(
-    folder: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    loss_scale: LossScale,
-    mesh: DeviceMesh,
-    *,
-    step: int,
-    keep_last: int,
-) -> None:
+def save(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int, keep_last: int) -> None:
     """Write the state after `step`; every rank of the mesh writes its shards and must call this."""
     final = _folder_of(folder, step)
     unfinished = final.with_suffix(".unfinished")
@@ -59,10 +48,10 @@ def save(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier(mesh)
-    weights, moments = get_state_dict(policy, optimizer)
+    weights, moments = get_state_dict(learner.policy, learner.optimizer)
     dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
     if is_first:
-        state = {"step": step, "loss_scale": dataclasses.asdict(loss_scale)}
+        state = {"step": step, "loss_scale": dataclasses.asdict(learner.loss_scale)}
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
         for old in _whole(folder)[:-keep_last]:
@@ -70,9 +59,7 @@ def save(
     barrier(mesh)
 
 
-def restore(
-    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, loss_scale: LossScale, *, step: int
-) -> None:
+def restore(folder: Path, learner: Learner, *, step: int) -> None:
     """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank must call this.
 
     Prompts and random numbers need nothing: the step decides them.
@@ -80,12 +67,12 @@ def restore(
     if step == 0:
         return
     checkpoint = _folder_of(folder, step)
-    weights, moments = get_state_dict(policy, optimizer)
+    weights, moments = get_state_dict(learner.policy, learner.optimizer)
     dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint)  # in place
-    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=moments)
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    loss_scale.scale = saved["loss_scale"]["scale"]
-    loss_scale.good_updates = saved["loss_scale"]["good_updates"]
+    learner.loss_scale.scale = saved["loss_scale"]["scale"]
+    learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
 
 
 def _folder_of(folder: Path, step: int) -> Path:

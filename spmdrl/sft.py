@@ -22,7 +22,6 @@ from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.objective import SftObjective
-from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (
     drop_metrics,
@@ -34,7 +33,7 @@ from spmdrl.report.resources import (
 )
 from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
-from spmdrl.update import LossScale, update
+from spmdrl.update import Learner, update
 
 _BUCKET_BYTES = 256 * 2**20
 
@@ -50,9 +49,9 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         meshes = build_meshes(world)
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
-        optimizer, loss_scale = make_optimizer(policy, cfg.optim), LossScale.for_dtype(dtype)
+        learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, policy, optimizer, loss_scale, step=step)
+        checkpoint.restore(folder.checkpoints, learner, step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
@@ -69,17 +68,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                     ]
                 batch = build_batch(sequences, plan, meshes.data, aggregation="token_mean")
             with report.span("update"):
-                lr = set_learning_rate(optimizer, cfg.optim, update=step, num_updates=plan.num_updates)
-                updated = update(
-                    policy,
-                    optimizer,
-                    batch.mini_batches[0],
-                    objective,
-                    meshes.data,
-                    max_grad_norm=cfg.optim.max_grad_norm,
-                    loss_scale=loss_scale,
-                    cause=f"step {step}",
-                )
+                updated = update(learner, batch.mini_batches, objective, meshes.data, step=step)
             metrics = merge_over(
                 meshes.data,
                 merge_all([batch.metrics, updated])
@@ -89,21 +78,14 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             )
             report.step(
                 step,
-                with_speed(scalars(metrics)) | {"update/lr": lr},
+                with_speed(scalars(metrics)),
                 samples=[],
                 histograms=histograms(metrics),
             )
             with report.span("save"):
                 if plan.saves_after(step):
-                    checkpoint.save(
-                        folder.checkpoints,
-                        policy,
-                        optimizer,
-                        loss_scale,
-                        meshes.data,
-                        step=step,
-                        keep_last=cfg.checkpoint.keep_last,
-                    )
+                    keep = cfg.checkpoint.keep_last
+                    checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
         if cfg.checkpoint.export:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype, bucket_bytes=_BUCKET_BYTES)
 

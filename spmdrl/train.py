@@ -23,7 +23,6 @@ from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.objective import PolicyObjective
-from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (
@@ -40,7 +39,7 @@ from spmdrl.rollout.engine import awake
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.rollout.start import start_engine
 from spmdrl.score import rollout_metrics, score_groups
-from spmdrl.update import LossScale, prepare, update
+from spmdrl.update import Learner, prepare, update
 
 
 def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
@@ -56,12 +55,12 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
         reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)
-        optimizer, loss_scale = make_optimizer(policy, cfg.optim), LossScale.for_dtype(dtype)
+        learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = PolicyObjective(cfg.loss)
         engine = start_engine(cfg, inputs.model_config, world)
         refit = Refit(policy, meshes.shard, dtype=dtype, bucket_bytes=cfg.rollout.bucket_bytes)
 
-        checkpoint.restore(folder.checkpoints, policy, optimizer, loss_scale, step=step)
+        checkpoint.restore(folder.checkpoints, learner, step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
@@ -97,26 +96,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             with report.span("logprobs"):
                 mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
             with report.span("update"):
-                updates = []
-                for number, mini_batch in enumerate(mini_batches, start=1):
-                    lr = set_learning_rate(
-                        optimizer,
-                        cfg.optim,
-                        update=(step - 1) * plan.updates_per_step + number,
-                        num_updates=plan.num_updates,
-                    )
-                    updates.append(
-                        update(
-                            policy,
-                            optimizer,
-                            mini_batch,
-                            objective,
-                            meshes.data,
-                            max_grad_norm=cfg.optim.max_grad_norm,
-                            loss_scale=loss_scale,
-                            cause=f"step {step}, update {number} of {plan.updates_per_step}",
-                        )
-                    )
+                updated = update(learner, mini_batches, objective, meshes.data, step=step)
             with report.span("refit"):
                 refit(engine, version=step)
             with report.span("eval"):
@@ -124,28 +104,21 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                     evaluate()
             metrics = merge_over(
                 meshes.data,
-                merge_all([rollout_metrics(scored), batch.metrics, *updates])
+                merge_all([rollout_metrics(scored), batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(world.device),
             )
             report.step(
                 step,
-                with_speed(scalars(metrics)) | {"update/lr": lr},
+                with_speed(scalars(metrics)),
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
             )
             with report.span("save"):
                 if plan.saves_after(step):
-                    checkpoint.save(
-                        folder.checkpoints,
-                        policy,
-                        optimizer,
-                        loss_scale,
-                        meshes.data,
-                        step=step,
-                        keep_last=cfg.checkpoint.keep_last,
-                    )
+                    keep = cfg.checkpoint.keep_last
+                    checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
         if cfg.checkpoint.export:
             export_hf(
                 policy,

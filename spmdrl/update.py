@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import MiniBatch
+from spmdrl.config import OptimConfig
 from spmdrl.dist.collectives import failing_together, sum_over
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
+from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.types import TrainingDiverged
 
 
@@ -78,57 +80,77 @@ def prepare(
     ]
 
 
-def update(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    mini_batch: MiniBatch,
-    objective: ObjectiveFunction,
-    mesh: DeviceMesh,
-    *,
-    max_grad_norm: float,
-    loss_scale: LossScale,
-    cause: str,
-) -> Metrics:
-    """One optimizer step on this rank's micro-batches of one mini-batch; every rank of the data mesh takes part.
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What training changes: the policy's weights, the optimizer's state, the loss scale."""
 
-    Raises TrainingDiverged on every rank, with `cause` in front, when the loss or a gradient is not finite anywhere;
-    no weights are changed then.
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    loss_scale: LossScale
+    optim: OptimConfig
+    num_updates: int  # optimizer steps of the whole run
+
+    @classmethod
+    def start(cls, policy: Policy, optim: OptimConfig, *, num_updates: int, dtype: torch.dtype) -> Learner:
+        """A learner that has learned nothing yet; `dtype` is that of forward and backward."""
+        return cls(policy, make_optimizer(policy, optim), LossScale.for_dtype(dtype), optim, num_updates)
+
+
+def update(
+    learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, mesh: DeviceMesh, *, step: int
+) -> Metrics:
+    """One optimizer step on each mini-batch in turn; every rank of the data mesh takes part.
+
+    Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
     """
-    device = torch.device(mesh.device_type)
+    first = (step - 1) * len(mini_batches) + 1
+    return merge_all(
+        [
+            _optimizer_step(learner, mini_batch, objective, mesh, number=number, cause=f"step {step}, update {number}")
+            for number, mini_batch in enumerate(mini_batches, start=first)
+        ]
+    )
+
+
+def _optimizer_step(
+    learner: Learner, mini_batch: MiniBatch, objective: ObjectiveFunction, mesh: DeviceMesh, *, number: int, cause: str
+) -> Metrics:
+    """Forward and backward on this rank's micro-batches, then one step; `number` counts optimizer steps from 1."""
+    device, optimizer, scale = torch.device(mesh.device_type), learner.optimizer, learner.loss_scale.scale
     losses: list[Tensor] = []
-    metrics: list[Metrics] = []
+    parts: list[Metrics] = []
     optimizer.zero_grad(set_to_none=True)
     for micro_batch in mini_batch:
         on_device = micro_batch.to(device)
-        result = objective(policy(on_device), on_device)
-        (result.loss_sum * loss_scale.scale).backward()
+        result = objective(learner.policy(on_device), on_device)
+        (result.loss_sum * scale).backward()
         losses.append(result.loss_sum.detach())
-        metrics.append(_reduced(result, on_device.loss_mask))
-    gradients = _local_gradients(policy)
-    loss, squared_norm = sum_over(
-        mesh, torch.stack([torch.stack(losses).sum(), _squared_norm(gradients, device)])
-    ).tolist()
-    grad_norm = math.sqrt(squared_norm) / loss_scale.scale if squared_norm >= 0 else math.nan
-    result_metrics = merge_all(metrics) | {"update/loss": Mean(loss, 1.0)}
+        parts.append(_reduced(result, on_device.loss_mask))
+
+    gradients = _local_gradients(learner.policy)
+    local_sums = torch.stack([torch.stack(losses).sum(), _squared_norm(gradients, device)])
+    loss, squared_norm = sum_over(mesh, local_sums).tolist()
+    grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
+    lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
+    metrics = merge_all(parts) | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
+
     if not math.isfinite(loss):
         raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")
     if not math.isfinite(grad_norm):
-        if not loss_scale.overflowed():
+        if not learner.loss_scale.overflowed():
             raise TrainingDiverged(f"{cause}: the gradient norm is {grad_norm}; no weights were changed")
         optimizer.zero_grad(set_to_none=True)
-        return result_metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}
-    factor = min(1.0, max_grad_norm / (grad_norm + 1e-6)) / loss_scale.scale
+        return metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}
+
+    factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
     if factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    loss_scale.succeeded()
-    if loss_scale.dynamic:
-        result_metrics |= {
-            "update/overflow_fraction": Mean(0.0, 1.0),
-            "update/loss_scale": Mean(loss_scale.scale, 1.0),
-        }
-    return result_metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}
+    learner.loss_scale.succeeded()
+    if learner.loss_scale.dynamic:
+        metrics |= {"update/overflow_fraction": Mean(0.0, 1.0), "update/loss_scale": Mean(scale, 1.0)}
+    return metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}
 
 
 def _local_gradients(policy: Policy) -> list[Tensor]:

@@ -20,12 +20,11 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
-from spmdrl.optim import make_optimizer
 from spmdrl.refit import Refit
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
-from spmdrl.update import LossScale, prepare, update
+from spmdrl.update import Learner, prepare, update
 from tests.e2e.test_train import CONFIG, REWARD
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 
@@ -68,16 +67,13 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         losses = loss_config(kl_coef=0.05, entropy_coef=0.01)
         policy = load_policy(settings, meshes.shard, temperature=0.8)
         reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
-        optimizer = make_optimizer(policy, OptimConfig(name="sgd", lr=1.0))
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes.data, aggregation="token_mean")
-        (mini_batch,) = prepare(policy, reference, batch.mini_batches, meshes.data)
-        scale = LossScale.for_dtype(getattr(torch, dtype))
-        metrics = update(
-            policy, optimizer, mini_batch, PolicyObjective(losses), meshes.data, max_grad_norm=1e6, loss_scale=scale,
-            cause="test",
-        )  # fmt: skip
+        optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
+        learner = Learner.start(policy, optim, num_updates=1, dtype=getattr(torch, dtype))
+        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
+        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes.data, step=1)
         weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
-        del policy, reference, optimizer
+        del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}
 
 

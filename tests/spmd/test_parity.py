@@ -14,9 +14,8 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
-from spmdrl.optim import make_optimizer
 from spmdrl.types import Sequence
-from spmdrl.update import LossScale, prepare, update
+from spmdrl.update import Learner, prepare, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 
@@ -71,24 +70,16 @@ def trained(
         losses = loss_config(**(LOSS if loss is None else loss))
         policy = load_policy(settings, meshes.shard, temperature=0.8)
         reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
-        optimizer = make_optimizer(policy, OptimConfig(**(optim or {"name": "sgd", "lr": 1.0})))
+        dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
+        the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
         the_plan = plan_for(count, world.num_ranks, **(plan or {}))
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
         batch = build_batch(mine, the_plan, meshes.data, aggregation=losses.aggregation)
-        metrics: dict[str, Any] = {}
-        for mini_batch in prepare(policy, reference, batch.mini_batches, meshes.data):
-            metrics = update(
-                policy,
-                optimizer,
-                mini_batch,
-                PolicyObjective(losses),
-                meshes.data,
-                max_grad_norm=1e6,
-                loss_scale=LossScale.for_dtype(torch.float16 if settings.compute_dtype == "float16" else torch.float32),
-                cause="test",
-            )
+        learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
+        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
+        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes.data, step=1)
         weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-        del policy, reference, optimizer
+        del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}
 
 
@@ -200,29 +191,20 @@ def _overflowing(path: str) -> Any:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         policy = load_policy(model_config(path, compute_dtype="float16"), meshes.shard, temperature=1.0)
-        optimizer = make_optimizer(policy, OptimConfig(name="sgd", lr=1.0))
         mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
         batch = build_batch(mine, plan_for(8, world.num_ranks), meshes.data, aggregation="token_mean")
-        scale = LossScale(scale=2.0**40, dynamic=True)
+        learner = Learner.start(policy, OptimConfig(name="sgd", lr=1.0), num_updates=40, dtype=torch.float16)
+        learner.loss_scale.scale = 2.0**40
         before = [p.to_local().clone() for p in policy.parameters()]
         history = []
-        for _ in range(40):
-            metrics = update(
-                policy,
-                optimizer,
-                batch.mini_batches[0],
-                PolicyObjective(loss_config()),
-                meshes.data,
-                max_grad_norm=1.0,
-                loss_scale=scale,
-                cause="test",
-            )
+        for step in range(1, 41):
+            metrics = update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes.data, step=step)
             unchanged = all(torch.equal(a, p.to_local()) for a, p in zip(before, policy.parameters(), strict=True))
             history.append((metrics["update/overflow_fraction"].value(), unchanged))
             if not unchanged:
                 break
-        del policy, optimizer
-        return history, scale.scale
+        del policy
+        return history, learner.loss_scale.scale
 
 
 def test_float16_overflow_lowers_the_scale_and_leaves_the_weights_alone(qwen3: str) -> None:
