@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _FEW_ROWS = 64  # below this the cost of a call outweighs the faster kernel
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,12 +40,9 @@ class _Linear(nn.Linear):
 
 
 def _can_use_onednn(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and x.numel() >= _FEW_ROWS * x.shape[-1]
-        and torch.backends.mkldnn.is_available()
-    )
+    # Cheapest test first: a decode step asks this for every layer.
+    many_rows = x.numel() >= _FEW_ROWS * x.shape[-1]
+    return many_rows and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and _HAS_ONEDNN
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spmdrl.algo.seeds import uniform
+from spmdrl.types import Request
+
+NOISE_PLACES = 64  # places of noise that are made at once: one number at a time would cost as much
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """The sampling settings of n rows, as columns."""
+    """The sampling settings of n rows, as columns, and their noise for the next places of their responses."""
 
     seeds: Tensor  # [n] int64
     temperature: Tensor  # [n] float32, 0 is greedy
     top_p: Tensor  # [n] float32
     any_greedy: bool
     any_top_p: bool
+    noise: Tensor  # [n, NOISE_PLACES] float32 in [0, 1): uniform(seed, place)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], places: Sequence[int], device: torch.device) -> RowSampling:
+        """For requests whose next response token has the given places, counted from 0."""
+        seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
+        return cls(
+            seeds=seeds,
+            temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device),
+            top_p=torch.tensor([r.top_p for r in requests], dtype=torch.float32, device=device),
+            any_greedy=any(r.temperature == 0 for r in requests),
+            any_top_p=any(r.top_p < 1 for r in requests),
+            noise=_noise(seeds, places),
+        )
 
     def take(self, rows: Tensor) -> RowSampling:
-        """The settings of some rows, in the given order."""
-        return RowSampling(self.seeds[rows], self.temperature[rows], self.top_p[rows], self.any_greedy, self.any_top_p)
+        """Some of the rows, in the given order."""
+        return dataclasses.replace(
+            self,
+            seeds=self.seeds[rows],
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            noise=self.noise[rows],
+        )
+
+    def at(self, places: Sequence[int]) -> RowSampling:
+        """The same rows with noise from other places on."""
+        return dataclasses.replace(self, noise=_noise(self.seeds, places))
 
 
-def draw_tokens(logits: Tensor, sampling: RowSampling, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (token_ids [n] int64, logprobs [n] float32) for logits [n, V]; places [n] int64 counts response tokens.
+def _noise(seeds: Tensor, places: Sequence[int]) -> Tensor:
+    first = torch.tensor(places, dtype=torch.int64, device=seeds.device)
+    grid = first[:, None] + torch.arange(NOISE_PLACES, device=seeds.device)
+    return uniform(seeds[:, None].expand_as(grid).flatten(), grid.flatten()).view_as(grid)
+
+
+def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
+    """Return (token_ids [n] int64, logprobs [n] float32) for logits [n, V], with the noise `ahead` places on.
 
     Sampling inverts the cumulative distribution at one uniform number per row. Log-probabilities are those of the
     temperature-scaled distribution before top-p, and of the unscaled one for greedy rows.
@@ -38,7 +73,7 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, places: Tensor) -> tuple[
     cumulative = (_nucleus(p, sampling.top_p) if sampling.any_top_p else p).cumsum(-1)
     total = cumulative[:, -1:]
     # Strictly below the total even where the product rounds up to it.
-    threshold = torch.minimum(uniform(sampling.seeds, places)[:, None] * total, torch.nextafter(total, -total))
+    threshold = torch.minimum(sampling.noise[:, ahead, None] * total, torch.nextafter(total, -total))
     # The first token whose cumulative probability exceeds the threshold; one of probability 0 never does so first.
     tokens = (cumulative <= threshold).sum(-1)
     if sampling.any_greedy:

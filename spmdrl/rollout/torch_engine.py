@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.linear import use_fast_linears
-from spmdrl.rollout.draw import RowSampling, draw_tokens
+from spmdrl.rollout.draw import NOISE_PLACES, RowSampling, draw_tokens
 from spmdrl.types import FinishReason, Request, Response
 
 
@@ -72,7 +72,8 @@ class TorchEngine:
         self._reserve(requests)
         waiting = deque(_Running(index, request) for index, request in enumerate(requests))
         rows: list[_Running] = []
-        sampling: RowSampling | None = None
+        sampling = self._sampling(rows)
+        ahead = 0  # decode steps since the noise in `sampling` was made
         last = torch.empty(0, dtype=torch.int64, device=self.device)
         while waiting or rows:
             if self._abort:
@@ -81,13 +82,14 @@ class TorchEngine:
             if waiting and len(rows) < self._max_running:
                 admitted = [waiting.popleft() for _ in range(min(len(waiting), self._max_running - len(rows)))]
                 logits = self._prefill(admitted, first_row=len(rows))
-                sampled = draw_tokens(logits, self._sampling(admitted), self._places(admitted))
+                last = self._append(admitted, draw_tokens(logits, self._sampling(admitted), 0), last)
                 rows += admitted
-                sampling = self._sampling(rows)
-                last = self._append(admitted, sampled, last)
+                sampling, ahead = self._sampling(rows), 0
             else:
-                assert sampling is not None
-                last = self._append(rows, draw_tokens(self._decode(last), sampling, self._places(rows)), last[:0])
+                if ahead == NOISE_PLACES:
+                    sampling, ahead = sampling.at([len(run.token_ids) for run in rows]), 0
+                last = self._append(rows, draw_tokens(self._decode(last), sampling, ahead), last[:0])
+                ahead += 1
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
                 yield from (
@@ -96,7 +98,7 @@ class TorchEngine:
                 kept = self._compact([why is None for why in reasons])
                 rows = [rows[row] for row in kept]
                 order = torch.tensor(kept, dtype=torch.int64, device=self.device)
-                sampling, last = (sampling.take(order) if sampling else None), last[order]
+                sampling, last = sampling.take(order), last[order]
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`."""
@@ -189,17 +191,8 @@ class TorchEngine:
         return kept
 
     def _sampling(self, runs: list[_Running]) -> RowSampling:
-        requests = [run.request for run in runs]
-        return RowSampling(
-            seeds=torch.tensor([r.seed for r in requests], dtype=torch.int64, device=self.device),
-            temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=self.device),
-            top_p=torch.tensor([r.top_p for r in requests], dtype=torch.float32, device=self.device),
-            any_greedy=any(r.temperature == 0 for r in requests),
-            any_top_p=any(r.top_p < 1 for r in requests),
-        )
-
-    def _places(self, runs: list[_Running]) -> Tensor:
-        return torch.tensor([len(run.token_ids) for run in runs], dtype=torch.int64, device=self.device)
+        places = [len(run.token_ids) for run in runs]
+        return RowSampling.of([run.request for run in runs], places, self.device)
 
     def _append(self, runs: list[_Running], sampled: tuple[Tensor, Tensor], last: Tensor) -> Tensor:
         tokens, logprobs = sampled

@@ -102,6 +102,14 @@ def test_a_sample_does_not_depend_on_its_company(model) -> None:
         assert [response.token_ids for response in others] == [response.token_ids for response in together]
 
 
+def test_a_long_response_does_not_depend_on_when_its_noise_was_made(model) -> None:
+    """Longer than the noise that is made at once, beside others that end and begin."""
+    long = Request(prompt_ids=(3, 4), seed=5, max_response_tokens=150)
+    alone = answers(engine_for(model, 1), [long])[0]
+    among_others = answers(engine_for(model, 3), [*requests(12), long, *requests(12)])[12]
+    assert alone.token_ids == among_others.token_ids
+
+
 def test_greedy_equals_transformers_generate(model) -> None:
     asked = requests(6, temperature=0.0, max_response_tokens=12, stop_token_ids=frozenset())
     for request, response in zip(asked, answers(engine_for(model), asked), strict=True):
@@ -157,14 +165,12 @@ def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
 def frequencies(
     logits: list[float], *, temperature: float = 1.0, top_p: float = 1.0, count: int = 40_000
 ) -> torch.Tensor:
-    sampling = RowSampling(
-        seeds=torch.arange(count),
-        temperature=torch.full((count,), temperature),
-        top_p=torch.full((count,), top_p),
-        any_greedy=temperature == 0,
-        any_top_p=top_p < 1,
-    )
-    tokens, _ = draw_tokens(torch.tensor(logits).expand(count, -1), sampling, torch.zeros(count, dtype=torch.int64))
+    asked = [
+        Request(prompt_ids=(), seed=seed, max_response_tokens=1, temperature=temperature, top_p=top_p)
+        for seed in range(count)
+    ]
+    sampling = RowSampling.of(asked, [0] * count, torch.device("cpu"))
+    tokens, _ = draw_tokens(torch.tensor(logits).expand(count, -1), sampling, 0)
     return torch.bincount(tokens, minlength=len(logits)) / count
 
 
