@@ -16,7 +16,7 @@ done
 export NPROC=${NPROC:-2} CUDA_VISIBLE_DEVICES='' HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 echo "== 1/3 a tiny model, warm-started by supervised fine-tuning"
-python -m spmdrl.tools.tiny_model "$dir/$name-base"
+python -m spmdrl.tools.tiny_model "$dir/$name-base" --num-layers 2
 MODULE=spmdrl.sft launch/local.sh configs/demo-sft.toml run.dir="$dir" run.name="$name-sft" model.path="$dir/$name-base"
 
 echo "== 2/3 reinforcement learning on $NPROC ranks"
