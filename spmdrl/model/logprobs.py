@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spmdrl.model.linear import linear
+from spmdrl.model.linear import linear, outer
 
 
 def predicting_rows(positions: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_logits.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
             grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = linear(grad_logits, weight.T.contiguous())
-            grad_weight += linear(grad_logits.T, hidden[part].T)
+            grad_weight += outer(grad_logits, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
