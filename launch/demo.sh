@@ -7,17 +7,21 @@ cd "$(dirname "$0")/.."
 
 name=demo-$(date +%Y%m%d-%H%M%S)
 dir=runs
+held_out=()
 for setting in "$@"; do
     case $setting in
         run.name=*) name=${setting#run.name=} ;;
         run.dir=*) dir=${setting#run.dir=} ;;
+        # The warm start must leave out the same questions.
+        eval.num_prompts=* | eval.sources=*) held_out+=("held_out.${setting#eval.}") ;;
     esac
 done
 export NPROC=${NPROC:-2} CUDA_VISIBLE_DEVICES='' HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 echo "== 1/3 a tiny model, warm-started by supervised fine-tuning"
 python -m spmdrl.tools.tiny_model "$dir/$name-base" --num-layers 2
-MODULE=spmdrl.sft launch/local.sh configs/demo-sft.toml run.dir="$dir" run.name="$name-sft" model.path="$dir/$name-base"
+MODULE=spmdrl.sft launch/local.sh configs/demo-sft.toml run.dir="$dir" run.name="$name-sft" model.path="$dir/$name-base" \
+    "${held_out[@]}"
 
 echo "== 2/3 reinforcement learning on $NPROC ranks"
 launch/local.sh configs/demo.toml run.dir="$dir" run.name="$name" model.path="$dir/$name-sft/hf" "$@"

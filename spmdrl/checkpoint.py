@@ -69,7 +69,11 @@ def restore(folder: Path, learner: Learner, *, step: int) -> None:
     checkpoint = _folder_of(folder, step)
     weights, moments = get_state_dict(learner.policy, learner.optimizer)
     dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint)  # in place
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
     set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=moments)
+    # The checkpoint's state, but this launch's settings: they may have been changed on purpose.
+    for group, setting in zip(learner.optimizer.param_groups, settings, strict=True):
+        group.update(setting)
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spmdrl.types import UserError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -32,8 +33,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class RunConfig(Section):
-    name: str
-    """The run's folder is `dir/name`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """The run's folder is `dir/name`; letters, digits, `.`, `_` and `-`."""
     dir: str = "runs"
     """Where run folders are made."""
     num_steps: Count
@@ -167,23 +168,29 @@ RewardTerm = Annotated[ExactReward | MathReward | ReasoningGymReward | FunctionR
 
 class RewardConfig(Section):
     terms: Annotated[tuple[RewardTerm, ...], Field(strict=False, min_length=1)]
-    """The reward is the weighted sum of these."""
+    """The reward is the weighted sum of these; at least one weight is positive."""
     timeout_s: Positive = 10.0
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
     """Reward processes of each rank."""
+
+    @model_validator(mode="after")
+    def _something_is_rewarded(self) -> RewardConfig:
+        if not any(term.weight > 0 for term in self.terms):
+            raise ValueError("no term has a positive weight, so nothing would be rewarded")
+        return self
 
 
 class AdvantageConfig(Section):
     estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
     """`grpo`: reward minus the group's mean. `rloo`: minus the mean of the others in the group.
     `reinforce_plus_plus_baseline`: minus the group's mean, then whitened over the global batch."""
-    divide_by_std: bool = True
-    """`grpo` only: divide by the group's standard deviation; false is Dr.GRPO."""
+    divide_by_std: bool | None = None
+    """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
 
     @model_validator(mode="after")
     def _std_belongs_to_grpo(self) -> AdvantageConfig:
-        if self.estimator != "grpo" and "divide_by_std" in self.model_fields_set:
+        if self.estimator != "grpo" and self.divide_by_std is not None:
             raise ValueError(f'divide_by_std has no meaning for estimator = "{self.estimator}"; remove it')
         return self
 
@@ -193,7 +200,7 @@ class LossConfig(Section):
     """The ratio is clipped from below at 1 - clip_low."""
     clip_high: NonNegative = 0.2
     """The ratio is clipped from above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    dual_clip: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
     """For negative advantages the loss is bounded by this times -advantage."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """What the per-token losses are divided by, always over the global batch: see `docs/losses.md`."""
@@ -203,7 +210,7 @@ class LossConfig(Section):
     """Estimator of that divergence. k1 has no expected gradient on-policy and also needs `allow_k1_loss`."""
     allow_k1_loss: bool = False
     """Use k1 as a loss although its expected on-policy gradient is zero."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus; above 0 favours entropy."""
     updates_per_step: Count = 1
     """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
@@ -234,11 +241,11 @@ class OptimConfig(Section):
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay; not applied to one-dimensional parameters."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[BelowOne, BelowOne], Field(strict=False)] = (0.9, 0.999)
     """`adamw` only."""
     eps: Positive = 1e-8
     """`adamw` only."""
-    momentum: Fraction = 0.0
+    momentum: BelowOne = 0.0
     """`sgd` only."""
     params: dict[str, Any] = {}
     """Keyword arguments for an optimizer named by `package.module:Class`."""
@@ -252,6 +259,14 @@ class OptimConfig(Section):
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_optimizer(self) -> OptimConfig:
+        used = {"adamw": {"betas", "eps"}, "sgd": {"momentum"}}.get(self.name, {"params"})
+        for setting in ("betas", "eps", "momentum", "params"):
+            if setting not in used and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ValueError(f'{setting} has no meaning for name = "{self.name}"; remove it')
+        return self
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> OptimConfig:

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, HeldOutConfig, ModelConfig, OptimConfig, SftConfig
+from spmdrl.config import Config, HeldOutConfig, ModelConfig, SftConfig
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config
-from spmdrl.optim import optimizer_class
+from spmdrl.optim import check_optimizer
 from spmdrl.plan import Plan, make_plan, make_sft_plan
 from spmdrl.types import Prompt, UserError
 
@@ -60,7 +60,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems = _Problems()
     plan = problems.attempt(lambda: _plan(cfg, num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
-    problems.attempt(lambda: _check_optimizer(cfg.optim))
+    problems.attempt(lambda: check_optimizer(cfg.optim))
     problems.attempt(lambda: _check_attention(cfg.model))
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:
@@ -90,10 +90,6 @@ def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
     return make_plan(cfg, num_ranks=num_ranks)
 
 
-def _check_optimizer(cfg: OptimConfig) -> None:
-    optimizer_class(cfg.name)
-
-
 def _check_attention(cfg: ModelConfig) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     choose_kernel(cfg.attention, device_type, compute_dtype(cfg.compute_dtype, device_type))
@@ -101,9 +97,10 @@ def _check_attention(cfg: ModelConfig) -> None:
 
 def _check_length(plan: Plan, model_config: Any) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
-    if limit is not None and plan.max_sequence_tokens > limit:
+    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    if limit is not None and longest > limit:
         raise UserError(
-            f"a prompt and its response may have {plan.max_sequence_tokens} tokens, but the model was made for {limit} "
+            f"a prompt and its response may have {longest} tokens, but the model was made for {limit} "
             "(max_position_embeddings); lower data.max_prompt_tokens or max_response_tokens"
         )
 
@@ -119,6 +116,11 @@ def _check_vocabulary(cfg: ModelConfig, model_config: Any, tokenizer: PreTrained
 
 def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     if isinstance(cfg, Config) and cfg.rollout.stop_token_ids:
+        unknown = [token for token in cfg.rollout.stop_token_ids if not 0 <= token < len(tokenizer)]
+        if unknown:
+            raise UserError(
+                f"rollout.stop_token_ids: the tokenizer has ids 0 to {len(tokenizer) - 1}, not {unknown[0]}"
+            )
         return frozenset(cfg.rollout.stop_token_ids)
     return stop_token_ids(tokenizer, cfg.model.path)
 

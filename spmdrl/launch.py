@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 
@@ -74,13 +75,11 @@ def _print_dry_run(cfg: Config | SftConfig, inputs: Inputs, checked: Sequence[st
         print(f"- {line}")
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _tell(what: str, problems: str) -> None:
-    """One rank speaks: the others found the same."""
-    if not _is_main():
+    """One rank of each node speaks; what another node lacks, the first may have."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         return
+    node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "
     lines = problems.splitlines()
-    print(f"{what}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{what}:", *lines]), file=sys.stderr)
+    text = f"{what}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{what}:", *lines])
+    print(node + text, file=sys.stderr)

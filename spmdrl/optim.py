@@ -21,15 +21,28 @@ def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], di
     if name == "sgd":
         return torch.optim.SGD, {"foreach": True}
     module, _, attribute = name.partition(":")
-    if not attribute:
+    if not module or not attribute:
         raise UserError(f'optim.name = "{name}" is not known; use "adamw", "sgd" or "package.module:Class"')
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f'optim.name = "{name}" cannot be imported: {error}') from error
+    except Exception as error:  # the module is the user's: importing it can raise anything
+        raise UserError(f'optim.name = "{name}" cannot be imported: {type(error).__name__}: {error}') from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f'optim.name = "{name}" is not a torch.optim.Optimizer')
     return found, {}
+
+
+def check_optimizer(cfg: OptimConfig) -> None:
+    """Take one step on two small parameters. Raises UserError when the settings do not make an optimizer."""
+    module = nn.Linear(2, 2)
+    try:
+        optimizer = make_optimizer(module, cfg)
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f'optim.name = "{cfg.name}" does not work with these settings: {error}') from error
 
 
 def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import Config, PackConfig, SftConfig
+from spmdrl.config import Config, OptimConfig, PackConfig, SftConfig
 from spmdrl.types import UserError
 
 
@@ -29,6 +29,7 @@ class Plan:
     max_tokens_per_micro_batch: int | None  # per rank; None in static mode
     sequences_per_micro_batch: int | None  # per rank; None under a token budget
     max_micro_batches_per_update: int  # per rank, if every sequence had the greatest length
+    max_eval_sequence_tokens: int  # prompt and response in an evaluation
     eval_prompts: int  # over all ranks
     eval_every: int  # steps; 0: only before the first and after the last
     checkpoint_every: int  # steps; 0: never
@@ -60,7 +61,9 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     """Derive the plan of a reinforcement-learning run. Raises UserError with every count that does not work out."""
     prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    eval_response = (cfg.eval.max_response_tokens if cfg.eval else None) or cfg.rollout.max_response_tokens
     _refuse(
+        *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps * updates),
         *_not_divisible("rollout.prompts_per_step", prompts, num_ranks, f"split over {num_ranks} ranks", updates),
         *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_ranks),
         *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"),
@@ -80,6 +83,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
         max_micro_batches_per_update=_max_micro_batches(cfg.pack, rollouts // updates, num_ranks, max_sequence),
+        max_eval_sequence_tokens=cfg.data.max_prompt_tokens + eval_response,
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
         eval_every=cfg.eval.every if cfg.eval else 0,
         checkpoint_every=cfg.checkpoint.every,
@@ -91,6 +95,7 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     sequences = cfg.sft.sequences_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.sft.max_response_tokens
     _refuse(
+        *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps),
         *_not_divisible("sft.sequences_per_step", sequences, num_ranks, f"split over {num_ranks} ranks", 1),
         *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + sft.max_response_tokens"),
     )
@@ -108,6 +113,7 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
         max_micro_batches_per_update=_max_micro_batches(cfg.pack, sequences, num_ranks, max_sequence),
+        max_eval_sequence_tokens=0,
         eval_prompts=0,
         eval_every=0,
         checkpoint_every=cfg.checkpoint.every,
@@ -125,6 +131,12 @@ def _not_divisible(name: str, value: int, by: int, purpose: str, also_by: int) -
         below = value // unit * unit
         nearby = " or ".join(str(number) for number in (below, below + unit) if number)
         yield f"{name} = {value} cannot be {purpose}; set it to {nearby}"
+
+
+def _schedule_beyond_the_run(optim: OptimConfig, num_updates: int) -> Iterator[str]:
+    for name in ("warmup_steps", "decay_steps"):
+        if (length := getattr(optim, name)) > num_updates:
+            yield f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; lower it"
 
 
 def _too_small_budget(pack: PackConfig, max_sequence: int, sum_of: str) -> Iterator[str]:

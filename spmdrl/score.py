@@ -26,7 +26,9 @@ def score_groups(outcomes: Iterable[Outcome], cfg: AdvantageConfig, mesh: Device
     ordered = sorted(outcomes, key=lambda outcome: (outcome[0].prompt.prompt_id, outcome[0].sample_index))
     num_groups = len({rollout.prompt.prompt_id for rollout, _ in ordered})
     rewards = torch.tensor([outcome.reward for _, outcome in ordered], dtype=torch.float64).view(num_groups, -1)
-    advantages = group_advantages(rewards, estimator=cfg.estimator, divide_by_std=cfg.divide_by_std).flatten()
+    advantages = group_advantages(
+        rewards, estimator=cfg.estimator, divide_by_std=cfg.divide_by_std is not False
+    ).flatten()
     if cfg.estimator == "reinforce_plus_plus_baseline":
         advantages = _whiten_globally(advantages, [rollout for rollout, _ in ordered], mesh)
     return [

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch
 from spmdrl.config import SftConfig
-from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
@@ -47,6 +47,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
         meshes = build_meshes(world)
+        require_same(meshes.data, step, f"the newest checkpoint in {folder.checkpoints}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
 from spmdrl.config import Config
-from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.evaluate import eval_metrics
@@ -52,6 +52,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
         meshes = build_meshes(world)
+        require_same(meshes.data, step, f"the newest checkpoint in {folder.checkpoints}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
         reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)

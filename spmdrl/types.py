@@ -22,7 +22,7 @@ class UserError(ValueError):
 
 
 class TrainingDiverged(RuntimeError):
-    """A number that must be finite is not. No weights were changed in the step that raised it."""
+    """A number that must be finite is not. No weights were changed by the update that raised it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

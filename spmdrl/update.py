@@ -167,7 +167,7 @@ def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _reduced(result: Objective, loss_mask: Tensor) -> Metrics:
-    """Means and peaks over the loss tokens of one micro-batch; the only place that waits for the device."""
+    """Means and peaks over the loss tokens of one micro-batch; waits for the device."""
     names, peaks = list(result.means), list(result.peaks)
     columns = torch.stack([*result.means.values(), *result.peaks.values()])
     columns = torch.where(loss_mask, columns, 0.0)

@@ -55,6 +55,14 @@ def failing_together(mesh: DeviceMesh) -> Iterator[None]:
             raise theirs
 
 
+def require_same(mesh: DeviceMesh, value: object, what: str) -> None:
+    """Raise UserError on every rank when they do not all see the same: usually a folder that is not shared."""
+    seen = gather_objects(mesh, value)
+    if any(other != seen[0] for other in seen):
+        found = ", ".join(dict.fromkeys(str(other) for other in seen))
+        raise UserError(f"{what} is not the same on all ranks ({found}); it must be on storage that all nodes share")
+
+
 def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
     """Every rank's `mine` [n], one after the other in `output` [ranks x n]."""
     # torch 2.13 has a new name for it and warns about the old one.

@@ -153,14 +153,14 @@ def _load_varlen(kernel: Kernel) -> Callable[..., Tensor]:
 
 def choose_kernel(setting: Literal["auto"] | Kernel, device_type: str, dtype: torch.dtype) -> Kernel:
     """The kernel that `model.attention` means there. Raises UserError when it cannot be had."""
-    has_kernels = device_type == "cuda" and dtype.itemsize == 2
+    has_kernels = device_type == "cuda" and dtype.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0)
     if setting == "auto":
         return "varlen" if has_kernels else "sdpa"
     if setting != "sdpa":
         if not has_kernels:
             raise UserError(
-                f'model.attention = "{setting}" needs a CUDA device and model.compute_dtype "bfloat16" or "float16" '
-                f'(here: {device_type}, {dtype}); set it to "auto" or "sdpa"'
+                f'model.attention = "{setting}" needs a CUDA device of compute capability 8.0 and model.compute_dtype '
+                f'"bfloat16" or "float16" (here: {device_type}, {dtype}); set it to "auto" or "sdpa"'
             )
         _load_varlen(setting)
     return setting

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -49,8 +50,9 @@ def load_model_config(cfg: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
         model_class = _model_class(config, cfg)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {error}') from error
+    except Exception as error:  # whatever a config.json can hold: transformers' own checks raise all kinds
+        reason = " ".join(str(error).split())
+        raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
     name = model_class.__name__
     if not any(Path(cfg.path).glob("*.safetensors")):
         raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
@@ -90,7 +92,8 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, train
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
         )
-        shard_policy(policy, mesh, dtype=dtype, offload=offload)
+        # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
+        shard_policy(policy, mesh, dtype=dtype, offload=offload, reshard_root=not trainable)
         policies.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
@@ -130,18 +133,23 @@ def _from_pretrained(
     # one rank, or a subset of the ranks (5.19).
     hooked: Any = type(model_class.__name__, (model_class,), {"maybe_distribute_model": classmethod(distribute)})
     hooked.__module__ = model_class.__module__
-    return hooked.from_pretrained(
-        cfg.path,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation=IMPLEMENTATION,
-        distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
-        output_loading_info=True,
-        trust_remote_code=cfg.trust_remote_code,
-    )
+    try:
+        return hooked.from_pretrained(
+            cfg.path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
+            output_loading_info=True,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    except (SafetensorError, OSError) as error:
+        raise UserError(f'model.path = "{cfg.path}": its weights cannot be read: {error}') from error
 
 
-def shard_policy(policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, offload: OffloadPolicy | None) -> None:
+def shard_policy(
+    policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, offload: OffloadPolicy | None, reshard_root: bool
+) -> None:
     """Apply FSDP2: one unit for each decoder layer, one for everything else.
 
     Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
@@ -153,7 +161,7 @@ def shard_policy(policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, offloa
     }
     for layer in decoder_layers(policy.model):
         fully_shard(layer, **options)
-    fully_shard(policy, **options)
+    fully_shard(policy, reshard_after_forward=reshard_root, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -194,14 +202,9 @@ def own_memory(policy: Policy, device: torch.device) -> None:
             if parameter not in owned:
                 assert isinstance(parameter, DTensor), f"{name} was not sharded"
                 local = parameter.to_local()
-                shard = DTensor.from_local(
-                    torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local),
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
+                # Not from_local, which would move the copy to the mesh's device: offloaded shards live on the host.
+                shard = DTensor(copy, parameter._spec, requires_grad=False)
                 owned[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             setattr(module, name, owned[parameter])
         for name, buffer in module.named_buffers(recurse=False):

@@ -38,6 +38,7 @@ class Report:
         start_step: int = 0,
     ) -> None:
         self._times: dict[str, float] = {}
+        self._taken = time.perf_counter()
         self._folder = folder if active else None
         self._files = _Files(cfg_report, folder, start_step=start_step) if active and folder else None
         self._display: Display | None = None
@@ -60,9 +61,13 @@ class Report:
         self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - began
 
     def take_times(self) -> dict[str, float]:
-        """Seconds of this rank in each phase since the last call, as `time/{name}_s`."""
+        """Seconds of this rank in each phase since the last call, as `time/{name}_s`, and of all, as `time/step_s`.
+
+        What a step does after it was reported, such as saving, counts in the next.
+        """
         times, self._times = self._times, {}
-        return {f"time/{name}_s": seconds for name, seconds in times.items()}
+        began, self._taken = self._taken, time.perf_counter()
+        return {f"time/{name}_s": seconds for name, seconds in times.items()} | {"time/step_s": self._taken - began}
 
     def step(
         self,

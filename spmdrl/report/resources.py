@@ -14,7 +14,7 @@ _GIB = 2**30
 
 def time_metrics(times: dict[str, float]) -> Metrics:
     """Seconds of each phase on the slowest rank, and of the step."""
-    return {**{name: Max(seconds) for name, seconds in times.items()}, "time/step_s": Max(sum(times.values()))}
+    return {name: Max(seconds) for name, seconds in times.items()}
 
 
 def with_speed(scalars: dict[str, float]) -> dict[str, float]:

@@ -132,9 +132,11 @@ def _installed_version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about the working directory; None where there is no git, no checkout, or no commit yet."""
+    """What git says about spmdrl's own files; None where there is no git, no checkout, or no commit yet."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10.0)
+        done = subprocess.run(
+            ["git", "-C", str(Path(spmdrl.__file__).parent), *arguments], capture_output=True, text=True, timeout=10.0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -70,7 +70,7 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tens
     scaled = logits.float() / torch.where(greedy, 1.0, sampling.temperature)[:, None]
     log_p = scaled.log_softmax(-1)
     p = log_p.exp()
-    cumulative = (_nucleus(p, sampling.top_p) if sampling.any_top_p else p).cumsum(-1)
+    cumulative = _cumulative(_nucleus(p, sampling.top_p) if sampling.any_top_p else p)
     total = cumulative[:, -1:]
     # Strictly below the total even where the product rounds up to it.
     threshold = torch.minimum(sampling.noise[:, ahead, None] * total, torch.nextafter(total, -total))
@@ -84,6 +84,19 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tens
 def _nucleus(p: Tensor, top_p: Tensor) -> Tensor:
     """p with everything outside the smallest set of total probability top_p set to 0."""
     ordered, order = p.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
+    before = _cumulative(ordered) - ordered
     kept = torch.where(before < top_p[:, None], ordered, 0.0)
     return torch.zeros_like(p).scatter(-1, order, kept)
+
+
+def _cumulative(p: Tensor) -> Tensor:
+    """Running totals of p [n, V]. Where they must repeat bit for bit on CUDA, by products with triangles of ones:
+    torch's own sum has no deterministic form there."""
+    if p.device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
+        return p.cumsum(-1)
+    block = 256
+    blocks = torch.nn.functional.pad(p, (0, -p.shape[-1] % block)).unflatten(-1, (-1, block))  # [n, B, block]
+    within = blocks @ torch.ones(block, block, dtype=p.dtype, device=p.device).triu()
+    totals = within[..., -1]
+    ones = torch.ones(totals.shape[-1], totals.shape[-1], dtype=p.dtype, device=p.device)
+    return (within + (totals @ ones.triu(1)).unsqueeze(-1)).flatten(-2)[..., : p.shape[-1]]

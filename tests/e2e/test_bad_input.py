@@ -45,6 +45,11 @@ CASES = {
     "no such reward": (['reward.terms=[{{kind="function",function="absent_module:f"}}]'], "absent_module"),
     "no such function": (['reward.terms=[{{kind="function",function="{folder}/reward.py:f"}}]'], "reward.py"),
     "no such optimizer": (["optim.name=adamm"], 'optim.name = "adamm"'),
+    "optimizer arguments": (["optim.name=torch.optim:Adam", "optim.params={{bogus=1}}"], "does not work with these"),
+    "settings of another optimizer": (["optim.momentum=0.9"], 'momentum has no meaning for name = "adamw"'),
+    "a stop token that is none": (["rollout.stop_token_ids=[999]"], "not 999"),
+    "a warm-up beyond the run": (["optim.warmup_steps=900"], "is longer than the run"),
+    "a name that is a path": (["run.name=../x"], "run.name"),
     "too long for the model": (
         ["data.max_prompt_tokens=4000", "pack.max_tokens_per_micro_batch=9000"],
         "the model was made for 256",
@@ -78,6 +83,20 @@ def test_weights_that_do_not_belong_to_the_config(folder: Path, capsys: pytest.C
     (folder / "model/config.json").write_text(json.dumps(config))
     assert main([str(folder / "c.toml")]) == 2
     assert "lacks 11 of the weights" in capsys.readouterr().err
+
+
+def test_a_config_that_makes_no_sense(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps(config | {"hidden_size": "abc"}))
+    assert main([str(folder / "c.toml")]) == 2
+    assert "is not a causal language model" in capsys.readouterr().err
+
+
+def test_weights_that_were_cut_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = (folder / "model/model.safetensors").read_bytes()
+    (folder / "model/model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert main([str(folder / "c.toml")]) == 2
+    assert "weights cannot be read" in capsys.readouterr().err
 
 
 def test_a_run_cannot_export_over_its_own_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
 from spmdrl.refit import Refit
+from spmdrl.rollout.draw import _cumulative
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
@@ -90,6 +91,27 @@ def test_memory_levers_do_not_change_the_update(qwen3: str, changes: dict[str, b
     other, _ = trained(qwen3, "bfloat16", **changes)
     for name in usual:
         torch.testing.assert_close(usual[name], other[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_offloaded_shards_live_on_the_host(qwen3: str, dtype: str) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(qwen3, compute_dtype=dtype, cpu_offload=True), mesh, temperature=1.0)
+        assert {parameter.to_local().device.type for parameter in policy.parameters()} == {"cpu"}
+        assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
+        del policy
+
+
+def test_tokens_can_be_drawn_deterministically() -> None:
+    p = torch.rand(5, 1000, device=CUDA)
+    plain = p.cumsum(-1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(_cumulative(p), plain, rtol=1e-4, atol=1e-3)
+        assert torch.equal(_cumulative(p), _cumulative(p))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_half_precision_stays_near_full_precision(qwen3: str) -> None:

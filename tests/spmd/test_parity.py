@@ -92,11 +92,14 @@ def initial(path: str) -> dict[str, Tensor]:
 def assert_same_change(
     one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor], bound: float
 ) -> None:
-    """SGD with rate 1 moves each weight by its gradient: compare the moves, relative to the largest of all of them."""
+    """SGD with rate 1 moves each weight by its gradient: compare each parameter's moves, relative to their size.
+
+    A gradient below a thousandth of the largest is compared with that: the rest of it is rounding of the others.
+    """
     scale = max((one[name] - start[name]).norm() for name in start)
     assert scale > 1e-3, "the update changed nothing, so comparing it proves nothing"
     for name in start:
-        error = ((one[name] - other[name]).norm() / scale).item()
+        error = ((one[name] - other[name]).norm() / max((one[name] - start[name]).norm(), scale / 1000)).item()
         assert error < bound, f"{name}: relative error {error:.2e}"
 
 
@@ -159,10 +162,11 @@ def test_adamw_weights_agree_after_several_updates(qwen3: str, start) -> None:
         "plan": {"updates_per_step": 4, "rollouts_per_mini_batch": SEQUENCES // 4, "num_updates": 4},
     }
     ((one, _),) = run_ranks(1, _trained, qwen3, options)
-    (two, _), _ = run_ranks(2, _trained, qwen3, options)
     assert max((one[name] - start[name]).abs().max() for name in start) > 3e-4
-    for name in one:
-        assert (one[name] - two[name]).abs().max() < 1e-5, name
+    for num_ranks in (2, 4):
+        others, _ = run_ranks(num_ranks, _trained, qwen3, options)[0]
+        for name in one:  # a tenth of what one update may move a weight
+            assert (one[name] - others[name]).abs().max() < 1e-5, name
 
 
 def test_the_first_update_is_exactly_on_policy(usual) -> None:

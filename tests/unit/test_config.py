@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tomlkit
 from pydantic import ValidationError
 
 from spmdrl.config import Config, read_config
@@ -49,9 +50,9 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
 
 
 def test_overrides_replace_what_the_file_says(tmp_path: Path) -> None:
-    cfg = read(tmp_path, GOOD, "optim.lr=3e-6", "run.name=other name", 'model.attention="sdpa"', "eval.num_prompts=3",
+    cfg = read(tmp_path, GOOD, "optim.lr=3e-6", "run.name=other-name", 'model.attention="sdpa"', "eval.num_prompts=3",
                'eval.sources=[{kind="jsonl",path="e.jsonl"}]')  # fmt: skip
-    assert (cfg.optim.lr, cfg.run.name, cfg.model.attention) == (3e-6, "other name", "sdpa")
+    assert (cfg.optim.lr, cfg.run.name, cfg.model.attention) == (3e-6, "other-name", "sdpa")
     assert cfg.eval is not None and cfg.eval.num_prompts == 3
     assert cfg.rollout == read(tmp_path).rollout
 
@@ -112,3 +113,11 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         read_config(Config, str(tmp_path / "binary.toml"), [])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "torch.optim:RMSprop"])
+def test_the_resolved_configuration_can_be_read_again(tmp_path: Path, estimator: str, optimizer: str) -> None:
+    cfg = read(tmp_path, GOOD, f"advantage.estimator={estimator}", f"optim.name={optimizer}")
+    (tmp_path / "resolved.toml").write_text(tomlkit.dumps(cfg.model_dump(exclude_none=True)))
+    assert read_config(Config, str(tmp_path / "resolved.toml"), []) == cfg
