@@ -82,7 +82,7 @@ format: $(INSTALLED) ## let ruff lay out the code and fix what it can
 	$(IN_VENV) ruff format .
 
 bench: $(INSTALLED) ## measure again what benchmarks/ reports
-	$(IN_VENV) bash benchmarks/run.sh
+	$(IN_VENV) bash benchmarks/run.sh $(ARGS)
 
 docs: $(INSTALLED) ## write docs/configuration.md from spmdrl/config.py
 	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new

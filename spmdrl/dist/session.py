@@ -34,6 +34,22 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _keep_gloo_single_threaded(num_threads: int) -> None:
+    """Let gloo's own threads take their first look at OpenMP while it has one thread.
+
+    Otherwise each of them starts a pool of `num_threads`, libgomp sees more threads than cores and stops spinning, and
+    every parallel region of the rank pays for it: steps of the small benchmark took almost twice as long.
+    """
+    torch.set_num_threads(1)
+    send = torch.zeros(2**20)
+    receive = [torch.empty(2**20 * dist.get_world_size()) for _ in range(8)]
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    for _ in range(8):  # several at once, so that every thread gets some
+        for work in [gather(output, send, async_op=True) for output in receive]:
+            work.wait()
+    torch.set_num_threads(num_threads)
+
+
 @contextmanager
 def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[World]:
     """Join the run's process group (gloo for host tensors, NCCL for CUDA ones) and leave it at the end.
@@ -44,7 +60,8 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[Worl
     local_rank, num_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    torch.set_num_threads(threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_local))
+    num_threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_local)
+    torch.set_num_threads(num_threads)
     if cuda:
         torch.cuda.set_device(device)
     if deterministic:
@@ -60,6 +77,8 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[Worl
         timeout=timedelta(minutes=30),
         device_id=device if cuda else None,
     )
+    if not cuda and num_threads > 1:
+        _keep_gloo_single_threaded(num_threads)
     try:
         yield World(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local_ranks=num_local, device=device)
         # Modules that FSDP hooked must be gone before the group is: a gloo worker can abort at exit otherwise.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -196,16 +196,25 @@ def own_memory(policy: Policy, device: torch.device) -> None:
     safetensors maps files lazily: without this, weights would be read at first use, and change when someone
     overwrites the directory they were loaded from.
     """
-    owned: dict[Tensor, nn.Parameter] = {}  # tied weights stay one parameter
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}  # tied weights have several and stay one parameter
     for module in policy.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in owned:
-                assert isinstance(parameter, DTensor), f"{name} was not sharded"
-                local = parameter.to_local()
-                copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
-                # Not from_local, which would move the copy to the mesh's device: offloaded shards live on the host.
-                shard = DTensor(copy, parameter._spec, requires_grad=False)
-                owned[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            setattr(module, name, owned[parameter])
+            holders.setdefault(id(parameter), []).append((module, name))
+    for places in holders.values():
+        module, name = places[0]
+        # The only reference besides the holders': each old shard is freed before the next is copied.
+        copied = _copied_shard(getattr(module, name), device)
+        for module, name in places:
+            setattr(module, name, copied)
+    for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+
+
+def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """The same sharded parameter in new memory on `device`."""
+    assert isinstance(parameter, DTensor), "a parameter was not sharded"
+    local = parameter.to_local()
+    copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
+    # Not from_local, which would move the copy to the mesh's device: offloaded shards live on the host.
+    return nn.Parameter(DTensor(copy, parameter._spec, requires_grad=False), requires_grad=parameter.requires_grad)
