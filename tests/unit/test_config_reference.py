@@ -38,6 +38,6 @@ def test_values_defaults_and_bounds_are_told_in_words() -> None:
     assert "| text | required |" in rows["function"]
     assert "| whole number, at least 2 | required |" in rows["group_size"]
     assert "| number, above 0 | required |" in rows["lr"]
-    assert "| list of 2: number, 0 to 1 | `[0.9, 0.999]` |" in rows["betas"]
+    assert "| list of 2: number, at least 0, below 1 | `[0.9, 0.999]` |" in rows["betas"]
     assert '| `"constant"`, `"linear"`, `"cosine"`, `"wsd"` | `"constant"` |' in rows["schedule"]
     assert "| number, above 0, at most 1 | `1.0` |" in rows["top_p"]

@@ -200,20 +200,20 @@ def test_inactive_report_writes_nothing_but_measures(folder: RunFolder, capsys: 
         report.eval(0, {"eval/accuracy": 0.0})
         report.step(1, scalars_of(1), samples=samples_of(1), histograms={"reward/mean": [1.0]})
         report.message("not for this rank")
-        assert report.take_times().keys() == {"time/rollout_s"}
+        assert report.take_times().keys() == {"time/rollout_s", "time/step_s"}
     assert sorted(folder.path.rglob("*")) == before
     assert capsys.readouterr().out == ""
 
 
 def test_times_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 3.0, 10.0, 10.5, 20.0, 24.0])
+    clock = iter([0.0, 1.0, 3.0, 10.0, 10.5, 20.0, 24.0, 30.0, 31.0])
     monkeypatch.setattr("spmdrl.report.report.time.perf_counter", lambda: next(clock))
     report = Report(ReportConfig(), None, num_steps=1, active=False)
     for name in ("rollout", "update", "rollout"):
         with report.span(name):
             pass
-    assert report.take_times() == {"time/rollout_s": 6.0, "time/update_s": 0.5}
-    assert report.take_times() == {}
+    assert report.take_times() == {"time/rollout_s": 6.0, "time/update_s": 0.5, "time/step_s": 30.0}
+    assert report.take_times() == {"time/step_s": 1.0}
 
 
 def test_without_a_folder_it_only_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,7 +368,7 @@ def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path) -> N
 def test_launch_files_read_back_as_what_was_launched(folder: RunFolder) -> None:
     cfg = Config.model_validate(
         {
-            "run": {"name": 'a "name"\n', "num_steps": 3},
+            "run": {"name": "a-name", "dir": 'a "folder"\n', "num_steps": 3},
             "model": {"path": "tiny"},
             "data": {
                 "sources": [
@@ -403,8 +403,9 @@ def test_launch_files_read_back_as_what_was_launched(folder: RunFolder) -> None:
 def test_git_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
     from spmdrl.report.run_folder import describe_machine
 
+    monkeypatch.setattr("spmdrl.__file__", str(tmp_path / "spmdrl/__init__.py"))
+    (tmp_path / "spmdrl").mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.chdir(tmp_path)
     assert (describe_machine()["git_commit"], describe_machine()["git_dirty"]) == (None, None)
     monkeypatch.setenv("PATH", "")
     assert describe_machine()["git_commit"] is None
