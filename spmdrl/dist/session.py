@@ -39,10 +39,16 @@ def _keep_gloo_single_threaded(num_threads: int) -> None:
 
     Otherwise each of them starts a pool of `num_threads`, libgomp sees more threads than cores and stops spinning, and
     every parallel region of the rank pays for it: steps of the small benchmark took almost twice as long.
+
+    Every rank takes part when any rank has more threads: nodes need not have the same number of cores.
     """
+    most_threads = torch.tensor(num_threads)
+    dist.all_reduce(most_threads, op=dist.ReduceOp.MAX)
+    if most_threads == 1:
+        return
     torch.set_num_threads(1)
-    send = torch.zeros(2**20)
-    receive = [torch.empty(2**20 * dist.get_world_size()) for _ in range(8)]
+    send = torch.zeros(2**20 // dist.get_world_size())
+    receive = [torch.empty(send.numel() * dist.get_world_size()) for _ in range(8)]
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     for _ in range(8):  # several at once, so that every thread gets some
         for work in [gather(output, send, async_op=True) for output in receive]:
@@ -77,7 +83,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[Worl
         timeout=timedelta(minutes=30),
         device_id=device if cuda else None,
     )
-    if not cuda and num_threads > 1:
+    if not cuda:
         _keep_gloo_single_threaded(num_threads)
     try:
         yield World(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local_ranks=num_local, device=device)
