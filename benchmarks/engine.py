@@ -23,6 +23,7 @@ from generate_peer import check_lengths, generate, request_prompts, time_generat
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.model.attention import choose_kernel
+from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import Request
 
@@ -76,9 +77,7 @@ def start_engine(model: PreTrainedModel) -> TorchEngine:
         kernel=choose_kernel("auto", model.device.type, model.dtype),
         max_running=workload.ROLLOUTS_PER_STEP,
     )
-    engine.begin_update()
-    engine.load_bucket([(name, parameter.detach()) for name, parameter in model.named_parameters()])
-    engine.end_update(version=0)
+    load_whole(engine, dict(model.named_parameters()), version=0)
     return engine
 
 

@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,12 @@ class ForcedLengths:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Response]]:
+    def generate(self, requests: Iterable[Request]) -> Iterator[tuple[int, Response]]:
         """Lengths are those of the step that the loaded weights are about to begin."""
         lengths = workload.response_lengths(self._which, step=self._engine.version + 1)
         forced = [
             dataclasses.replace(request, max_response_tokens=length, stop_token_ids=frozenset())
-            for request, length in zip(requests, lengths, strict=True)
+            for request, length in zip(requests, lengths, strict=False)
         ]
         return self._engine.generate(forced)
 

@@ -43,7 +43,7 @@ def _require_finite_logprobs(rollout: Rollout) -> None:
     # Checked here, not in the loss: with clipping, an infinite ratio can give a finite loss.
     if not all(map(math.isfinite, rollout.response.logprobs)):
         raise TrainingDiverged(
-            f"the engine (version {rollout.response.version}) reported a log-probability that is not finite "
+            f"the engine (version {rollout.response.oldest_version}) reported a log-probability that is not finite "
             f"for sample {rollout.sample_index} of prompt {rollout.prompt.prompt_id}"
         )
 

@@ -129,8 +129,14 @@ class RolloutConfig(Section):
     """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
     max_running: Count = 256
     """Sequences decoded together by one engine."""
+
+
+class RefitConfig(Section):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
-    """Weights that are gathered and handed to the engine together in a refit."""
+    """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
+    verify: Literal["every", "first"] | Count = "every"
+    """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
+    launch, or every so many. A difference stops the run and names the tensors."""
 
 
 class ExactReward(Section):
@@ -336,6 +342,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
+    refit: RefitConfig = RefitConfig()
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()

@@ -33,15 +33,17 @@ def export_hf(
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype,
-    bucket_bytes: int,
+    bucket_bytes: int = 256 * 2**20,
 ) -> None:
     """Write config, tokenizer and safetensors weights in `dtype`; the first rank writes, all must call this.
 
     The directory appears whole or not at all; one that was there before is replaced.
     """
     writes = mesh.get_local_rank() == 0
+    # The model's own names: saving turns them into a checkpoint's.
+    gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes, naming="model")
     weights: dict[str, torch.Tensor] = {}
-    for bucket in Gatherer(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes).buckets():
+    for bucket in gatherer.whole_tensors():
         if writes:
             weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
     if writes:

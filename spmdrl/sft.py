@@ -35,8 +35,6 @@ from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.update import Learner, update
 
-_BUCKET_BYTES = 256 * 2**20
-
 
 def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
     """Train to imitate the responses, from the newest checkpoint or from the start, and export the model."""
@@ -88,7 +86,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                     keep = cfg.checkpoint.keep_last
                     checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
         if cfg.checkpoint.export:
-            export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype, bucket_bytes=_BUCKET_BYTES)
+            export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
 
 
 def to_sequence(

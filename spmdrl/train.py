@@ -23,7 +23,7 @@ from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.objective import PolicyObjective
-from spmdrl.refit import Refit
+from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (
     drop_metrics,
@@ -59,7 +59,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = PolicyObjective(cfg.loss)
         engine = start_engine(cfg, inputs.model_config, world)
-        refit = Refit(policy, meshes.shard, dtype=dtype, bucket_bytes=cfg.rollout.bucket_bytes)
+        refit = Refit(policy, engine, meshes.shard, dtype=dtype, **cfg.refit.model_dump())
 
         checkpoint.restore(folder.checkpoints, learner, step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
@@ -74,7 +74,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             judged = judge.collect(pending)
             report.eval(step, scalars(merge_over(meshes.data, eval_metrics(judged, cfg.reward))))
 
-        refit(engine, version=step)
+        refit(version=step)
         if step == 0 and plan.evaluates_after(0):
             evaluate()
         report.take_times()
@@ -99,7 +99,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             with report.span("update"):
                 updated = update(learner, mini_batches, objective, meshes.data, step=step)
             with report.span("refit"):
-                refit(engine, version=step)
+                refit(version=step)
             with report.span("eval"):
                 if plan.evaluates_after(step):
                     evaluate()
@@ -121,14 +121,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                     keep = cfg.checkpoint.keep_last
                     checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
         if cfg.checkpoint.export:
-            export_hf(
-                policy,
-                inputs.tokenizer,
-                folder.hf,
-                meshes.shard,
-                dtype=dtype,
-                bucket_bytes=cfg.rollout.bucket_bytes,
-            )
+            export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
         engine.close()
 
 

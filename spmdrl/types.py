@@ -43,10 +43,19 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     seed: int  # 63 bits, see `algo.seeds.rollout_seed`
-    max_response_tokens: int
+    max_response_tokens: int  # with those in response_ids
+    response_ids: tuple[int, ...] = ()  # sampled before, by a request that was aborted; the engine goes on after them
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring tokens of a response that the same weights sampled."""
+
+    version: int  # optimizer steps behind those weights
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,12 @@ class Response:
     token_ids: tuple[int, ...]  # includes the stop token when finish_reason is "stop"
     logprobs: tuple[float, ...]  # nats, of the temperature-scaled distribution before top-p; greedy: unscaled
     finish_reason: FinishReason
-    version: int  # of the weights that sampled it
+    spans: tuple[Span, ...]  # in order; their lengths add up to the response's
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest weights that sampled any of it. An empty response has none: ValueError."""
+        return min(span.version for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

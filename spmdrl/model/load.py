@@ -218,3 +218,9 @@ def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
     copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
     # Not from_local, which would move the copy to the mesh's device: offloaded shards live on the host.
     return nn.Parameter(DTensor(copy, parameter._spec, requires_grad=False), requires_grad=parameter.requires_grad)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a model's weights: those its state dict holds."""
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}

@@ -1,80 +1,140 @@
-"""Whole parameters from their shards: one all-gather per bucket, through one persistent pair of flat buffers."""
+"""Whole weights from their shards: one all-gather a bucket, into flat memory that the caller owns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
+from spmdrl.model.load import persistent_buffers
 from spmdrl.model.policy import Policy
-from spmdrl.rollout.torch_engine import persistent_buffers
+from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
 
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where one parameter's shard lies in the flat buffer of its bucket."""
-
-    name: str
-    shape: torch.Size
-    offset: int  # elements
-    numel: int  # elements of the largest rank's shard
+Naming = Literal["model", "checkpoint"]
 
 
 class Gatherer:
-    """Yields a sharded policy's weights as full tensors of `dtype`, in buckets of at most `bucket_bytes` (or one
-    parameter). Every rank of the mesh must exhaust `buckets()`; the tensors are valid until the next bucket."""
+    """Fills flat buckets with a sharded policy's weights, as full tensors of `dtype`.
 
-    def __init__(self, policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, bucket_bytes: int) -> None:
-        self._policy = policy
+    Under `naming` "model" tensors have the names of the model's own parameters and buffers, under "checkpoint" those
+    of its files: experts that transformers fuses are taken apart again, by transformers' own conversion.
+    """
+
+    def __init__(
+        self, policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, bucket_bytes: int, naming: Naming
+    ) -> None:
+        self._model = policy.model
         self._mesh = mesh
-        self._dtype = dtype
-        self._plan: list[list[_Slot]] = []
-        room = 0
-        for name, parameter in policy.model.named_parameters():  # tied weights appear once
-            numel = self._padded_shard_numel(name, parameter)
-            if not self._plan or (room + numel) * mesh.size() * dtype.itemsize > bucket_bytes:
-                self._plan.append([])
-                room = 0
-            self._plan[-1].append(_Slot(name, parameter.shape, room, numel))
-            room += numel
-        self._largest = max(slots[-1].offset + slots[-1].numel for slots in self._plan)
+        weights = [_weight(policy, name, x, dtype, naming) for name, x in self._tensors().items()]
+        self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
+        self.largest_bytes = max(bucket.num_bytes for bucket in self.buckets)
         self._send: Tensor | None = None
         self._receive: Tensor | None = None
 
-    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Each bucket's (name, full tensor) pairs; the names are those of the model's own parameters and buffers."""
-        parameters = dict(self._policy.model.named_parameters())
-        device = torch.device(self._mesh.device_type)
+    @torch.no_grad()
+    def fill(self, bucket: Bucket, flat: Tensor) -> None:
+        """Write the bucket's tensors into `flat` [bucket.num_bytes] uint8; every rank of the mesh must call this."""
+        tensors = {name: _local(tensor) for name, tensor in self._tensors().items()}
+        shards = self._gather(bucket, tensors)
+        for weight, entries in zip(bucket.weights, bucket.entries, strict=True):
+            in_place = weight.sent_as == ((weight.name, weight.shape),)
+            whole = entries[0].view(flat) if in_place else _new(weight, flat.device)
+            if weight in shards:
+                _join(whole, shards[weight])
+            else:
+                whole.copy_(tensors[weight.name])
+            if not in_place:
+                parts = revert_weight_conversion(self._model, {weight.name: whole})
+                for entry in entries:
+                    entry.view(flat).copy_(parts[entry.name])
+
+    def whole_tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Each bucket's (name, full tensor) pairs, on the mesh's device; they are valid until the next bucket."""
+        memory = torch.empty(self.largest_bytes, dtype=torch.uint8, device=self._mesh.device_type)
+        for bucket in self.buckets:
+            flat = memory[: bucket.num_bytes]
+            self.fill(bucket, flat)
+            yield [(entry.name, entry.view(flat)) for entry in bucket.flat_entries]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters (tied ones once) and the buffers that belong to the weights."""
+        return dict(self._model.named_parameters()) | persistent_buffers(self._model)
+
+    def _gather(self, bucket: Bucket, tensors: dict[str, Tensor]) -> dict[Weight, Tensor]:
+        """All ranks' shards of each sharded weight, [R, n] in the dtype to send; padded where ranks have fewer rows."""
+        num_ranks = self._mesh.size()
+        if num_ranks == 1:
+            return {}
+        slots, num_bytes = _slots(bucket, num_ranks)
+        send, receive = self._staging(num_bytes)
+        for weight, (start, end) in slots.items():
+            # Cast before the gather: the engine's dtype is often half as wide.
+            local = tensors[weight.name].flatten()
+            send[start:end].view(weight.dtype)[: local.numel()].copy_(local)
+        gather_flat(self._mesh, receive, send)
+        by_rank = receive.view(num_ranks, num_bytes)
+        return {weight: by_rank[:, start:end].view(weight.dtype) for weight, (start, end) in slots.items()}
+
+    def _staging(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """What this rank sends and what it receives; the memory is kept from one bucket and one refit to the next."""
+        num_ranks = self._mesh.size()
         if self._send is None or self._receive is None:
-            self._send = torch.zeros(self._largest, dtype=self._dtype, device=device)
-            self._receive = torch.empty(self._mesh.size() * self._largest, dtype=self._dtype, device=device)
-        for slots in self._plan:
-            used = slots[-1].offset + slots[-1].numel
-            send = self._send[:used]
-            receive = self._receive[: self._mesh.size() * used]
-            with torch.no_grad():
-                for slot in slots:
-                    # Cast before the gather: the engine's dtype is often half as wide.
-                    local = parameters[slot.name].to_local()
-                    send[slot.offset : slot.offset + local.numel()].copy_(local.flatten())
-            gather_flat(self._mesh, receive, send)
-            by_rank = receive.view(self._mesh.size(), used)
-            yield [(slot.name, self._full(by_rank, slot)) for slot in slots]
-        if buffers := persistent_buffers(self._policy.model):
-            yield list(buffers.items())
+            largest = max(_slots(bucket, num_ranks)[1] for bucket in self.buckets)
+            self._send = torch.zeros(largest, dtype=torch.uint8, device=self._mesh.device_type)
+            self._receive = torch.empty(num_ranks * largest, dtype=torch.uint8, device=self._mesh.device_type)
+        return self._send[:num_bytes], self._receive[: num_ranks * num_bytes]
 
-    def _padded_shard_numel(self, name: str, parameter: Tensor) -> int:
-        """Elements of the largest shard: FSDP gives the last ranks fewer rows, or none."""
-        assert isinstance(parameter, DTensor) and parameter.placements[0].is_shard(0), f"{name} is not split by rows"
-        return math.ceil(parameter.shape[0] / self._mesh.size()) * math.prod(parameter.shape[1:])
 
-    @staticmethod
-    def _full(by_rank: Tensor, slot: _Slot) -> Tensor:
-        shards = by_rank[:, slot.offset : slot.offset + slot.numel]
-        return shards.reshape(-1, *slot.shape[1:])[: slot.shape[0]]
+def _slots(bucket: Bucket, num_ranks: int) -> tuple[dict[Weight, tuple[int, int]], int]:
+    """Where each sharded weight's shard lies in what one rank sends, as (first byte, end), and the bytes in all.
+
+    FSDP gives the last ranks fewer rows, or none; every slot has room for the first rank's.
+    """
+    slots, start = {}, 0
+    for weight in bucket.weights:
+        if weight.is_sharded:
+            size = math.ceil(weight.shape[0] / num_ranks) * math.prod(weight.shape[1:]) * weight.dtype.itemsize
+            slots[weight] = (start, start + size)
+            start += size
+    return slots, math.ceil(start / 16) * 16  # so that a rank's part begins where every type may
+
+
+def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming) -> Weight:
+    is_sharded = isinstance(tensor, DTensor)
+    if isinstance(tensor, DTensor):
+        assert tensor.placements[0].is_shard(0), f"{name} is not split by rows"
+        sent_dtype = dtype
+    else:
+        sent_dtype = tensor.dtype  # a buffer is what it is
+    sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
+    if naming == "checkpoint":
+        blueprint = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")
+        parts = revert_weight_conversion(policy.model, {name: blueprint})
+        sent_as = tuple((part, value.shape) for part, value in parts.items())
+    return Weight(name, tensor.shape, sent_dtype, is_sharded, sent_as)
+
+
+def _new(weight: Weight, device: torch.device) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _join(whole: Tensor, shards: Tensor) -> None:
+    """Lay the rows of `shards` [R, n], padded at the end, one after the other in `whole`."""
+    if whole.shape[0] % shards.shape[0] == 0:
+        whole.view(shards.shape).copy_(shards)
+        return
+    flat, per_rank = whole.view(-1), shards.shape[1]
+    for rank, shard in enumerate(shards):
+        part = flat[rank * per_rank : (rank + 1) * per_rank]
+        part.copy_(shard[: part.numel()])

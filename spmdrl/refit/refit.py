@@ -1,24 +1,91 @@
-"""One refit: after it, the engine samples with exactly the weights the trainer holds."""
+"""One refit: after it the engine samples with exactly the weights the trainer holds, and it has been shown to."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.model.policy import Policy
+from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.gather import Gatherer
-from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.engine import WeightSink
+
+
+class RefitMismatch(RuntimeError):
+    """The engine does not hold the weights that the trainer sent."""
 
 
 class Refit:
-    """Puts a policy's weights into an engine. Built once: it keeps the manifest and the flat buffers."""
+    """Puts a policy's weights into an engine. Built once: the manifest and a pair of flat buffers are kept.
 
-    def __init__(self, policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, bucket_bytes: int) -> None:
-        self._gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes)
+    While the engine copies one bucket, the ranks gather the next into the other buffer.
+    """
 
-    def __call__(self, engine: RolloutEngine, *, version: int) -> None:
-        """Load the policy's weights of this version; every rank of the mesh must call this."""
-        engine.begin_update()
-        for bucket in self._gatherer.buckets():
-            engine.load_bucket(bucket)
-        engine.end_update(version)
+    def __init__(
+        self,
+        policy: Policy,
+        engine: WeightSink,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        verify: Literal["every", "first"] | int,
+    ) -> None:
+        """`verify` says after which refits digests are compared: every one, the first, or every so many."""
+        self._engine = engine
+        self._mesh = mesh
+        self._gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes, naming=engine.naming)
+        self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
+        self._verify = verify
+        self._done = 0
+
+    def __call__(self, *, version: int) -> None:
+        """Load the policy's weights of this version; every rank of the mesh must call this.
+
+        Raises RefitMismatch on every rank, naming the first tensors that differ, when digests are compared and do.
+        """
+        verifies = self._verifies()
+        expected: dict[str, str] = {}
+        self._engine.begin_update(self._gatherer.buckets, self._buffers)
+        for number, bucket in enumerate(self._gatherer.buckets):
+            flat = self._buffers[number % len(self._buffers)]
+            self._gatherer.fill(bucket, flat)
+            if verifies:
+                expected |= self._engine.digests_of(bucket, flat)
+            self._engine.wait()
+            self._engine.load(number)
+        self._engine.wait()
+        self._engine.end_update(version)
+        self._done += 1
+        if verifies:
+            self._require_equal(expected, version)
+
+    def _verifies(self) -> bool:
+        if isinstance(self._verify, int):
+            return self._done % self._verify == 0
+        return self._verify == "every" or self._done == 0
+
+    def _require_equal(self, expected: dict[str, str], version: int) -> None:
+        differing = gather_objects(self._mesh, self._engine.differing(expected))
+        names = sorted({name for names in differing for name in names})
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RefitMismatch(
+                f"after the refit to version {version} the engine does not hold the trainer's weights: "
+                f"{', '.join(names[:3])}{more} differ"
+            )
+
+
+def load_whole(engine: WeightSink, tensors: dict[str, torch.Tensor], *, version: int) -> None:
+    """Load tensors that are whole already, such as those of a model that is not sharded."""
+    bucket = bucket_of(list(tensors.items()))
+    buffer = engine.allocate(bucket.num_bytes)
+    for entry in bucket.flat_entries:
+        entry.view(buffer).copy_(tensors[entry.name].detach())
+    engine.begin_update([bucket], [buffer])
+    engine.load(0)
+    engine.wait()
+    engine.end_update(version)

@@ -35,5 +35,5 @@ def _row(scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str,
         "response_tokens": len(response.token_ids),
         "mean_logprob_nats": sum(response.logprobs) / max(1, len(response.logprobs)),
         "min_logprob_nats": min(response.logprobs, default=0.0),
-        "version": response.version,
+        "version": response.oldest_version,
     }

@@ -2,50 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from spmdrl.refit.bucket import Bucket
 from spmdrl.types import Request, Response
 
 
-class RolloutEngine(Protocol):
-    """Samples responses with weights of its own, which refits replace.
+class WeightSink(Protocol):
+    """The receiving side of a refit. Every rank that holds a part of the engine makes the same calls, in order:
 
-    After construction and after `wake` the weights are undefined until a whole update has been loaded;
-    `generate` refuses to run on them.
+    `begin_update`, then for each bucket `wait` and `load`, `end_update`, and now and then `differing`.
     """
 
     version: int  # optimizer steps behind the weights now loaded; -1 before the first refit
+    naming: Literal["model", "checkpoint"]  # whose tensor names it loads
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Response]]:
-        """Yield (index into requests, response) as each finishes; a caller may `abort` between two of them."""
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory [num_bytes] uint8 that buckets can be handed over in."""
         ...
 
-    def abort(self) -> None:
-        """End what is running: every unfinished request yields what it has with finish reason `abort`."""
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor]) -> None:
+        """Open a refit: the loaded weights count for nothing until `end_update`.
+
+        Bucket i will lie in buffers[i % len(buffers)]; all of them come from `allocate`.
+        """
         ...
 
-    def sleep(self) -> None:
-        """Give back the memory that only sampling needs."""
+    def load(self, number: int) -> None:
+        """Start to copy bucket `number`, which is in its buffer now; the buffer must stay as it is until `wait`."""
         ...
 
-    def wake(self) -> None:
-        """Take that memory again."""
-        ...
-
-    def begin_update(self) -> None:
-        """Open a refit: the loaded weights count for nothing until `end_update`."""
-        ...
-
-    def load_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy whole parameters into place; the tensors may be reused when this returns."""
+    def wait(self) -> None:
+        """Return when the bucket last given to `load` has been copied, if there was one."""
         ...
 
     def end_update(self, version: int) -> None:
         """Close the refit. Raises when a parameter was not loaded; drops every cache of the old weights."""
+        ...
+
+    def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
+        """Digests, under the engine's own names, of what this rank's part must hold once the bucket is loaded."""
+        ...
+
+    def differing(self, expected: dict[str, str]) -> list[str]:
+        """Names of the engine's weights whose digests are not the expected ones, with those it holds and nobody
+        expected; empty on ranks that do not lead the engine."""
+        ...
+
+
+class RolloutEngine(WeightSink, Protocol):
+    """Samples responses with weights of its own, which refits replace.
+
+    After construction the weights are undefined until a whole update has been loaded; `generate` refuses to run on
+    them. Where ranks share an engine one of them leads it; for the others `generate` yields nothing.
+    """
+
+    leads: bool  # whether this rank talks to the engine
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+        """Yield (place among the requests, counted from 0, response) as each finishes.
+
+        Requests are taken only when there is room to run them. None, which has no place, says that there is nothing
+        to start now: more is asked for after the next response. A caller may `abort` between two responses.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Take no more requests and end what is running: every unfinished request that was taken yields what it has
+        with finish reason `abort`."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory that training needs."""
+        ...
+
+    def wake(self) -> None:
+        """Take back the memory that sampling needs."""
         ...
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,11 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.load import persistent_buffers
+from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.digest import digest
 from spmdrl.rollout.draw import NOISE_PLACES, RowSampling, draw_tokens
-from spmdrl.types import FinishReason, Request, Response
+from spmdrl.types import FinishReason, Request, Response, Span
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
 
@@ -34,16 +37,59 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens so far, with those of an earlier request that this one goes on from."""
+        return len(self.request.response_ids) + len(self.token_ids)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the first token that is sampled here comes after."""
+        return self.request.prompt_ids + self.request.response_ids
+
     def finish_reason(self) -> FinishReason | None:
         if self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
-        if len(self.token_ids) == self.request.max_response_tokens:
+        if self.num_sampled == self.request.max_response_tokens:
             return "length"
         return None
 
 
+class _Source:
+    """The caller's requests, numbered, taken as there is room."""
+
+    def __init__(self, requests: Iterable[Request | None]) -> None:
+        self._requests = iter(requests)
+        self._count = 0
+        self._pausing = False
+        self.is_empty = False
+
+    def take(self, num_free: int) -> Iterator[_Running]:
+        """At most `num_free` of them; none while the caller has none to start."""
+        for _ in range(num_free):
+            if self.is_empty or self._pausing:
+                return
+            try:
+                request = next(self._requests)
+            except StopIteration:
+                self.is_empty = True
+                return
+            if request is None:
+                self._pausing = True
+                return
+            yield _Running(self._count, request)
+            self._count += 1
+
+    def ask_again(self) -> None:
+        """A response was given, so the caller may have something to start."""
+        self._pausing = False
+
+
 class TorchEngine:
     """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
+
+    naming: Literal["model", "checkpoint"] = "model"
+    leads = True
 
     def __init__(
         self, model_config: Any, *, device: torch.device, dtype: torch.dtype, kernel: Kernel, max_running: int
@@ -60,6 +106,8 @@ class TorchEngine:
         self._cache: _Cache | None = None
         self._weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         self._missing: set[str] = set(self._weights)
+        self._buckets: Sequence[Bucket] = ()
+        self._buffers: Sequence[Tensor] = ()
         self._abort = False
 
     @property
@@ -67,40 +115,45 @@ class TorchEngine:
         """Where the engine's weights are."""
         return self.model.device
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Response]]:
-        """See `RolloutEngine.generate`. Requests of the same prompt share its prefill."""
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+        """See `RolloutEngine.generate`. Requests of the same prompt that wait together share its prefill."""
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
-        self._reserve(requests)
-        waiting = deque(_Running(index, request) for index, request in enumerate(requests))
+        source = _Source(requests)
+        waiting: deque[_Running] = deque()
         rows: list[_Running] = []
         sampling = self._sampling(rows)
         ahead = 0  # decode steps since the noise in `sampling` was made
         last = torch.empty(0, dtype=torch.int64, device=self.device)
-        while waiting or rows:
+        while True:
             if self._abort:
                 yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
                 return
+            waiting.extend(source.take(self._max_running - len(rows) - len(waiting)))
             if waiting and len(rows) < self._max_running:
                 admitted = _admit(waiting, self._max_running - len(rows))
+                self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
                 logits = self._prefill(admitted, first_row=len(rows))
                 last = self._append(admitted, draw_tokens(logits, self._sampling(admitted), 0), last)
                 rows += admitted
                 sampling, ahead = self._sampling(rows), 0
-            else:
+            elif rows:
                 if ahead == NOISE_PLACES:
-                    sampling, ahead = sampling.at([len(run.token_ids) for run in rows]), 0
+                    sampling, ahead = sampling.at([run.num_sampled for run in rows]), 0
                 last = self._append(rows, draw_tokens(self._decode(last), sampling, ahead), last[:0])
                 ahead += 1
+            else:
+                assert source.is_empty, "nothing is running, so the caller must have another request or none at all"
+                return
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
-                yield from (
-                    (run.index, self._response(run, why)) for run, why in zip(rows, reasons, strict=True) if why
-                )
                 kept = self._compact([why is None for why in reasons])
+                finished = [(run, why) for run, why in zip(rows, reasons, strict=True) if why]
                 rows = [rows[row] for row in kept]
                 order = torch.tensor(kept, dtype=torch.int64, device=self.device)
                 sampling, last = sampling.take(order), last[order]
+                yield from ((run.index, self._response(run, why)) for run, why in finished)
+                source.ask_again()
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`."""
@@ -117,44 +170,62 @@ class TorchEngine:
     def wake(self) -> None:
         """The cache is taken when sampling knows how much it needs."""
 
-    def begin_update(self) -> None:
-        """See `RolloutEngine.begin_update`."""
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `WeightSink.allocate`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor]) -> None:
+        """See `WeightSink.begin_update`."""
+        self._buckets, self._buffers = buckets, buffers
         self._missing = set(self._weights)
 
     @torch.no_grad()
-    def load_bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """See `RolloutEngine.load_bucket`."""
-        for name, tensor in tensors:
-            self._weights[name].copy_(tensor)
-            self._missing.discard(name)
+    def load(self, number: int) -> None:
+        """See `WeightSink.load`; the copy is done, or in its place in the device's queue, on return."""
+        buffer = self._buffers[number % len(self._buffers)]
+        for entry in self._buckets[number].flat_entries:
+            self._weights[entry.name].copy_(entry.view(buffer))
+            self._missing.discard(entry.name)
+
+    def wait(self) -> None:
+        """See `WeightSink.wait`: what follows on this device comes after the copy."""
 
     def end_update(self, version: int) -> None:
-        """See `RolloutEngine.end_update`."""
+        """See `WeightSink.end_update`."""
         if self._missing:
             raise RuntimeError(
                 f"refit to version {version} left {len(self._missing)} weights out: {min(self._missing)}"
             )
         self.version = version
 
+    def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
+        """See `WeightSink.digests_of`; the engine's names are the model's."""
+        return {entry.name: digest(entry.view(flat)) for entry in bucket.flat_entries}
+
+    def differing(self, expected: dict[str, str]) -> list[str]:
+        """See `WeightSink.differing`."""
+        return [name for name, tensor in self._weights.items() if digest(tensor) != expected.get(name)]
+
     def close(self) -> None:
         """Nothing outlives the object."""
         self._cache = None
 
     def weights(self) -> dict[str, Tensor]:
-        """The loaded weights by name, to be compared with the trainer's."""
+        """The loaded weights by name."""
         return self._weights
 
-    def _reserve(self, requests: Sequence[Request]) -> None:
-        longest = max((len(r.prompt_ids) + r.max_response_tokens for r in requests), default=0)
-        num_rows = min(len(requests), self._max_running)
-        if self._cache is None or not self._cache.holds(num_rows, longest):
-            self._cache = None  # before the next one is taken
+    def _reserve(self, runs: Sequence[_Running], *, num_rows: int) -> None:
+        """Make the cache large enough for these, and for `num_rows` rows if that many may run."""
+        longest = max(len(run.request.prompt_ids) + run.request.max_response_tokens for run in runs)
+        if self._cache is None:
             self._cache = _Cache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
+        elif not self._cache.holds(len(runs), longest):
+            self._cache.grow(min(num_rows, self._max_running), longest)
 
     @torch.inference_mode()
     def _prefill(self, runs: list[_Running], *, first_row: int) -> Tensor:
         """Fill rows first_row... of the cache; return the logits of each run's first response token, [n, V]."""
-        prompts = sorted({run.request.prompt_ids for run in runs}, key=lambda ids: (len(ids), ids))
+        prompts = sorted({run.context for run in runs}, key=lambda ids: (len(ids), ids))
         place = {ids: i for i, ids in enumerate(prompts)}
         seqlens = [len(ids) for ids in prompts]
         ends = torch.tensor(seqlens, device=self.device).cumsum(0)
@@ -163,7 +234,7 @@ class TorchEngine:
         attend = self._cache.begin_prefill(
             packed_attention(cu_seqlens, seqlens, self._kernel),
             starts=cu_seqlens.tolist(),
-            sequences=[place[run.request.prompt_ids] for run in runs],
+            sequences=[place[run.context] for run in runs],
             first_row=first_row,
         )
         logits = self.model(
@@ -173,7 +244,7 @@ class TorchEngine:
             logits_to_keep=ends - 1,
             attend=attend,
         ).logits[0]
-        return logits[torch.tensor([place[run.request.prompt_ids] for run in runs], device=self.device)]
+        return logits[torch.tensor([place[run.context] for run in runs], device=self.device)]
 
     @torch.inference_mode()
     def _decode(self, last: Tensor) -> Tensor:
@@ -197,7 +268,7 @@ class TorchEngine:
         return kept
 
     def _sampling(self, runs: list[_Running]) -> RowSampling:
-        places = [len(run.token_ids) for run in runs]
+        places = [run.num_sampled for run in runs]
         return RowSampling.of([run.request for run in runs], places, self.device)
 
     def _append(self, runs: list[_Running], sampled: tuple[Tensor, Tensor], last: Tensor) -> Tensor:
@@ -209,7 +280,10 @@ class TorchEngine:
 
     def _response(self, run: _Running, reason: FinishReason) -> Response:
         return Response(
-            token_ids=tuple(run.token_ids), logprobs=tuple(run.logprobs), finish_reason=reason, version=self.version
+            token_ids=tuple(run.token_ids),
+            logprobs=tuple(run.logprobs),
+            finish_reason=reason,
+            spans=(Span(self.version, len(run.token_ids)),) if run.token_ids else (),
         )
 
 
@@ -218,18 +292,12 @@ def _admit(waiting: deque[_Running], num_free: int) -> list[_Running]:
     admitted: list[_Running] = []
     prompts: set[tuple[int, ...]] = set()
     while waiting and len(admitted) < num_free:
-        prompt = waiting[0].request.prompt_ids
+        prompt = waiting[0].context
         if admitted and sum(map(len, prompts | {prompt})) > MAX_PREFILL_TOKENS:
             break
         prompts.add(prompt)
         admitted.append(waiting.popleft())
     return admitted
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to a model's weights: those its state dict holds."""
-    names = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 class _Cache:
@@ -242,6 +310,20 @@ class _Cache:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._lengths: list[int] = []
+
+    def grow(self, num_rows: int, capacity: int) -> None:
+        """Make room for so many rows of so many tokens; what the rows in use hold is kept."""
+        layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
+        shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
+        used, longest = len(self._lengths), max(self._lengths, default=0)
+        self._keys = self._moved(self._keys, shape, used, longest)
+        self._values = self._moved(self._values, shape, used, longest)
+
+    @staticmethod
+    def _moved(cells: Tensor, shape: tuple[int, ...], used: int, longest: int) -> Tensor:
+        larger = cells.new_zeros(shape)
+        larger[:, :used, :, :longest] = cells[:, :used, :, :longest]
+        return larger
 
     def holds(self, num_rows: int, capacity: int) -> bool:
         """Whether so many rows of so many tokens fit."""

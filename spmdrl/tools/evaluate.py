@@ -16,10 +16,11 @@ from spmdrl.evaluate import eval_metrics
 from spmdrl.inputs import open_inputs
 from spmdrl.metrics import scalars
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype
+from spmdrl.model.load import compute_dtype, persistent_buffers
+from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.sample import eval_sampling, sample
-from spmdrl.rollout.torch_engine import TorchEngine, persistent_buffers
+from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import UserError
 
 
@@ -41,9 +42,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         kernel=choose_kernel(cfg.model.attention, device.type, dtype),
         max_running=cfg.rollout.max_running,
     )
-    engine.begin_update()
-    engine.load_bucket([*model.named_parameters(), *persistent_buffers(model).items()])
-    engine.end_update(0)
+    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
     with Judge(cfg.reward, inputs.tokenizer) as judge:
         sampling = eval_sampling(cfg, inputs.stop_token_ids)
         rollouts = sample(engine, inputs.held_out, sampling, run_seed=cfg.run.seed, step=0)

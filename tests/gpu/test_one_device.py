@@ -20,7 +20,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
-from spmdrl.refit import Refit
+from spmdrl.refit.refit import Refit
 from spmdrl.rollout.draw import _cumulative
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -135,7 +135,7 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
             kernel="varlen",
             max_running=16,
         )
-        Refit(policy, mesh, dtype=torch.bfloat16, bucket_bytes=64 * 1024)(engine, version=1)
+        Refit(policy, engine, mesh, dtype=torch.bfloat16, bucket_bytes=64 * 1024, verify="every")(version=1)
         for name, parameter in policy.model.named_parameters():
             assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
         asked = [Request(prompt_ids=(3, 4, 5 + i), seed=i, max_response_tokens=20) for i in range(40)]

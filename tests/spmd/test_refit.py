@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
-from spmdrl.refit import Refit
+from spmdrl.refit.refit import Refit, RefitMismatch, load_whole
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import Request
 from tests.spmd.ranks import run_ranks
@@ -26,13 +26,13 @@ def _refitted(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[float]:
         engine = TorchEngine(
             AutoConfig.from_pretrained(path), device=world.device, dtype=dtype, kernel="sdpa", max_running=4
         )
-        refit = Refit(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes)
+        refit = Refit(policy, engine, mesh, dtype=dtype, bucket_bytes=bucket_bytes, verify="every")
         worst = []
         for version in (1, 2):
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.to_local().mul_(1.01).add_(0.001 * version)
-            refit(engine, version=version)
+            refit(version=version)
             assert engine.version == version
             held = engine.weights()
             full = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
@@ -62,8 +62,39 @@ def test_an_engine_without_all_its_weights_refuses(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError, match="refit before sampling"):
         next(engine.generate([Request(prompt_ids=(3,), seed=0, max_response_tokens=1)]))
-    weights = list(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    engine.begin_update()
-    engine.load_bucket(weights[1:])
-    with pytest.raises(RuntimeError, match=weights[0][0]):
-        engine.end_update(0)
+    weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    left_out = next(iter(weights))
+    del weights[left_out]
+    with pytest.raises(RuntimeError, match=left_out):
+        load_whole(engine, weights, version=0)
+
+
+def _corrupted(path: str) -> str:
+    """Flip the lowest bit of one number on one rank between gathering and loading; what each rank says."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        engine = TorchEngine(
+            AutoConfig.from_pretrained(path), device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4
+        )
+        if world.rank == 1:
+            load = engine.load
+
+            def corrupt(number: int) -> None:
+                if number == 1:
+                    engine._buffers[1][40] ^= 1
+                load(number)
+
+            engine.load = corrupt  # type: ignore[method-assign]
+        refit = Refit(policy, engine, mesh, dtype=torch.float32, bucket_bytes=2**14, verify="every")
+        try:
+            refit(version=3)
+        except RefitMismatch as error:
+            return str(error)
+        return "nothing was noticed"
+
+
+def test_one_flipped_bit_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _corrupted, save_qwen3(tmp_path))
+    assert first == second
+    assert "after the refit to version 3" in first and "model.layers.0" in first

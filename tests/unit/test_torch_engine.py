@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.draw import RowSampling, draw_tokens
 from spmdrl.rollout.torch_engine import TorchEngine
-from spmdrl.types import Request, Response
+from spmdrl.types import Request, Response, Span
 from tests.tiny import VOCABULARY, save_llama, save_qwen3
 
 
@@ -44,9 +46,7 @@ def engine_for(model, max_running: int = 8) -> TorchEngine:
     engine = TorchEngine(
         model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=max_running
     )
-    engine.begin_update()
-    engine.load_bucket(list(model.named_parameters()))
-    engine.end_update(7)
+    load_whole(engine, dict(model.named_parameters()), version=7)
     return engine
 
 
@@ -88,7 +88,7 @@ def test_logprobs_equal_those_of_a_full_forward(model, max_running: int) -> None
         torch.testing.assert_close(
             torch.tensor(response.logprobs), plain_logprobs(model, request, response), rtol=0, atol=1e-5
         )
-        assert response.version == 7
+        assert response.spans == (Span(7, len(response.token_ids)),)
 
 
 def test_a_sample_does_not_depend_on_its_company(model) -> None:
@@ -145,11 +145,44 @@ def test_abort_returns_what_there_is(model) -> None:
         responses[index] = response
         engine.abort()
     assert responses[0].finish_reason == "length"
-    for index in range(1, 8):
+    assert responses.keys() == {0, 1, 2, 3}, "a request that there was no room for was taken"
+    for index in range(1, 4):
         partial = responses[index]
         assert partial.finish_reason == "abort"
-        assert partial.token_ids == whole[index].token_ids[: len(partial.token_ids)]
-    assert len(responses[1].token_ids) == 2 and len(responses[7].token_ids) == 0
+        assert len(partial.token_ids) == 2
+        assert partial.token_ids == whole[index].token_ids[:2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_response_that_was_interrupted_goes_on_to_the_same_tokens(model, temperature: float) -> None:
+    engine = engine_for(model)
+    asked = requests(9, temperature=temperature, max_response_tokens=70, stop_token_ids=frozenset())
+    whole = answers(engine, asked)
+    for cut in (1, 30, 69):
+        rest = answers(engine, [replace(r, response_ids=w.token_ids[:cut]) for r, w in zip(asked, whole, strict=True)])
+        for response, uncut in zip(rest, whole, strict=True):
+            assert response.token_ids == uncut.token_ids[cut:]
+            torch.testing.assert_close(
+                torch.tensor(response.logprobs), torch.tensor(uncut.logprobs[cut:]), rtol=0, atol=1e-5
+            )
+
+
+def test_requests_are_asked_for_when_there_is_room(model) -> None:
+    """A caller that has one request at a time gets the same responses; a longer one makes the cache grow."""
+    engine = engine_for(model, 4)
+    asked = [*requests(3, max_response_tokens=3), *requests(8)]
+    together = answers(engine_for(model, 4), asked)
+    responses: dict[int, Response] = {}
+
+    def one_at_a_time():
+        for number, request in enumerate(asked):
+            while len(responses) < number - 1:
+                yield None
+            yield request
+
+    for index, response in engine.generate(one_at_a_time()):
+        responses[index] = response
+    assert [responses[i].token_ids for i in range(len(asked))] == [r.token_ids for r in together]
 
 
 def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
