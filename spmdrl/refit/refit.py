@@ -49,7 +49,7 @@ class Refit:
         """
         verifies = self._verifies()
         expected: dict[str, str] = {}
-        self._engine.begin_update(self._gatherer.buckets, self._buffers)
+        self._engine.begin_update(self._gatherer.buckets, self._buffers, version=version)
         for number, bucket in enumerate(self._gatherer.buckets):
             flat = self._buffers[number % len(self._buffers)]
             self._gatherer.fill(bucket, flat)
@@ -58,7 +58,7 @@ class Refit:
             self._engine.wait()
             self._engine.load(number)
         self._engine.wait()
-        self._engine.end_update(version)
+        self._engine.end_update()
         self._done += 1
         if verifies:
             self._require_equal(expected, version)
@@ -85,7 +85,7 @@ def load_whole(engine: WeightSink, tensors: dict[str, torch.Tensor], *, version:
     buffer = engine.allocate(bucket.num_bytes)
     for entry in bucket.flat_entries:
         entry.view(buffer).copy_(tensors[entry.name].detach())
-    engine.begin_update([bucket], [buffer])
+    engine.begin_update([bucket], [buffer], version=version)
     engine.load(0)
     engine.wait()
-    engine.end_update(version)
+    engine.end_update()

@@ -25,8 +25,8 @@ class WeightSink(Protocol):
         """Memory [num_bytes] uint8 that buckets can be handed over in."""
         ...
 
-    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor]) -> None:
-        """Open a refit: the loaded weights count for nothing until `end_update`.
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
+        """Open a refit to `version`: the loaded weights count for nothing until `end_update`.
 
         Bucket i will lie in buffers[i % len(buffers)]; all of them come from `allocate`.
         """
@@ -40,7 +40,7 @@ class WeightSink(Protocol):
         """Return when the bucket last given to `load` has been copied, if there was one."""
         ...
 
-    def end_update(self, version: int) -> None:
+    def end_update(self) -> None:
         """Close the refit. Raises when a parameter was not loaded; drops every cache of the old weights."""
         ...
 

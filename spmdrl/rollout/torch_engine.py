@@ -100,7 +100,7 @@ class TorchEngine:
         use_fast_linears(model)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
-        self.version = -1
+        self.version = self._next_version = -1
         self._kernel: Kernel = kernel
         self._max_running = max_running
         self._cache: _Cache | None = None
@@ -174,8 +174,9 @@ class TorchEngine:
         """See `WeightSink.allocate`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor]) -> None:
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """See `WeightSink.begin_update`."""
+        self._next_version = version
         self._buckets, self._buffers = buckets, buffers
         self._missing = set(self._weights)
 
@@ -190,13 +191,13 @@ class TorchEngine:
     def wait(self) -> None:
         """See `WeightSink.wait`: what follows on this device comes after the copy."""
 
-    def end_update(self, version: int) -> None:
+    def end_update(self) -> None:
         """See `WeightSink.end_update`."""
         if self._missing:
             raise RuntimeError(
-                f"refit to version {version} left {len(self._missing)} weights out: {min(self._missing)}"
+                f"refit to version {self._next_version} left {len(self._missing)} weights out: {min(self._missing)}"
             )
-        self.version = version
+        self.version = self._next_version
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         """See `WeightSink.digests_of`; the engine's names are the model's."""

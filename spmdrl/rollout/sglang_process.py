@@ -1,0 +1,290 @@
+"""The processes of one SGLang engine, started, asked and ended by this rank. The only importer of sglang.
+
+`sglang.Engine` is made to live inside a process that has more to do: what it changes here (environment, signal
+handlers, start method, event loop policy, logging) is put back, its event loop runs in a thread of its own, the death
+of one of its processes is an exception, and ending it ends nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib.metadata
+import importlib.util
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from spmdrl.refit.bucket import Bucket
+from spmdrl.rollout import sglang_cpu
+from spmdrl.types import UserError
+
+T = TypeVar("T")
+
+SUPPORTED_VERSION = "0.5.23"
+POLL_S = 0.5  # how soon the death of a process is noticed
+
+# What torchrun tells its ranks is not meant for the engine's processes; with TORCHELASTIC_USE_AGENT_STORE they would
+# wait for ever for a store that nobody hosts.
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+OWNER_VARIABLE = "SPMDRL_ENGINE_OF"  # set in the engine's processes: the id of the rank that started them
+
+
+_child_failed = threading.Event()  # a rank has one engine
+
+
+class EngineDied(RuntimeError):
+    """A process of the engine has ended, or said that it cannot go on."""
+
+
+def _note_failed_child(*_: Any) -> None:
+    """Handler of SIGQUIT, which a process of the engine that cannot go on sends to the one that started it.
+
+    A module's function, not a method: the engine's arguments are pickled.
+    """
+    _child_failed.set()
+
+
+def check_installed() -> None:
+    """Raise UserError when sglang cannot be used: missing, or another version than the one whose internals we use."""
+    if importlib.util.find_spec("sglang") is None:
+        raise UserError('rollout.engine = "sglang" needs SGLang, which is not installed; run: make setup-sglang')
+    installed = importlib.metadata.version("sglang")
+    if installed != SUPPORTED_VERSION:
+        raise UserError(
+            f'rollout.engine = "sglang" works with SGLang {SUPPORTED_VERSION}, but {installed} is installed; '
+            f"run: make setup-sglang"
+        )
+
+
+def import_sglang() -> None:
+    """Import the engine's module into this process, without what the import changes besides."""
+    if "sglang.srt.entrypoints.engine" in sys.modules:
+        return
+    if not torch.cuda.is_available():
+        sglang_cpu.enable()
+    policy = asyncio.get_event_loop_policy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a page about kernels that are not for this device
+        import sglang.srt.entrypoints.engine  # noqa: F401
+    asyncio.set_event_loop_policy(policy)
+
+
+def known_arguments() -> set[str]:
+    """Names of the arguments that sglang's engine takes."""
+    import_sglang()
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    return {field.name for field in msgspec.structs.fields(ServerArgs)}
+
+
+def knows_architecture(name: str) -> bool:
+    """Whether sglang has a model class of this name. Looks at its sources: importing all of them takes a while."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    models = Path(spec.submodule_search_locations[0], "srt", "models")
+    return any(f"class {name}(" in path.read_text(encoding="utf-8") for path in models.rglob("*.py"))
+
+
+def share_tensors(device_type: str) -> None:
+    """Let this process hand tensors to the engine's processes; every rank that does calls it once, before it does."""
+    if device_type == "cuda":
+        import_sglang()
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()  # handles then name a device by its UUID, which is the same everywhere
+    else:
+        # File descriptors travel over a connection that is guarded by a key, and torchrun's ranks have different ones.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def serialized(bucket: Bucket, flat: Tensor) -> bytes:
+    """A handle to the bucket's memory with the places of its tensors, for one process, to be opened once."""
+    import_sglang()
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    places = [
+        FlattenedTensorMetadata(
+            name=entry.name,
+            shape=entry.shape,
+            dtype=entry.dtype,
+            start_idx=entry.start,
+            end_idx=entry.start + entry.num_bytes,
+            numel=entry.num_bytes,
+        )
+        for entry in bucket.flat_entries
+    ]
+    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places})
+
+
+def digest(tensor: Tensor) -> str:
+    """The engine's own digest of a weight, 16 hexadecimal digits."""
+    import_sglang()
+    from sglang.srt.managers.mm_utils import tensor_hash
+
+    return f"{tensor_hash(tensor):016x}"
+
+
+class SGLangProcess:
+    """One running engine: the scheduler of each of its devices, a detokenizer, and a connection to them.
+
+    Must be made in the main thread: the processes die with the thread that started them.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], *, environment: Mapping[str, str], owner: str) -> None:
+        """Start with sglang's own `arguments`; `environment` is for the engine's processes only. Blocks until ready.
+
+        Raises EngineDied when a process ends before that.
+        """
+        import_sglang()
+        from sglang.srt.entrypoints.engine import Engine
+
+        _child_failed.clear()
+        before = set(multiprocessing.active_children())
+        try:
+            with _launch_surroundings(dict(environment) | {OWNER_VARIABLE: owner}):
+                self._engine = Engine(**arguments, custom_sigquit_handler=_note_failed_child)
+        except RuntimeError as error:
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()
+            raise EngineDied(f"SGLang did not start: {error}") from error
+        # Its own end would kill every child of this process, also those that are not the engine's.
+        atexit.unregister(self._engine.shutdown)
+        self._manager = self._engine.tokenizer_manager
+        watchdog = self._manager._subprocess_watchdog
+        watchdog.stop()  # it would ask for a SIGQUIT; `require_alive` looks itself
+        self._processes: dict[str, Any] = dict(zip(watchdog._names, watchdog._processes, strict=True))
+        # In a thread: it always runs, so replies are read while this thread computes, and sglang, which installs
+        # signal handlers for a loop in the main thread, leaves them alone.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-loop", daemon=True)
+        self._thread.start()
+        self._sigquit = signal.signal(signal.SIGQUIT, _note_failed_child)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for it. Raises EngineDied, within seconds, when the engine dies meanwhile."""
+        while not future.done():
+            with contextlib.suppress(TimeoutError):
+                future.exception(timeout=POLL_S)
+            if not future.done():
+                self.require_alive()
+        return future.result()
+
+    def ask(self, method: str, request: str, **fields: Any) -> Any:
+        """Call the tokenizer manager's `method` with sglang's `request` type made of these fields."""
+        return self.result(self.start(self.asking(method, request, **fields)))
+
+    async def asking(self, method: str, request: str, **fields: Any) -> Any:
+        """The same, to be run on the engine's loop. Raises RuntimeError for what sglang only returns: a failure."""
+        from sglang.srt.managers import io_struct
+
+        reply = await getattr(self._manager, method)(getattr(io_struct, request)(**fields))
+        if isinstance(reply, tuple) and not reply[0]:
+            raise RuntimeError(f"SGLang refused {method}: {reply[1]}")
+        return reply
+
+    async def generate(self, token_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        """Sample one response; sglang's answer: output_ids and meta_info."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=list(token_ids), sampling_params=dict(sampling), return_logprob=True, rid=request_id
+        )
+        return await anext(self._manager.generate_request(request, None))
+
+    def abort_all(self) -> None:
+        """Ask every running request to end with what it has."""
+
+        async def abort() -> None:
+            self._manager.abort_request(abort_all=True)
+
+        self.result(self.start(abort()))
+
+    def require_alive(self) -> None:
+        """Raise EngineDied when a process has ended or has given up."""
+        for name, process in self._processes.items():
+            if not process.is_alive():
+                raise EngineDied(f"SGLang's {name} (pid {process.pid}) {_ending(process.exitcode)}")
+        if _child_failed.is_set():
+            raise EngineDied("a process of SGLang has failed; its traceback is above")
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the engine's processes."""
+        return [process.pid for process in self._processes.values()]
+
+    def close(self) -> None:
+        """End the engine's processes, and no others."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self._engine.send_to_rpc is not None:
+            self._engine.send_to_rpc.close(linger=0)
+        for endpoint in vars(self._engine.port_args).values():
+            if isinstance(endpoint, str) and endpoint.startswith("ipc://"):
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        signal.signal(signal.SIGQUIT, self._sigquit)
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+@contextlib.contextmanager
+def _launch_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
+    """What `Engine()` must find when it starts its processes; everything it changes here is put back after."""
+    saved_environment = dict(os.environ)
+    saved_signals = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)}
+    saved_method = multiprocessing.get_start_method(allow_none=True)
+    root = logging.getLogger()
+    saved_logging = (root.level, list(root.handlers))
+    main = sys.modules["__main__"]
+    for name in list(os.environ):
+        if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
+            del os.environ[name]
+        elif name in _ALLOCATOR_NAMES and "expandable_segments" in os.environ[name]:
+            del os.environ[name]  # the engine's memory could neither be released nor shared
+    os.environ.update(environment)
+    # Spawned processes import the main module of their parent again: ours takes seconds and is of no use to them.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.disable()  # what goes wrong here is raised; the engine's processes have loggers of their own
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.modules["__main__"] = main
+        os.environ.clear()
+        os.environ.update(saved_environment)
+        multiprocessing.set_start_method(saved_method, force=True)
+        for number, handler in saved_signals.items():
+            signal.signal(number, handler)
+        root.setLevel(saved_logging[0])
+        root.handlers[:] = saved_logging[1]
