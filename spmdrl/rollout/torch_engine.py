@@ -23,6 +23,7 @@ from spmdrl.model.load import persistent_buffers
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.draw import NOISE_PLACES, RowSampling, draw_tokens
+from spmdrl.rollout.source import Source
 from spmdrl.types import FinishReason, Request, Response, Span
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
@@ -53,36 +54,6 @@ class _Running:
         if self.num_sampled == self.request.max_response_tokens:
             return "length"
         return None
-
-
-class _Source:
-    """The caller's requests, numbered, taken as there is room."""
-
-    def __init__(self, requests: Iterable[Request | None]) -> None:
-        self._requests = iter(requests)
-        self._count = 0
-        self._pausing = False
-        self.is_empty = False
-
-    def take(self, num_free: int) -> Iterator[_Running]:
-        """At most `num_free` of them; none while the caller has none to start."""
-        for _ in range(num_free):
-            if self.is_empty or self._pausing:
-                return
-            try:
-                request = next(self._requests)
-            except StopIteration:
-                self.is_empty = True
-                return
-            if request is None:
-                self._pausing = True
-                return
-            yield _Running(self._count, request)
-            self._count += 1
-
-    def ask_again(self) -> None:
-        """A response was given, so the caller may have something to start."""
-        self._pausing = False
 
 
 class TorchEngine:
@@ -119,7 +90,7 @@ class TorchEngine:
         """See `RolloutEngine.generate`. Requests of the same prompt that wait together share its prefill."""
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
-        source = _Source(requests)
+        source = Source(requests)
         waiting: deque[_Running] = deque()
         rows: list[_Running] = []
         sampling = self._sampling(rows)
@@ -129,7 +100,7 @@ class TorchEngine:
             if self._abort:
                 yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
                 return
-            waiting.extend(source.take(self._max_running - len(rows) - len(waiting)))
+            waiting.extend(_Running(*taken) for taken in source.take(self._max_running - len(rows) - len(waiting)))
             if waiting and len(rows) < self._max_running:
                 admitted = _admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))

@@ -1,0 +1,217 @@
+"""SGLang as a `RolloutEngine`: one engine for each engine mesh, led by the mesh's first rank."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.dist.collectives import gather_objects
+from spmdrl.refit.bucket import Bucket
+from spmdrl.rollout import sglang_process
+from spmdrl.rollout.sglang_layout import Share, held_weights
+from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
+from spmdrl.rollout.source import Source
+from spmdrl.types import FinishReason, Request, Response, Span
+
+Transport = Literal["cuda_ipc", "shared_memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What an engine is started with."""
+
+    arguments: Mapping[str, Any]  # sglang's own
+    environment: Mapping[str, str]  # of its processes
+    owner: str  # says whose processes they are
+    release: frozenset[str]  # kinds of memory given back while the trainer works: kv_cache, weights, cuda_graph
+    max_running: int  # requests in flight
+
+
+class SGLangEngine:
+    """See `RolloutEngine`. Every rank of the mesh makes one; the first rank's has the processes behind it."""
+
+    naming: Literal["model", "checkpoint"] = "checkpoint"
+
+    def __init__(self, launch: Launch, mesh: DeviceMesh, *, model_config: Any, transport: Transport) -> None:
+        """Start the engine; returns on every rank of the mesh when it is ready. Raises EngineDied on the first rank
+        when it did not start."""
+        self.leads = mesh.get_local_rank() == 0
+        self.version = -1
+        self._launch = launch
+        self._mesh = mesh
+        self._share = Share.of(model_config, rank=mesh.get_local_rank(), size=mesh.size(), device_type=mesh.device_type)
+        self._device = torch.device(mesh.device_type if transport == "cuda_ipc" else "cpu")
+        self._released: set[str] = set()
+        self._buckets: Sequence[Bucket] = ()
+        self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
+        self._next_version = -1
+        self._loading: Future[Any] | None = None
+        self._abort = False
+        self._names = itertools.count()
+        sglang_process.share_tensors(self._device.type)
+        self._process = self._start() if self.leads else None
+        gather_objects(mesh, None)  # the others wait here, on a socket
+
+    def _start(self) -> SGLangProcess:
+        launch = self._launch
+        return SGLangProcess(launch.arguments, environment=launch.environment, owner=launch.owner)
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+        """See `RolloutEngine.generate`. Raises EngineDied, within seconds, when a process of the engine ends."""
+        if self._process is None:
+            return
+        assert self.version >= 0, "the engine has no weights: refit before sampling"
+        assert not self._released, f"the engine sleeps, without its {', '.join(self._released)}: wake it first"
+        self._abort = False
+        source = Source(requests)
+        finished: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
+        running = 0
+        while True:
+            for index, request in source.take(0 if self._abort else self._launch.max_running - running):
+                self._submit(index, request, finished)
+                running += 1
+            if not running:
+                assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
+                return
+            try:
+                index, answer = finished.get(timeout=POLL_S)
+            except queue.Empty:
+                self._process.require_alive()
+                continue
+            running -= 1
+            yield index, _response(answer.result())
+            source.ask_again()
+
+    def _submit(self, index: int, request: Request, finished: queue.SimpleQueue[Any]) -> None:
+        assert self._process is not None
+        token_ids = request.prompt_ids + request.response_ids
+        answer = self._process.start(
+            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}")
+        )
+        answer.add_done_callback(lambda done: finished.put((index, done)))
+
+    def abort(self) -> None:
+        """See `RolloutEngine.abort`."""
+        self._abort = True
+        if self._process is not None:
+            self._process.abort_all()
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`: give back the kinds of memory that `offload.engine` names."""
+        tags = sorted(self._launch.release - self._released)
+        if self._process is not None and tags:
+            self._process.ask("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags=tags)
+        self._released |= self._launch.release
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`. Released weights came back in `begin_update`: before that they hold nothing."""
+        assert "weights" not in self._released, "the engine's weights were released: refit before waking it"
+        self._resume(self._released)
+
+    def _resume(self, tags: set[str]) -> None:
+        if self._process is not None and tags:
+            self._process.ask("resume_memory_occupation", "ResumeMemoryOccupationReqInput", tags=sorted(tags))
+        self._released -= tags
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `WeightSink.allocate`: memory that the engine's processes can open."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return memory if memory.is_cuda else memory.share_memory_()
+
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
+        """See `WeightSink.begin_update`. One gather brings every rank's handles to the rank that leads."""
+        self._resume(self._released & {"weights"})
+        self._buckets, self._next_version = buckets, version
+        # Anew for each refit: a handle counts how often its memory was opened, and may be opened once.
+        mine = [
+            sglang_process.serialized(bucket, buffers[number % len(buffers)][: bucket.num_bytes])
+            for number, bucket in enumerate(buckets)
+        ]
+        self._payloads = gather_objects(self._mesh, mine)
+        if self._process is not None:
+            self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+
+    def load(self, number: int) -> None:
+        """See `WeightSink.load`. The last bucket brings the version, and drops the cache of the old weights."""
+        assert self._loading is None, "wait for the bucket before"
+        is_last = number == len(self._buckets) - 1
+        if self._process is not None:
+            self._loading = self._process.start(
+                self._process.asking(
+                    "update_weights_from_tensor",
+                    "UpdateWeightsFromTensorReqInput",
+                    serialized_named_tensors=[payloads[number] for payloads in self._payloads],
+                    load_format="flattened_bucket",
+                    flush_cache=is_last,
+                    weight_version=str(self._next_version) if is_last else None,
+                )
+            )
+
+    def wait(self) -> None:
+        """See `WeightSink.wait`."""
+        if self._process is not None and self._loading is not None:
+            self._process.result(self._loading)
+            self._loading = None
+
+    def end_update(self) -> None:
+        """See `WeightSink.end_update`."""
+        if self._process is not None:
+            self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
+        self.version = self._next_version
+
+    def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
+        """See `WeightSink.digests_of`."""
+        whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
+        return {name: sglang_process.digest(held) for name, held in held_weights(whole, self._share).items()}
+
+    def differing(self, expected: dict[str, str]) -> list[str]:
+        """See `WeightSink.differing`: what each device of the engine holds against what its rank expects."""
+        expectations = gather_objects(self._mesh, expected)
+        if self._process is None:
+            return []
+        _, _, ranks, _ = self._process.ask("check_weights", "CheckWeightsReqInput", action="checksum")
+        held = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in ranks}
+        return sorted(
+            name
+            for rank, expectation in enumerate(expectations)
+            for name in expectation.keys() | held[rank].keys()
+            if expectation.get(name) != held[rank].get(name)
+        )
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        if self._process is not None:
+            self._process.close()
+
+
+def _sampling_params(request: Request) -> dict[str, Any]:
+    return {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_new_tokens": request.max_response_tokens - len(request.response_ids),
+        "stop_token_ids": sorted(request.stop_token_ids),
+        "ignore_eos": not request.stop_token_ids,
+        # Used by deterministic inference, which has no form for a CPU in this release.
+        "sampling_seed": request.seed,
+    }
+
+
+def _response(answer: Mapping[str, Any]) -> Response:
+    about = answer["meta_info"]
+    logprobs = about["output_token_logprobs"]
+    reason: FinishReason = about["finish_reason"]["type"]
+    assert reason in ("stop", "length", "abort"), about["finish_reason"]
+    return Response(
+        token_ids=tuple(answer["output_ids"]),
+        logprobs=tuple(logprob for logprob, *_ in logprobs),
+        finish_reason=reason,
+        spans=tuple(Span(int(x["version"]), x["end"] - x["start"]) for x in about.get("weight_versions") or ()),
+    )

@@ -1,0 +1,93 @@
+"""How SGLang keeps the weights of a checkpoint: some fused into one, some cut over the devices of an engine.
+
+Used to say what an engine must hold after a refit, independently of SGLang's own loaders. Weights of a kind that is not
+listed here are kept whole, under their own name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# SGLang pads with zeros: embeddings and heads to a multiple of so many rows, and on a CPU also the MLP's inner size, to
+# a multiple of so many for each device.
+_VOCABULARY_MULTIPLE = 64
+_CPU_INNER_MULTIPLE = 32
+
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj"}
+_CUT_BY_COLUMNS = {"o_proj", "down_proj"}  # their biases are whole
+_INNER = {"gate_proj", "up_proj", "down_proj"}
+_CUT_BY_KEY_HEADS = {"k_proj", "v_proj"}
+_VOCABULARY = {"embed_tokens", "lm_head"}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One device's part of an engine."""
+
+    rank: int  # 0 to size - 1
+    size: int  # devices that share the engine (tensor parallelism)
+    num_key_value_heads: int
+    inner_multiple: int  # that the inner size of MLPs is padded to
+
+    @classmethod
+    def of(cls, model_config: Any, *, rank: int, size: int, device_type: str) -> Share:
+        """Of a model with this transformers config."""
+        heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+        return cls(rank, size, heads, _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size)
+
+
+def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+    """The weights that this device holds once it has loaded these whole tensors of a checkpoint, by SGLang's names.
+
+    Tensors that are fused with each other must come together, in the order in which they are fused.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    experts: dict[str, dict[int, list[Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if expert := _EXPERT.match(name):
+            fused = "w2_weight" if expert[3] == "down" else "w13_weight"
+            part = _cut(f"{expert[3]}_proj", "weight", tensor, share)
+            experts.setdefault(f"{expert[1]}.{fused}", {}).setdefault(int(expert[2]), []).append(part)
+            continue
+        *prefix, module, kind = name.split(".") if "." in name else ("", name)
+        held_name = ".".join([*prefix, _FUSED.get(module, module), kind])
+        parts.setdefault(held_name, []).append(_cut(module, kind, tensor, share))
+    held = {name: _concatenated(pieces) for name, pieces in parts.items()}
+    for name, by_number in experts.items():
+        held[name] = torch.stack([_concatenated(by_number[number]) for number in sorted(by_number)])
+    return held
+
+
+def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:
+    if module in _VOCABULARY:
+        return _padded(tensor, 0, _VOCABULARY_MULTIPLE).chunk(share.size)[share.rank]
+    if module in _CUT_BY_KEY_HEADS:
+        pieces = min(share.size, share.num_key_value_heads)  # with more devices than heads, several have the same head
+        return tensor.chunk(pieces)[share.rank * pieces // share.size]
+    dim = 0 if module in _CUT_BY_ROWS else 1 if module in _CUT_BY_COLUMNS and kind == "weight" else None
+    if dim is None:
+        return tensor
+    multiple = share.inner_multiple if module in _INNER else share.size
+    return _padded(tensor, dim, multiple).chunk(share.size, dim)[share.rank]
+
+
+def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
+    """With zeros at the end of `dim`, up to a multiple of `multiple`."""
+    missing = -tensor.shape[dim] % multiple
+    return pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]) if missing else tensor
+
+
+def _concatenated(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
