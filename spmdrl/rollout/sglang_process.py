@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
@@ -244,10 +245,23 @@ class SGLangProcess:
         self._thread.join()
         if self._engine.send_to_rpc is not None:
             self._engine.send_to_rpc.close(linger=0)
-        for endpoint in vars(self._engine.port_args).values():
-            if isinstance(endpoint, str) and endpoint.startswith("ipc://"):
-                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._remove_leftovers()
         signal.signal(signal.SIGQUIT, self._sigquit)
+
+
+    def _remove_leftovers(self) -> None:
+        """Sockets and shared memory that the processes had no time to remove."""
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        ports = self._engine.port_args
+        endpoints = [value for field in dataclasses.fields(ports) if isinstance(value := getattr(ports, field.name), str)]
+        for endpoint in endpoints:
+            if endpoint.startswith("ipc://"):
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+                Path(shm_path_for(endpoint)).unlink(missing_ok=True)
+        for number in self.process_ids:
+            for path in Path("/dev/shm").glob(f"sgl_shm_*_{number}_*"):
+                path.unlink(missing_ok=True)
 
 
 def _ending(code: int | None) -> str:
