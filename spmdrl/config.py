@@ -130,7 +130,8 @@ class RolloutConfig(Section):
     max_running: Count = 256
     """Sequences decoded together by one engine."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
-    """Share of the device's memory for an SGLang engine's weights and KV cache; `torch` takes what it needs."""
+    """Weights and KV cache of an SGLang engine, as a share of the device memory that is free when it starts. The
+    `torch` engine takes what it needs."""
     tp_size: Count = 1
     """Ranks that share one SGLang engine, each with a part of its weights."""
 
@@ -379,8 +380,8 @@ class Config(Section):
     def _the_policy_is_offloaded_once(self) -> Config:
         if self.model.cpu_offload and self.offload.trainer != "none":
             raise ValueError(
-                f'model.cpu_offload = true keeps the policy in host memory at all times, so offload.trainer = '
-                f'"{self.offload.trainer}" has nothing to move; set offload.trainer = "none" or model.cpu_offload = false'
+                "model.cpu_offload = true keeps the policy in host memory at all times, so there is nothing for "
+                f'offload.trainer = "{self.offload.trainer}" to move; set it to "none", or model.cpu_offload = false'
             )
         return self
 

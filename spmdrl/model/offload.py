@@ -72,15 +72,32 @@ class TrainerMemory:
 
     @torch.no_grad()
     def sleep(self) -> None:
-        """Leave the device, but for what torch's allocator caches. Does nothing when asleep."""
+        """Leave the device, and let go of what torch's allocator holds without need. Does nothing when asleep."""
         if self._asleep:
             return
         # First: while a module is gathered its parameters are the gathered ones, which FSDP frees here.
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        if self._moves == "none":
-            return
+        if self._moves != "none":
+            self._move_to_host()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Take the device memory back, with what it held. Does nothing when awake."""
+        for asleep in self._asleep:
+            asleep.storage.resize_(asleep.host.numel())
+            asleep.bytes_on_device().copy_(asleep.host, non_blocking=True)
+        self._synchronize()
+        for holder, local in self._awake_locals:
+            holder._local_tensor = local
+        for guard in self._guards:
+            guard.remove()
+        self._asleep, self._awake_locals, self._guards = [], [], []
+
+    def _move_to_host(self) -> None:
         holders: dict[int, list[DTensor]] = {}
         storages: dict[str, torch.UntypedStorage] = {}
         for name, tensor in self._tensors():
@@ -108,19 +125,6 @@ class TrainerMemory:
             self._policy.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP's own, which gathers
             self._optimizer.register_step_pre_hook(_refuse),
         ]
-
-    @torch.no_grad()
-    def wake(self) -> None:
-        """Take the device memory back, with what it held. Does nothing when awake."""
-        for asleep in self._asleep:
-            asleep.storage.resize_(asleep.host.numel())
-            asleep.bytes_on_device().copy_(asleep.host, non_blocking=True)
-        self._synchronize()
-        for holder, local in self._awake_locals:
-            holder._local_tensor = local
-        for guard in self._guards:
-            guard.remove()
-        self._asleep, self._awake_locals, self._guards = [], [], []
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What moves, under names that are the same at every sleep; tied weights once."""
