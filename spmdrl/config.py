@@ -129,6 +129,18 @@ class RolloutConfig(Section):
     """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
     max_running: Count = 256
     """Sequences decoded together by one engine."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
+    """Weights and KV cache of an SGLang engine, as a share of the device memory that is free when it starts. The
+    `torch` engine takes what it needs."""
+    tp_size: Count = 1
+    """Ranks that share one SGLang engine, each with a part of its weights."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_engine(self) -> RolloutConfig:
+        for setting in ("memory_fraction", "tp_size"):
+            if self.engine == "torch" and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ValueError(f'{setting} has no meaning for engine = "torch"; remove it')
+        return self
 
 
 class RefitConfig(Section):
@@ -137,6 +149,15 @@ class RefitConfig(Section):
     verify: Literal["every", "first"] | Count = "every"
     """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every so many. A difference stops the run and names the tensors."""
+
+
+class OffloadConfig(Section):
+    trainer: Literal["none", "optimizer", "all"] = "none"
+    """What the trainer moves to pinned host memory while the engine samples: nothing, the optimizer's state, or that
+    and the weights and gradients. See `docs/memory.md`."""
+    engine: Annotated[tuple[Literal["kv_cache", "weights", "cuda_graph"], ...], Field(strict=False)] = ("kv_cache",)
+    """What the engine gives back while the trainer works. Weights come back by a refit; the `torch` engine has no
+    CUDA graphs."""
 
 
 class ExactReward(Section):
@@ -333,6 +354,8 @@ class ReportConfig(Section):
     """`auto` draws a live display on a terminal and prints a line a step elsewhere."""
     tensorboard: bool = True
     """Write TensorBoard files; metrics.jsonl is always written."""
+    memory: bool = False
+    """Print a table of the memory at each change between trainer and engine, and write it to memory.jsonl."""
 
 
 class Config(Section):
@@ -343,6 +366,7 @@ class Config(Section):
     data: DataConfig
     rollout: RolloutConfig
     refit: RefitConfig = RefitConfig()
+    offload: OffloadConfig = OffloadConfig()
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
@@ -351,6 +375,23 @@ class Config(Section):
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _the_policy_is_offloaded_once(self) -> Config:
+        if self.model.cpu_offload and self.offload.trainer != "none":
+            raise ValueError(
+                "model.cpu_offload = true keeps the policy in host memory at all times, so there is nothing for "
+                f'offload.trainer = "{self.offload.trainer}" to move; set it to "none", or model.cpu_offload = false'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_engine_has_what_it_gives_back(self) -> Config:
+        if self.rollout.engine == "torch" and "cuda_graph" in self.offload.engine:
+            raise ValueError(
+                'offload.engine names "cuda_graph", but rollout.engine = "torch" has no CUDA graphs; leave it out'
+            )
+        return self
 
 
 class PairsConfig(Section):
@@ -372,6 +413,12 @@ class SftConfig(Section):
     held_out: HeldOutConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _memory_has_one_phase(self) -> SftConfig:
+        if self.report.memory:
+            raise ValueError("report.memory = true has nothing to show: fine-tuning has no engine to make room for")
+        return self
 
 
 def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> SectionT:

@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, SftConfig
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
+from spmdrl.dist.session import local_rank
 from spmdrl.export import refuse_overwriting
+from spmdrl.memory import MemoryPlan, memory_problems, model_size, plan_memory
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config
+from spmdrl.model.load import compute_dtype, load_model_config, parameter_shapes
 from spmdrl.optim import check_optimizer
 from spmdrl.plan import Plan, make_plan, make_sft_plan
 from spmdrl.types import Prompt, UserError
@@ -33,6 +35,7 @@ class Inputs:
     stop_token_ids: frozenset[int]
     prompts: PromptStream
     held_out: list[Prompt]  # of all ranks
+    memory: MemoryPlan | None  # of one rank's device; None for a run without an engine, and where there is no device
 
 
 class _Problems:
@@ -70,6 +73,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
+    memory = problems.attempt(lambda: _memory(cfg, model_config, num_ranks))
     problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
     kept_apart = cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
@@ -81,7 +85,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
         problems.attempt(lambda: prompts.take(0, 1))
     problems.refuse()
     assert plan and stops and prompts and held_out is not None
-    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out)
+    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory)
 
 
 def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
@@ -103,6 +107,20 @@ def _check_length(plan: Plan, model_config: Any) -> None:
             f"a prompt and its response may have {longest} tokens, but the model was made for {limit} "
             "(max_position_embeddings); lower data.max_prompt_tokens or max_response_tokens"
         )
+
+
+def _memory(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> MemoryPlan | None:
+    if isinstance(cfg, SftConfig) or not torch.cuda.is_available():
+        return None
+    # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
+    torch.cuda.set_device(local_rank())
+    device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
+    size = model_size(*parameter_shapes(model_config, cfg.model), num_ranks=num_ranks)
+    compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda").itemsize
+    plan = plan_memory(cfg, size, num_ranks=num_ranks, compute_bytes=compute_bytes, device_bytes=device_bytes)
+    if sentences := list(memory_problems(plan, cfg, device_bytes=device_bytes)):
+        raise UserError("\n".join(sentences))
+    return plan
 
 
 def _check_vocabulary(cfg: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:

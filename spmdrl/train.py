@@ -2,7 +2,8 @@
 
     refit -> [ rollout -> reward -> pack -> prepare -> update -> refit -> (eval, save) ] x num_steps
 
-After step N the policy and the engine are both at version N.
+After step N the policy and the engine are both at version N. They share the device: `phases` takes it from one to the
+other, and between the two the trainer sleeps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
+from spmdrl.model.offload import TrainerMemory
 from spmdrl.objective import PolicyObjective
+from spmdrl.phases import Phases
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (
@@ -35,7 +38,6 @@ from spmdrl.report.resources import (
 )
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.judge import Judge
-from spmdrl.rollout.engine import awake
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.rollout.start import start_engine
 from spmdrl.score import rollout_metrics, score_groups
@@ -57,11 +59,13 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
         reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
+        checkpoint.restore(folder.checkpoints, learner, step=step)
         objective = PolicyObjective(cfg.loss)
+        trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
+        trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, world)
         refit = Refit(policy, engine, meshes.shard, dtype=dtype, **cfg.refit.model_dump())
-
-        checkpoint.restore(folder.checkpoints, learner, step=step)
+        phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
@@ -69,20 +73,21 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         def evaluate() -> None:
             mine = inputs.held_out[world.rank :: world.num_ranks]
             sampling = eval_sampling(cfg, inputs.stop_token_ids)
-            with awake(engine):  # step 0: the same noise at every evaluation
+            with phases.rollout():  # step 0: the same noise at every evaluation
                 pending = [judge.submit(r) for r in sample(engine, mine, sampling, run_seed=cfg.run.seed, step=0)]
             judged = judge.collect(pending)
             report.eval(step, scalars(merge_over(meshes.data, eval_metrics(judged, cfg.reward))))
 
-        refit(version=step)
+        phases.refit(version=step)
         if step == 0 and plan.evaluates_after(0):
             evaluate()
+        report.memory(step, phases.take_edges())
         report.take_times()
 
         while step < plan.num_steps:
             step += 1
             passed_over = inputs.prompts.dropped
-            with report.span("rollout"), awake(engine):
+            with report.span("rollout"), phases.rollout():
                 with failing_together(meshes.data):
                     prompts = inputs.prompts.take(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
                 sampling = training_sampling(cfg, inputs.stop_token_ids)
@@ -94,12 +99,13 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                 with failing_together(meshes.data):
                     sequences = [to_sequence(rollout, index) for index, rollout in enumerate(scored, start=first)]
                 batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
-            with report.span("logprobs"):
-                mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
-            with report.span("update"):
-                updated = update(learner, mini_batches, objective, meshes.data, step=step)
+            with phases.training():
+                with report.span("logprobs"):
+                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
+                with report.span("update"):
+                    updated = update(learner, mini_batches, objective, meshes.data, step=step)
             with report.span("refit"):
-                refit(version=step)
+                phases.refit(version=step)
             with report.span("eval"):
                 if plan.evaluates_after(step):
                     evaluate()
@@ -116,10 +122,11 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
             )
-            with report.span("save"):
-                if plan.saves_after(step):
+            if plan.saves_after(step):
+                with phases.training(), report.span("save"):
                     keep = cfg.checkpoint.keep_last
                     checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
+            report.memory(step, phases.take_edges())
         if cfg.checkpoint.export:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
         engine.close()

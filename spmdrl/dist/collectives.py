@@ -75,6 +75,12 @@ def barrier(mesh: DeviceMesh) -> None:
     dist.barrier(group=mesh.get_group())
 
 
+def host_barrier(mesh: DeviceMesh) -> None:
+    """Wait until every rank of the mesh is here, on the host: through gloo, which sleeps while it waits and leaves the
+    device's queue alone."""
+    dist.all_reduce(torch.zeros(1), group=mesh.get_group())
+
+
 def merge_over(mesh: DeviceMesh, metrics: Metrics) -> Metrics:
     """The metrics of all ranks, merged; on every rank."""
     return merge_all(gather_objects(mesh, metrics))

@@ -34,6 +34,11 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """This process's place among its machine's ranks, and the index of its device; needs no process group."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _keep_gloo_single_threaded(num_threads: int) -> None:
     """Let gloo's own threads take their first look at OpenMP while it has one thread.
 
@@ -63,9 +68,9 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[Worl
     Outside torchrun the run is one rank. `threads_per_rank` 0 shares the cores among this machine's ranks.
     """
     num_ranks, rank = launched_ranks(), int(os.environ.get("RANK", "0"))
-    local_rank, num_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    place, num_local = local_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cuda", place) if cuda else torch.device("cpu")
     num_threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_local)
     torch.set_num_threads(num_threads)
     if cuda:
@@ -86,7 +91,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[Worl
     if not cuda:
         _keep_gloo_single_threaded(num_threads)
     try:
-        yield World(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local_ranks=num_local, device=device)
+        yield World(rank=rank, num_ranks=num_ranks, local_rank=place, num_local_ranks=num_local, device=device)
         # Modules that FSDP hooked must be gone before the group is: a gloo worker can abort at exit otherwise.
         gc.collect()
         dist.barrier()

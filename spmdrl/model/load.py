@@ -7,6 +7,7 @@ a CPU and CUDA, and models that live on a subset of the ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,16 @@ def _model_class(config: Any, cfg: ModelConfig) -> type[PreTrainedModel]:
     """The architecture's class, whether it ships with transformers or with the model directory."""
     with torch.device("meta"):
         return type(AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code))
+
+
+def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
+    """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
+    model.tie_weights()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
 
 
 def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, trainable: bool = True) -> Policy:

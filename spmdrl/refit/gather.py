@@ -49,7 +49,7 @@ class Gatherer:
             if weight in shards:
                 _join(whole, shards[weight])
             else:
-                whole.copy_(tensors[weight.name])
+                whole.copy_(tensors[weight.name], non_blocking=True)
             if not in_place:
                 parts = revert_weight_conversion(self._model, {weight.name: whole})
                 for entry in entries:
@@ -75,9 +75,10 @@ class Gatherer:
         slots, num_bytes = _slots(bucket, num_ranks)
         send, receive = self._staging(num_bytes)
         for weight, (start, end) in slots.items():
-            # Cast before the gather: the engine's dtype is often half as wide.
+            # Cast before the gather: the engine's dtype is often half as wide. Shards may be on the host, pinned:
+            # a copy that does not wait casts them on the device instead of on the host, which is much slower.
             local = tensors[weight.name].flatten()
-            send[start:end].view(weight.dtype)[: local.numel()].copy_(local)
+            send[start:end].view(weight.dtype)[: local.numel()].copy_(local, non_blocking=True)
         gather_flat(self._mesh, receive, send)
         by_rank = receive.view(num_ranks, num_bytes)
         return {weight: by_rank[:, start:end].view(weight.dtype) for weight, (start, end) in slots.items()}

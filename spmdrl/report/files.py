@@ -64,16 +64,16 @@ class MetricsFile:
         self._file.close()
 
 
-class SamplesFile:
-    """Writes samples.jsonl: a few rollouts of every step, on disk as soon as they are written."""
+class StepRowsFile:
+    """Writes a few rows for every step, such as the rollouts of samples.jsonl, on disk as soon as they are written."""
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         cut_after(path, start_step)
         self._file = path.open("ab")
 
-    def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         # The metadata of a prompt can hold what a data file can, such as dates: what has no JSON is written as text.
-        self._file.write(b"".join(_line({"step": step, **sample}, default=str) for sample in samples))
+        self._file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
         self._file.flush()
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from spmdrl.config import ReportConfig
 from spmdrl.report.console import Display, Progress, open_display
-from spmdrl.report.files import MetricsFile, SamplesFile, read_rows
+from spmdrl.report.files import MetricsFile, StepRowsFile, read_rows
+from spmdrl.report.memory import Edge, edge_row, memory_table
 from spmdrl.report.run_folder import RunFolder
 
 
@@ -40,6 +41,7 @@ class Report:
         self._times: dict[str, float] = {}
         self._taken = time.perf_counter()
         self._folder = folder if active else None
+        self._shows_memory = cfg_report.memory
         self._files = _Files(cfg_report, folder, start_step=start_step) if active and folder else None
         self._display: Display | None = None
         if active:
@@ -93,6 +95,13 @@ class Report:
         if self._display:
             self._display.end_eval(step, scalars)
 
+    def memory(self, step: int, edges: Sequence[Edge]) -> None:
+        """Print a table of the changes between trainer and engine in a step, and write it, if `report.memory` asks."""
+        if self._files:
+            self._files.memory(step, edges)
+        if self._shows_memory:
+            self.message(memory_table(step, edges))
+
     def message(self, text: str) -> None:
         """Print a line, above the live display where there is one."""
         if self._display:
@@ -136,7 +145,8 @@ class _Files:
         last_step = start_step or -1
         self._samples_per_step = cfg_report.samples_per_step
         self.metrics = MetricsFile(folder.metrics, start_step=last_step)
-        self._samples = SamplesFile(folder.samples, start_step=last_step)
+        self._samples = StepRowsFile(folder.samples, start_step=last_step)
+        self._memory = StepRowsFile(folder.memory, start_step=last_step) if cfg_report.memory else None
         self._tensorboard = None
         if cfg_report.tensorboard:
             # Here, not above: every rank imports this module and only one ever writes.
@@ -164,8 +174,14 @@ class _Files:
         if self._tensorboard:
             self._tensorboard.write(step, scalars)
 
+    def memory(self, step: int, edges: Sequence[Edge]) -> None:
+        if self._memory:
+            self._memory.write(step, [edge_row(edge) for edge in edges])
+
     def close(self) -> None:
         self.metrics.close()
         self._samples.close()
+        if self._memory:
+            self._memory.close()
         if self._tensorboard:
             self._tensorboard.close()

@@ -73,6 +73,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def memory(self) -> Path:
+        """The memory of every rank at each change between trainer and engine, one JSON object each; if asked for."""
+        return self.path / "memory.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files."""
         return self.path / "tensorboard"

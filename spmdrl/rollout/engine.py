@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -77,23 +76,16 @@ class RolloutEngine(WeightSink, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back the memory that training needs."""
+        """Give back the memory that training needs: of what the engine was told to release, all that it holds now.
+
+        Released weights count as not loaded; the next `begin_update` takes their memory back.
+        """
         ...
 
     def wake(self) -> None:
-        """Take back the memory that sampling needs."""
+        """Take back the memory that sampling needs, but for weights. Does nothing when it was not given back."""
         ...
 
     def close(self) -> None:
         """End the engine and free what it holds."""
         ...
-
-
-@contextmanager
-def awake(engine: RolloutEngine) -> Iterator[RolloutEngine]:
-    """The engine holds the memory it samples with inside the block, and gives it back after."""
-    engine.wake()
-    try:
-        yield engine
-    finally:
-        engine.sleep()

@@ -21,4 +21,5 @@ def start_engine(cfg: Config, model_config: Any, world: World) -> RolloutEngine:
         dtype=dtype,
         kernel=choose_kernel(cfg.model.attention, world.device.type, dtype),
         max_running=cfg.rollout.max_running,
+        release=cfg.offload.engine,
     )

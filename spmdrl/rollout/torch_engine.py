@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,8 +63,16 @@ class TorchEngine:
     leads = True
 
     def __init__(
-        self, model_config: Any, *, device: torch.device, dtype: torch.dtype, kernel: Kernel, max_running: int
+        self,
+        model_config: Any,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernel: Kernel,
+        max_running: int,
+        release: Collection[str] = ("kv_cache",),
     ):
+        """`release` says what `sleep` gives back: "kv_cache", "weights" or both."""
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
@@ -74,6 +82,7 @@ class TorchEngine:
         self.version = self._next_version = -1
         self._kernel: Kernel = kernel
         self._max_running = max_running
+        self._release = frozenset(release)
         self._cache: _Cache | None = None
         self._weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         self._missing: set[str] = set(self._weights)
@@ -131,15 +140,21 @@ class TorchEngine:
         self._abort = True
 
     def sleep(self) -> None:
-        """Drop the KV cache; weights stay. The memory goes back to the device, not only to torch's allocator:
-        what training allocates would otherwise be cut out of it, and the next cache would not fit."""
-        self._cache = None
+        """See `RolloutEngine.sleep`. The memory goes back to the device, not only to torch's allocator: what training
+        allocates would otherwise be cut out of it, and the next cache would not fit."""
+        if "kv_cache" in self._release:
+            self._cache = None
+        if "weights" in self._release:
+            self._missing = set(self._weights)
+            for weight in self._weights.values():
+                weight.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """The cache is taken when sampling knows how much it needs."""
+        """The cache is taken when sampling knows how much it needs. Weights that were given back are taken back by
+        `begin_update`, since only a refit can fill them."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """See `WeightSink.allocate`."""
@@ -150,6 +165,9 @@ class TorchEngine:
         self._next_version = version
         self._buckets, self._buffers = buckets, buffers
         self._missing = set(self._weights)
+        for weight in self._weights.values():
+            # A weight's storage holds that weight alone; tied ones share it, and the second finds it whole.
+            weight.untyped_storage().resize_(weight.numel() * weight.itemsize)
 
     @torch.no_grad()
     def load(self, number: int) -> None:

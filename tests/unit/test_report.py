@@ -21,7 +21,7 @@ from spmdrl.config import Config, ReportConfig
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
 from spmdrl.report.curves import smoothed
-from spmdrl.report.files import SamplesFile, cut_after, read_rows
+from spmdrl.report.files import StepRowsFile, cut_after, read_rows
 from spmdrl.tools import plot
 from spmdrl.types import UserError
 
@@ -185,7 +185,7 @@ def test_a_broken_line_in_the_middle_is_refused_by_number(tmp_path: Path) -> Non
 def test_samples_of_two_files_are_those_of_one(tmp_path: Path) -> None:
     for name, cuts in (("one", [range(1, 5)]), ("two", [range(1, 4), range(3, 5)])):
         for steps in cuts:
-            file = SamplesFile(tmp_path / name, start_step=steps[0] - 1)
+            file = StepRowsFile(tmp_path / name, start_step=steps[0] - 1)
             for step in steps:
                 file.write(step, samples_of(step))
             file.close()

@@ -1,0 +1,151 @@
+"""What a rank's device must hold in each phase: plain arithmetic, in bytes.
+
+It counts what is known before a run starts. Activations, logits and the workspaces of kernels come on top, so memory
+that is too small by this count is too small in any case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmdrl.config import Config, OptimConfig
+
+GIB = 2**30
+CONTEXT_BYTES = GIB  # CUDA's own memory and NCCL's buffers, of the trainer's and the engine's process
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Numbers of parameters, tied ones counted once."""
+
+    whole: int
+    shard: int  # on the rank with the most; FSDP splits by rows and pads
+    root: int  # outside the decoder layers: gathered from forward to backward
+    largest_layer: int  # gathered while it is computed
+
+
+def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, num_ranks: int) -> ModelSize:
+    """Sizes from the shape of each parameter, and which parameters form each decoder layer."""
+    counts = {name: math.prod(shape) for name, shape in shapes.items()}
+    in_layers = [sum(counts[name] for name in layer) for layer in layers]
+    return ModelSize(
+        whole=sum(counts.values()),
+        shard=sum(math.ceil(shape[0] / num_ranks) * math.prod(shape[1:]) for shape in shapes.values()),
+        root=sum(counts.values()) - sum(in_layers),
+        largest_layer=max(in_layers, default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """One rank's device memory by what it is for, in bytes."""
+
+    weights: int  # float32 master shards
+    gradients: int  # float32 shards
+    optimizer: int  # state of a known optimizer; 0 when only the user knows it
+    gathered: int  # full weights in the compute dtype, at the time most of them are
+    buckets: int  # the two of a refit, and what is gathered for one
+    asleep: int  # what of the above the trainer still holds while the engine samples
+    engine_weights: int  # this rank's part
+    free_at_launch: int  # when the engine starts
+    engine_share: (
+        int | None
+    )  # of that: weights and KV cache of an engine that takes a fixed part; None: as much as it needs
+    engine_keeps: int  # what the engine still holds while the trainer works
+
+    @property
+    def training(self) -> int:
+        """What comes into being in forward and backward, without activations."""
+        return self.gradients + self.gathered
+
+    @property
+    def awake(self) -> int:
+        """What the trainer holds while it works, without activations."""
+        return self.weights + self.optimizer + self.training
+
+    def to_train(self, *, brought_back: int, has_optimizer_state: bool) -> int:
+        """What must be free before the trainer wakes and takes `brought_back` for what it had moved."""
+        return brought_back + self.training + (0 if has_optimizer_state else self.optimizer)
+
+
+def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: int, device_bytes: int) -> MemoryPlan:
+    """The plan of a reinforcement-learning run whose compute dtype has elements of `compute_bytes`."""
+    shard = size.shard * _FLOAT32
+    on_device = 0 if cfg.model.cpu_offload else shard
+    optimizer = on_device * _states_per_weight(cfg.optim)
+    engine_weights = size.whole * compute_bytes // cfg.rollout.tp_size
+    # SGLang takes its fraction of what is free when it starts, and then the optimizer has no state yet. The torch
+    # engine has no fixed share: its cache is as large as the requests that run.
+    free = device_bytes - CONTEXT_BYTES - (0 if cfg.offload.trainer == "all" else on_device)
+    share = None if cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * free)
+    cache = max(0, (share or 0) - engine_weights)
+    bucket = min(cfg.refit.bucket_bytes, size.whole * compute_bytes)
+    staging = (bucket + bucket // num_ranks) if num_ranks > 1 else 0
+    return MemoryPlan(
+        weights=on_device,
+        gradients=on_device,
+        optimizer=optimizer,
+        gathered=(size.root + size.largest_layer) * compute_bytes,
+        buckets=2 * bucket + staging,
+        asleep={"none": on_device + optimizer, "optimizer": on_device, "all": 0}[cfg.offload.trainer],
+        engine_weights=engine_weights,
+        free_at_launch=free,
+        engine_share=share,
+        engine_keeps=(0 if "weights" in cfg.offload.engine else engine_weights)
+        + (0 if "kv_cache" in cfg.offload.engine else cache),
+    )
+
+
+def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iterator[str]:
+    """Sentences about phases that cannot fit into a device of `device_bytes`."""
+    usable = device_bytes - CONTEXT_BYTES
+    of_device = f"of the device's {gib(device_bytes)}"
+    if plan.free_at_launch <= 0:
+        yield f"the trainer's weights alone ({gib(plan.weights)}) are more than is usable {of_device}; use more ranks"
+        return
+    if plan.engine_share is not None:
+        share = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives the engine {gib(plan.engine_share)}"
+        if plan.engine_share <= plan.engine_weights:
+            yield (
+                f"{share} {of_device}, but its weights alone take {gib(plan.engine_weights)}; "
+                "raise it, or raise rollout.tp_size"
+            )
+        beside = plan.asleep + plan.buckets
+        if plan.engine_share + beside > usable:
+            most = math.floor(100 * (usable - beside) / plan.free_at_launch) / 100
+            more = {"none": '"optimizer" or "all"', "optimizer": '"all"', "all": None}[cfg.offload.trainer]
+            remedies = [f"set it to {most:g} or less"] if most * plan.free_at_launch > plan.engine_weights else []
+            remedies += [f"set offload.trainer = {more}"] if more and plan.asleep else []
+            yield (
+                f"{share} {of_device}, but beside it the trainer keeps {gib(plan.asleep)} while the engine samples, "
+                f"refits need {gib(plan.buckets)} and CUDA itself about {gib(CONTEXT_BYTES)}; "
+                f"{' or '.join(remedies) or 'use more ranks'}"
+            )
+    elif plan.asleep + plan.buckets + plan.engine_weights > usable:
+        yield (
+            f"while the engine samples, its weights ({gib(plan.engine_weights)}), the trainer ({gib(plan.asleep)}) and "
+            f"refits ({gib(plan.buckets)}) take more than is usable {of_device}; "
+            'use more ranks, or offload.trainer = "all"'
+        )
+    if plan.awake + plan.buckets + plan.engine_keeps > usable:
+        kept = [f'"{part}"' for part in ("kv_cache", "weights") if part not in cfg.offload.engine]
+        remedy = f"add {' and '.join(kept)} to offload.engine, " if kept else ""
+        yield (
+            f"training takes {gib(plan.awake)} before any activation (weights {gib(plan.weights)}, gradients "
+            f"{gib(plan.gradients)}, optimizer {gib(plan.optimizer)}, gathered {gib(plan.gathered)}) beside "
+            f"{gib(plan.engine_keeps)} of a sleeping engine and {gib(plan.buckets)} for refits, more than is usable "
+            f"{of_device}; {remedy}use more ranks, or model.cpu_offload = true"
+        )
+
+
+def gib(num_bytes: int) -> str:
+    """A size for a sentence."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _states_per_weight(optim: OptimConfig) -> int:
+    """float32 numbers that the optimizer keeps for each weight, as far as its name tells."""
+    return {"adamw": 2, "sgd": int(optim.momentum > 0)}.get(optim.name, 0)

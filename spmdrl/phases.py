@@ -1,0 +1,212 @@
+"""The changes between trainer and engine, which share each rank's device.
+
+At every edge the device is waited for, all ranks meet, unused memory goes back to the device, and what is free then is
+compared with what the next phase will take: a phase that cannot fit is refused here, by name, instead of failing
+somewhere inside.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.config import OffloadConfig
+from spmdrl.dist.collectives import gather_objects, host_barrier
+from spmdrl.memory import MemoryPlan, gib
+from spmdrl.model.offload import TrainerMemory
+from spmdrl.refit.refit import Refit
+from spmdrl.report.memory import Edge, MemoryReading, read_memory
+from spmdrl.rollout.engine import RolloutEngine
+
+
+class MemoryShortage(RuntimeError):
+    """The next phase does not fit into what is free on some rank's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What must be free after an edge."""
+
+    num_bytes: int
+    purpose: str  # completes "rank 0 needs ... "
+    remedy: str
+    allocator_helps: bool  # whether what torch's allocator caches can serve it
+
+
+class Phases:
+    """Takes the device from the trainer to the engine and back; every rank of the mesh must enter each phase.
+
+    It begins with the trainer asleep, as `TrainerMemory.sleep` leaves it, and the engine as it was started.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerMemory,
+        engine: RolloutEngine,
+        refit: Refit,
+        mesh: DeviceMesh,
+        offload: OffloadConfig,
+        *,
+        plan: MemoryPlan | None,
+        span: Callable[[str], AbstractContextManager[None]],
+        read: Callable[[torch.device], MemoryReading] = read_memory,
+    ) -> None:
+        """`plan` is None where there is no device memory to run out of; `span` measures time, as `Report.span`."""
+        self._trainer = trainer
+        self._engine = engine
+        self._refit = refit
+        self._mesh = mesh
+        self._device = torch.device(mesh.device_type)
+        self._releases_weights = "weights" in offload.engine
+        self._plan = plan
+        self._span = span
+        self._read = read
+        self._edges: list[Edge] = []
+        self._engine_sleeps = False
+        self._engine_has_weights = False
+        self._given_back = 0  # bytes, by the sleeping engine
+        self._rollout_randomness = RandomStates.now(self._device)
+        self._pass_edge("engine started", lambda: None)
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """The engine is awake and holds the weights of its version; its random numbers are not the trainer's."""
+        if not self._engine_has_weights:
+            self.refit(version=self._engine.version)
+        self._pass_edge("engine awake", self._engine.wake)
+        self._engine_sleeps, self._given_back = False, 0
+        trainers = RandomStates.now(self._device)
+        self._rollout_randomness.restore()
+        yield
+        self._rollout_randomness = RandomStates.now(self._device)
+        trainers.restore()
+        self._sleep_engine()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer is awake and the engine has given back what it was told to. Its two edges are the span
+        `switch`."""
+        with self._span("switch"):
+            if not self._engine_sleeps or self._engine_has_weights:
+                self._sleep_engine()
+            self._pass_edge("trainer awake", self._trainer.wake, self._to_compute)
+        yield
+        with self._span("switch"):
+            self._pass_edge("trainer asleep", self._trainer.sleep, self._to_wake_engine)
+
+    def refit(self, *, version: int) -> None:
+        """Give the engine the trainer's weights, and the memory to hold them where it had released that."""
+        self._pass_edge("refitted", lambda: self._refit(version=version))
+        self._engine_has_weights = True
+
+    def take_edges(self) -> list[Edge]:
+        """The edges passed since the last call, in order."""
+        edges, self._edges = self._edges, []
+        return edges
+
+    def _sleep_engine(self) -> None:
+        """The engine gives back what it holds and was told to release."""
+        self._settle()
+        before = self._read(self._device).free_bytes
+        self._pass_edge("engine asleep", self._engine.sleep, self._to_wake_trainer)
+        self._given_back += max(0, self._edges[-1].readings[self._mesh.get_local_rank()].free_bytes - before)
+        self._engine_sleeps = True
+        self._engine_has_weights = not self._releases_weights
+
+    def _pass_edge(
+        self, name: str, change: Callable[[], None], need: Callable[[], _Need | None] = lambda: None
+    ) -> None:
+        """Make the change, wait for it everywhere, measure, and see whether the next phase fits.
+
+        Raises MemoryShortage on every rank when it does not fit on one.
+        """
+        began = time.perf_counter()
+        change()
+        self._settle()
+        # An engine of several ranks is told by one of them: the others' memory is free only once that rank is here.
+        host_barrier(self._mesh)
+        reading, needed = self._read(self._device), need()
+        if self._shortage(name, reading, needed):
+            gc.collect()  # slow, and rarely of use: cycles of Python objects that hold tensors
+            self._settle()
+            reading = self._read(self._device)
+        found = gather_objects(self._mesh, (reading, self._shortage(name, reading, needed)))
+        self._edges.append(Edge(name, time.perf_counter() - began, tuple(reading for reading, _ in found)))
+        if shortages := [sentence for _, sentence in found if sentence]:
+            raise MemoryShortage("\n".join(shortages))
+
+    def _settle(self) -> None:
+        """Let the device finish, and give it back what torch's allocator holds without need."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _shortage(self, edge: str, reading: MemoryReading, need: _Need | None) -> str:
+        """A sentence when this rank has less than it needs, else nothing."""
+        if need is None or self._plan is None:
+            return ""
+        free = reading.free_bytes + (reading.reserved_bytes - reading.allocated_bytes if need.allocator_helps else 0)
+        if free >= need.num_bytes:
+            return ""
+        return (
+            f"{edge}: rank {self._mesh.get_local_rank()} needs {gib(need.num_bytes)} {need.purpose}, but {gib(free)} "
+            f"of its device's {gib(reading.total_bytes)} are free; {need.remedy}"
+        )
+
+    def _to_wake_trainer(self) -> _Need | None:
+        if self._plan is None:
+            return None
+        brought_back, has_state = self._trainer.asleep_bytes, self._trainer.has_optimizer_state
+        return _Need(
+            self._plan.to_train(brought_back=brought_back, has_optimizer_state=has_state),
+            "to train, besides activations",
+            'lower rollout.memory_fraction, add "weights" to offload.engine, or use more ranks',
+            allocator_helps=True,
+        )
+
+    def _to_compute(self) -> _Need | None:
+        if self._plan is None:
+            return None
+        return _Need(
+            self._plan.training,
+            "for gradients and gathered weights, besides activations",
+            'add "weights" to offload.engine, or use more ranks',
+            allocator_helps=True,
+        )
+
+    def _to_wake_engine(self) -> _Need | None:
+        # The torch engine takes what its requests need, which may be less than it had before.
+        if self._plan is None or self._plan.engine_share is None:
+            return None
+        return _Need(
+            self._given_back,
+            "for what the engine gave back before training",
+            'set offload.trainer = "all", or lower rollout.memory_fraction',
+            allocator_helps=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """Where torch's random numbers are, on the host and on this rank's device."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomStates:
+        """Of this process."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if device.type == "cuda" else None)
+
+    def restore(self) -> None:
+        """Go on from here."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
