@@ -115,8 +115,9 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["torch"] = "torch"
-    """`torch` is the embedded continuous-batching engine; it runs wherever torch does."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """`torch` is the embedded continuous-batching engine; it runs wherever torch does. `sglang` is SGLang, started by
+    the ranks on their own devices; `make setup-sglang` installs it."""
     prompts_per_step: Count
     """Prompts drawn each step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)]
@@ -129,23 +130,48 @@ class RolloutConfig(Section):
     """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
     max_running: Count = 256
     """Sequences decoded together by one engine."""
+    tp_size: Count = 1
+    """Ranks that share one SGLang engine, each with a part of its weights."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
     """Weights and KV cache of an SGLang engine, as a share of the device memory that is free when it starts. The
     `torch` engine takes what it needs."""
-    tp_size: Count = 1
-    """Ranks that share one SGLang engine, each with a part of its weights."""
+    max_kv_tokens: Count | None = None
+    """Tokens that an SGLang engine's KV cache holds. Unset: what `memory_fraction` leaves room for on a GPU, and on a
+    CPU `max_running` sequences of the greatest length."""
+    chunked_prefill_tokens: Count | None = None
+    """An SGLang engine cuts longer prompts into chunks of so many tokens. Unset: its own choice."""
+    attention_backend: str | None = None
+    """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
+    cuda_graphs: bool = True
+    """Whether an SGLang engine captures its decode steps."""
+    sglang: dict[str, Any] = {}
+    """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_engine(self) -> RolloutConfig:
-        for setting in ("memory_fraction", "tp_size"):
+        for setting in _SGLANG_SETTINGS:
             if self.engine == "torch" and getattr(self, setting) != type(self).model_fields[setting].default:
                 raise ValueError(f'{setting} has no meaning for engine = "torch"; remove it')
         return self
 
 
+_SGLANG_SETTINGS = (
+    "tp_size",
+    "memory_fraction",
+    "max_kv_tokens",
+    "chunked_prefill_tokens",
+    "attention_backend",
+    "cuda_graphs",
+    "sglang",
+)
+
+
 class RefitConfig(Section):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
     """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
+    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
+    """How SGLang's processes get at the buckets: `cuda_ipc` leaves them on the device, `shared_memory` takes them
+    through the host. `auto` is `cuda_ipc` where that works, and says so where it does not."""
     verify: Literal["every", "first"] | Count = "every"
     """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every so many. A difference stops the run and names the tensors."""

@@ -20,6 +20,7 @@ from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, parameter_shapes
 from spmdrl.optim import check_optimizer
 from spmdrl.plan import Plan, make_plan, make_sft_plan
+from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:
         problems.refuse()
+    problems.attempt(lambda: _check_engine(cfg, model_config, num_ranks))
     if plan is not None:
         problems.attempt(lambda: _check_length(plan, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
@@ -97,6 +99,12 @@ def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
 def _check_attention(cfg: ModelConfig) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     choose_kernel(cfg.attention, device_type, compute_dtype(cfg.compute_dtype, device_type))
+
+
+def _check_engine(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> None:
+    if isinstance(cfg, Config):
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        check_engine(cfg, model_config, num_ranks=num_ranks, device_type=device_type)
 
 
 def _check_length(plan: Plan, model_config: Any) -> None:

@@ -53,7 +53,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
-        meshes = build_meshes(world)
+        meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         require_same(meshes.data, step, f"the newest checkpoint in {folder.checkpoints}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
@@ -63,8 +63,8 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         objective = PolicyObjective(cfg.loss)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
-        engine = start_engine(cfg, inputs.model_config, world)
-        refit = Refit(policy, engine, meshes.shard, dtype=dtype, **cfg.refit.model_dump())
+        engine = start_engine(cfg, inputs.model_config, plan, world, meshes)
+        refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
         phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:

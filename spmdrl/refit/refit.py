@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.config import RefitConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import bucket_of
@@ -29,17 +28,15 @@ class Refit:
         policy: Policy,
         engine: WeightSink,
         mesh: DeviceMesh,
+        cfg: RefitConfig,
         *,
         dtype: torch.dtype,
-        bucket_bytes: int,
-        verify: Literal["every", "first"] | int,
     ) -> None:
-        """`verify` says after which refits digests are compared: every one, the first, or every so many."""
         self._engine = engine
         self._mesh = mesh
-        self._gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes, naming=engine.naming)
+        self._gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=cfg.bucket_bytes, naming=engine.naming)
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
-        self._verify = verify
+        self._verify = cfg.verify
         self._done = 0
 
     def __call__(self, *, version: int) -> None:

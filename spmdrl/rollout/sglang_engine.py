@@ -21,8 +21,6 @@ from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
 from spmdrl.rollout.source import Source
 from spmdrl.types import FinishReason, Request, Response, Span
 
-Transport = Literal["cuda_ipc", "shared_memory"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -40,7 +38,7 @@ class SGLangEngine:
 
     naming: Literal["model", "checkpoint"] = "checkpoint"
 
-    def __init__(self, launch: Launch, mesh: DeviceMesh, *, model_config: Any, transport: Transport) -> None:
+    def __init__(self, launch: Launch, mesh: DeviceMesh, *, model_config: Any, transport: str) -> None:
         """Start the engine; returns on every rank of the mesh when it is ready. Raises EngineDied on the first rank
         when it did not start."""
         self.leads = mesh.get_local_rank() == 0

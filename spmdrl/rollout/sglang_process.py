@@ -248,15 +248,13 @@ class SGLangProcess:
         self._remove_leftovers()
         signal.signal(signal.SIGQUIT, self._sigquit)
 
-
     def _remove_leftovers(self) -> None:
         """Sockets and shared memory that the processes had no time to remove."""
         from sglang.srt.managers.load_snapshot import shm_path_for
 
         ports = self._engine.port_args
-        endpoints = [value for field in dataclasses.fields(ports) if isinstance(value := getattr(ports, field.name), str)]
-        for endpoint in endpoints:
-            if endpoint.startswith("ipc://"):
+        for endpoint in (getattr(ports, field.name) for field in dataclasses.fields(ports)):
+            if isinstance(endpoint, str) and endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
                 Path(shm_path_for(endpoint)).unlink(missing_ok=True)
         for number in self.process_ids:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.algo.seeds import uniform
 from spmdrl.batch import build_batch
-from spmdrl.config import OptimConfig
+from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
@@ -135,7 +135,9 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
             kernel="varlen",
             max_running=16,
         )
-        Refit(policy, engine, mesh, dtype=torch.bfloat16, bucket_bytes=64 * 1024, verify="every")(version=1)
+        Refit(policy, engine, mesh, RefitConfig(bucket_bytes=64 * 1024, verify="every"), dtype=torch.bfloat16)(
+            version=1
+        )
         for name, parameter in policy.model.named_parameters():
             assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
         asked = [Request(prompt_ids=(3, 4, 5 + i), seed=i, max_response_tokens=20) for i in range(40)]

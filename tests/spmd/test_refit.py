@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
@@ -26,7 +27,7 @@ def _refitted(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[float]:
         engine = TorchEngine(
             AutoConfig.from_pretrained(path), device=world.device, dtype=dtype, kernel="sdpa", max_running=4
         )
-        refit = Refit(policy, engine, mesh, dtype=dtype, bucket_bytes=bucket_bytes, verify="every")
+        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=bucket_bytes, verify="every"), dtype=dtype)
         worst = []
         for version in (1, 2):
             with torch.no_grad():
@@ -86,7 +87,7 @@ def _corrupted(path: str) -> str:
                 load(number)
 
             engine.load = corrupt  # type: ignore[method-assign]
-        refit = Refit(policy, engine, mesh, dtype=torch.float32, bucket_bytes=2**14, verify="every")
+        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32)
         try:
             refit(version=3)
         except RefitMismatch as error:

@@ -1,0 +1,184 @@
+"""From the user's settings to what an SGLang engine is started with, and what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config import Config
+from spmdrl.dist.session import World
+from spmdrl.model.load import compute_dtype
+from spmdrl.plan import Plan
+from spmdrl.rollout import sglang_cpu, sglang_process
+from spmdrl.rollout.sglang_engine import Launch
+
+# Arguments of SGLang that follow from settings of ours, and those that are no one's choice.
+_OTHER_SETTING = {
+    "model_path": "model.path",
+    "dtype": "model.compute_dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "random_seed": "run.seed",
+    "enable_deterministic_inference": "run.deterministic",
+    "tp_size": "rollout.tp_size",
+    "mem_fraction_static": "rollout.memory_fraction",
+    "max_total_tokens": "rollout.max_kv_tokens",
+    "max_running_requests": "rollout.max_running",
+    "chunked_prefill_size": "rollout.chunked_prefill_tokens",
+    "attention_backend": "rollout.attention_backend",
+    "disable_cuda_graph": "rollout.cuda_graphs",
+    "enable_memory_saver": "offload.engine",
+}
+_FIXED = {
+    "base_gpu_id",
+    "custom_sigquit_handler",
+    "device",
+    "dist_init_addr",
+    "dp_size",
+    "load_format",
+    "nnodes",
+    "node_rank",
+    "pp_size",
+    "skip_tokenizer_init",
+    "sleep_on_idle",
+    "tokenizer_worker_num",
+    "weight_version",
+}
+
+
+def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
+    """What stands in the way of `rollout.engine = "sglang"`, a sentence each. Raises UserError when it is not
+    installed: then nothing else can be said."""
+    sglang_process.check_installed()
+    yield from _argument_problems(cfg.rollout.sglang)
+    yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=num_ranks, device_type=device_type)
+    architecture = (model_config.architectures or ["of unknown name"])[0]
+    if not sglang_process.knows_architecture(architecture):
+        yield (
+            f'model.path = "{cfg.model.path}" is a {architecture}, which SGLang {sglang_process.SUPPORTED_VERSION} '
+            'does not know; use a model that it does, or rollout.engine = "torch"'
+        )
+    if cfg.run.deterministic and device_type == "cpu":
+        yield (
+            'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
+            'seeds; set it to false, or rollout.engine = "torch"'
+        )
+    ends = _own_end_tokens(cfg, model_config)
+    if cfg.rollout.stop_token_ids and (missing := ends - set(cfg.rollout.stop_token_ids)):
+        yield (
+            f"rollout.stop_token_ids = {list(cfg.rollout.stop_token_ids)} leaves out {sorted(missing)}, the model's "
+            "own end-of-sequence tokens, at which SGLang always stops; add them"
+        )
+
+
+def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
+    if not given:
+        return
+    known = sglang_process.known_arguments()
+    for name in given:
+        if name in _OTHER_SETTING:
+            yield f"rollout.sglang.{name} follows from {_OTHER_SETTING[name]}; set that instead"
+        elif name in _FIXED:
+            yield f"rollout.sglang.{name} is not for the user to choose: spmdrl sets it; remove it"
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"rollout.sglang.{name}: SGLang {sglang_process.SUPPORTED_VERSION} has no such argument{hint}"
+
+
+def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
+    if num_ranks % tp_size:
+        yield f"rollout.tp_size = {tp_size} does not divide the {num_ranks} ranks; {_divisors(num_ranks)}"
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if on_node % tp_size and not num_ranks % tp_size:
+        yield f"rollout.tp_size = {tp_size} does not divide the {on_node} ranks of a node; {_divisors(on_node)}"
+    heads = model_config.num_attention_heads
+    key_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    if heads % tp_size:
+        yield f"rollout.tp_size = {tp_size} does not divide the model's {heads} attention heads; {_divisors(heads)}"
+    elif key_heads % tp_size and (tp_size % key_heads or device_type == "cpu"):
+        yield f"rollout.tp_size = {tp_size} does not divide the model's {key_heads} key heads; {_divisors(key_heads)}"
+
+
+def _divisors(number: int) -> str:
+    possible = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"set it to {' or '.join([', '.join(possible[:-1]), possible[-1]] if len(possible) > 1 else possible)}"
+
+
+def _own_end_tokens(cfg: Config, model_config: Any) -> set[int]:
+    """Where SGLang ends a response whatever it was asked: what the model's config and generation config say."""
+    written = [getattr(model_config, "eos_token_id", None)]
+    generation = Path(cfg.model.path, "generation_config.json")
+    if generation.is_file():
+        written.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    return {token for ids in written if ids is not None for token in ([ids] if isinstance(ids, int) else ids)}
+
+
+def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
+    """What the engine of this rank's engine mesh is started with; `world` is that of the rank that leads it."""
+    on_cpu = world.device.type == "cpu"
+    rollout, release = cfg.rollout, frozenset(cfg.offload.engine)
+    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    kv_tokens = rollout.max_kv_tokens or (rollout.max_running * longest if on_cpu else None)
+    arguments = {
+        "model_path": cfg.model.path,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "dtype": str(compute_dtype(cfg.model.compute_dtype, world.device.type)).removeprefix("torch."),
+        "load_format": "dummy",  # the first refit brings the weights
+        "device": world.device.type,
+        "base_gpu_id": world.local_rank,
+        "tp_size": rollout.tp_size,
+        "random_seed": cfg.run.seed % 2**31 + world.rank,  # of an engine; where requests' own seeds count, unused
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "context_length": longest + 8,  # SGLang keeps some room free
+        "max_running_requests": rollout.max_running,
+        "mem_fraction_static": rollout.memory_fraction,
+        "sleep_on_idle": True,  # otherwise its processes would spin while the trainer works
+        "enable_deterministic_inference": cfg.run.deterministic,
+        "enable_memory_saver": not on_cpu,
+        "disable_cuda_graph": on_cpu or not rollout.cuda_graphs,
+        "log_level": "error",
+    }
+    arguments |= _set(
+        max_total_tokens=kv_tokens,
+        chunked_prefill_size=rollout.chunked_prefill_tokens,
+        attention_backend=rollout.attention_backend or ("torch_native" if on_cpu else None),
+        sampling_backend="pytorch" if on_cpu else None,
+        grammar_backend="none" if on_cpu else None,
+    )
+    environment = {"PYTHONWARNINGS": "ignore"}
+    if on_cpu:
+        environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
+    elif "cuda_graph" in release:
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
+    return Launch(
+        arguments=arguments | rollout.sglang,
+        environment=environment,
+        owner=f"{os.getpid()}",
+        release=release,
+        max_running=rollout.max_running,
+    )
+
+
+def _set(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _cores(num_local_ranks: int) -> str:
+    """The machine's cores, shared out to the devices of its engines: one device for each local rank."""
+    cores = sorted(os.sched_getaffinity(0))
+    per_rank = max(1, len(cores) // num_local_ranks)
+    shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(num_local_ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def transport_for(cfg: Config, device: torch.device) -> str:
+    """ "cuda_ipc" or "shared_memory": what `refit.transport` means on this device."""
+    if cfg.refit.transport != "auto":
+        return cfg.refit.transport
+    return "cuda_ipc" if device.type == "cuda" else "shared_memory"
