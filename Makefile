@@ -1,15 +1,18 @@
 # Every target works as the first command on a fresh clone: it makes .venv when it is not there yet.
 #   make setup TORCH=cuda                 the versions of constraints/cuda.txt instead of constraints/cpu.txt
 #   make setup TORCH_INDEX=URL            the package index that torch, and torch alone, comes from
-#   make setup EXTRAS=dev,sglang          other extras of pyproject.toml
+#   make setup EXTRAS=dev,flash           other extras of pyproject.toml
+#   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
+#   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 TORCH_INDEX ?=
 ARGS ?=
+ENGINE ?=
 
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
@@ -21,6 +24,12 @@ ifeq ($(wildcard $(CONSTRAINTS)),)
 $(error TORCH=$(TORCH): there is no $(CONSTRAINTS); use TORCH=cpu or TORCH=cuda)
 endif
 INSTALLED := $(VENV)/.installed-$(TORCH)
+# Two more stamps: SGLang is there, and `make setup` was asked for, which means without it.
+WITH_SGLANG := $(VENV)/.with-sglang
+LIGHT := $(VENV)/.light
+# On a CPU without SGLang's own requirements: they would replace torch by a CUDA build, and bring what no CPU can run.
+SGLANG_cpu := --no-deps -r constraints/sglang-cpu.txt
+SGLANG_cuda := -c $(CONSTRAINTS) -e '.[$(EXTRAS),sglang]'
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 CHECK_VERSION := import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but spmdrl needs 3.11 \
@@ -32,14 +41,19 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-unit test-spmd test-e2e test-long test-gpu lint format bench docs clean
+.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-spmd test-engine test-e2e test-long test-gpu \
+  lint format bench docs clean
 
 help: ## list the targets
-	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## install spmdrl and its tools into .venv
 	@rm -f $(STAMPS)
 	@$(MAKE) --no-print-directory $(INSTALLED) TORCH=$(TORCH)
+	@test -e $(WITH_SGLANG) || touch $(LIGHT)
+
+setup-sglang: ## the same and SGLang; it needs no GPU
+	@$(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
 
 # torch first and alone, so that TORCH_INDEX is asked for nothing else. The constraints go to every later install:
 # without them pip would replace this torch by its newest release.
@@ -51,10 +65,19 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@rm -f $(STAMPS)
 	@touch $@
 
-demo: $(INSTALLED) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
-	$(IN_VENV) bash launch/demo.sh $(ARGS)
+$(WITH_SGLANG): $(INSTALLED) $(filter constraints/%,$(SGLANG_$(TORCH)))
+	$(PIP) install $(SGLANG_$(TORCH))
+	@rm -f $(LIGHT)
+	@touch $@
 
-test: test-unit test-spmd test-e2e ## all tests that need no GPU
+# The tests are complete unless the user decided against SGLang.
+sglang-unless-light: $(INSTALLED)
+	@test -e $(LIGHT) || $(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
+
+demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
+	$(IN_VENV) $(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
+
+test: test-unit test-spmd test-engine test-e2e ## all tests that need no GPU
 
 test-unit: $(INSTALLED) ## tests in one process
 	$(PYTEST) -m "not slow" tests/unit
@@ -62,11 +85,18 @@ test-unit: $(INSTALLED) ## tests in one process
 test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/spmd
 
+test-engine: sglang-unless-light ## tests with SGLang itself
+	@if test -e $(LIGHT); then \
+	  echo "tests/engine is skipped: 'make setup' installed spmdrl without SGLang, and 'make setup-sglang' adds it"; \
+	else \
+	  set -x; $(ONE_THREAD) $(PYTEST) -m "not slow" tests/engine; \
+	fi
+
 test-e2e: $(INSTALLED) ## whole runs from the command line
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
 
-test-long: $(INSTALLED) ## the tests that `make test` leaves out because they take minutes
-	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/e2e || test $$? -eq 5  # 5: there are none
+test-long: sglang-unless-light ## the tests that `make test` leaves out because they take minutes
+	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-gpu: $(INSTALLED) ## tests that need a CUDA device; they skip where there is none
 	$(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none
