@@ -1,0 +1,86 @@
+"""SGLang runs without a GPU, and what makes it run there is seen by nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmdrl.rollout.sglang_cpu import child_environment
+from tests.tiny import save_qwen3
+
+pytestmark = pytest.mark.skipif(
+    find_spec("sgl_kernel") is not None, reason="SGLang is installed with its CUDA kernels and needs no stubs"
+)
+
+# Prints what a process sees of the packages that have stubs: "" where there is none.
+SEEN = """
+from importlib.util import find_spec
+specs = map(find_spec, ("triton", "torchvision", "sgl_kernel", "IPython"))
+print([name for spec in specs if spec and "sglang_cpu" in (name := spec.origin or "")])
+"""
+
+
+def python(*arguments: str, **environment: str) -> list[str]:
+    """The lines that a new Python prints."""
+    command = [sys.executable, "-W", "ignore", *arguments]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_engine_can_be_imported() -> None:
+    code = """
+from spmdrl.rollout import sglang_cpu
+sglang_cpu.enable()
+sglang_cpu.enable()
+import sglang
+from sglang.srt.entrypoints.engine import Engine
+print(sglang.__version__)
+
+# torch and transformers have looked for the real packages before the stubs were there.
+from torch.utils._triton import has_triton_package
+from transformers.utils import is_torchvision_available
+import triton, torchvision
+print([has_triton_package(), is_torchvision_available()], "sglang_cpu" in torchvision.__file__)
+"""
+    assert python("-c", code)[-2:] == ["0.5.23", f"{[find_spec('triton') is not None, False]} True"]
+
+
+def test_other_processes_see_no_stubs(tmp_path: Path) -> None:
+    code = f"""
+import transformers
+from transformers import AutoModelForCausalLM
+import torch
+model = AutoModelForCausalLM.from_pretrained({save_qwen3(tmp_path)!r})
+print(model(torch.tensor([[5, 6, 7]])).logits.isfinite().all().item())
+"""
+    assert python("-c", code + SEEN) == ["True", "[]"]
+
+
+def test_processes_of_the_engine_see_none_before_sglang(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other one')")
+    environment = child_environment()
+    environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    code = "from spmdrl.rollout.sglang_cpu import on_import; print(on_import.installed())"
+    assert python("-c", code + SEEN, **environment) == ["the other one", "True", "[]"]
+
+
+def test_greedy_tokens_are_those_of_a_forward(tmp_path: Path) -> None:
+    path, prompts, num_tokens = save_qwen3(tmp_path), [[5, 6, 7], [9]], 12
+    answers = json.loads(python("-m", "tests.engine.generate", path, json.dumps(prompts), str(num_tokens))[-1])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [token for token, _ in answer]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert tokens == logprobs.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor([lp for _, lp in answer]), logprobs.amax(-1), atol=1e-5, rtol=0)
