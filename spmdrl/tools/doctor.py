@@ -18,6 +18,7 @@ from typing import Any
 
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
+_KERNELS = "sglang-kernel"
 
 # (distribution, what it is for)
 _PACKAGES = (
@@ -35,6 +36,7 @@ _PACKAGES = (
     ("matplotlib", "curves"),
     ("rich", "console"),
     ("sglang", "SGLang rollouts"),
+    (_KERNELS, "SGLang on CUDA"),
     ("flash-attn", "flash_attn_2 kernels"),
     ("flash-attn-3", "flash_attn_3 kernels"),
     ("ring-flash-attn", "ring attention"),
@@ -178,10 +180,16 @@ def _verdicts(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
     for what, missing in (
         ("training on a CPU", [*_missing_for_training(torch, torch_problem)]),
         ("training on GPUs", [*_missing_for_gpus(torch, torch_problem)]),
-        ("SGLang rollouts", [*_missing_for_sglang()]),
+        ("SGLang rollouts", [*_missing_for_sglang(torch)]),
         ("ring attention", [*_missing_for_ring_attention()]),
     ):
-        yield f"{what}: {'; '.join(missing) if missing else 'yes'}"
+        remark = _stubs_remark() if what == "SGLang rollouts" else ""
+        yield f"{what}: {'; '.join(missing) if missing else 'yes' + remark}"
+
+
+def _stubs_remark() -> str:
+    """Without its CUDA kernels SGLang computes with torch, and spmdrl stands in for what it only imports."""
+    return ", on a CPU: spmdrl.rollout.sglang_cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
 
 
 def _missing_for_training(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
@@ -227,10 +235,12 @@ def _missing_for_gpus(torch: ModuleType | None, torch_problem: str) -> Iterator[
         yield "this torch has no NCCL: install another build"
 
 
-def _missing_for_sglang() -> Iterator[str]:
+def _missing_for_sglang(torch: ModuleType | None) -> Iterator[str]:
     if _version("sglang") is None:
-        yield "sglang is not installed: pip install 'spmdrl[sglang]'"
+        yield "sglang is not installed: make setup-sglang"
         return
+    if torch is not None and _num_gpus(torch) and _version(_KERNELS) is None:
+        yield f"there is a GPU, but SGLang is installed for CPUs, without {_KERNELS}: make setup-sglang TORCH=cuda"
     shm = _shm()
     if shm and shm[1] < _MIN_SHM_GIB:
         yield (
