@@ -63,6 +63,9 @@ class _Placeholder:
     def __getitem__(self, key):
         return self
 
+    def __iter__(self):  # without it, iteration would try `[0]`, `[1]` and so on, and never end
+        return iter(())
+
     def __or__(self, other):  # in annotations
         return self
 
@@ -102,10 +105,12 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class _Driver:
     @property
     def active(self):
-        """SGLang asks it which GPU there is, and takes an error for "none", which is what triton itself says."""
+        """SGLang and torch ask it which GPU there is, and take an error for "none": triton itself says it so."""
         raise RuntimeError("triton is not installed")
 
 
 sys.modules[__name__].__class__ = _Module
 sys.meta_path.append(_Submodules())
-importlib.import_module("triton.runtime").driver = _Driver()
+# triton.runtime.driver is a module to `import` and, as in triton, the driver within it to everything else.
+_driver = importlib.import_module("triton.runtime.driver").driver = _Driver()
+importlib.import_module("triton.runtime").driver = _driver
