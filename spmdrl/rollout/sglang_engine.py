@@ -21,6 +21,8 @@ from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
 from spmdrl.rollout.source import Source
 from spmdrl.types import FinishReason, Request, Response, Span
 
+SETTLE_LIMIT_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -53,6 +55,7 @@ class SGLangEngine:
         self._next_version = -1
         self._loading: Future[Any] | None = None
         self._abort = False
+        self._is_idle = True
         self._names = itertools.count()
         sglang_process.share_tensors(self._device.type)
         self._process = self._start() if self.leads else None
@@ -68,7 +71,7 @@ class SGLangEngine:
             return
         assert self.version >= 0, "the engine has no weights: refit before sampling"
         assert not self._released, f"the engine sleeps, without its {', '.join(self._released)}: wake it first"
-        self._abort = False
+        self._abort = self._is_idle = False
         source = Source(requests)
         finished: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
         running = 0
@@ -104,6 +107,7 @@ class SGLangEngine:
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`: give back the kinds of memory that `offload.engine` names."""
+        self._settle()
         tags = sorted(self._launch.release - self._released)
         if self._process is not None and tags:
             self._process.ask("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags=tags)
@@ -113,6 +117,12 @@ class SGLangEngine:
         """See `RolloutEngine.wake`. Released weights came back in `begin_update`: before that they hold nothing."""
         assert "weights" not in self._released, "the engine's weights were released: refit before waking it"
         self._resume(self._released)
+
+    def _settle(self) -> None:
+        """Wait until the engine knows that nothing runs: it says a response is finished a moment before."""
+        if self._process is not None and not self._is_idle:
+            self._process.drain(limit_s=SETTLE_LIMIT_S)
+        self._is_idle = True
 
     def _resume(self, tags: set[str]) -> None:
         if self._process is not None and tags:
@@ -126,6 +136,7 @@ class SGLangEngine:
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """See `WeightSink.begin_update`. One gather brings every rank's handles to the rank that leads."""
+        self._settle()
         self._resume(self._released & {"weights"})
         self._buckets, self._next_version = buckets, version
         # Anew for each refit: a handle counts how often its memory was opened, and may be opened once.

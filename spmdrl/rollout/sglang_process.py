@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -213,6 +214,22 @@ class SGLangProcess:
             input_ids=list(token_ids), sampling_params=dict(sampling), return_logprob=True, rid=request_id
         )
         return await anext(self._manager.generate_request(request, None))
+
+    def drain(self, *, limit_s: float) -> None:
+        """Wait until nothing runs, and drop the prefix cache. Raises RuntimeError when something still does then.
+
+        Whoever releases memory or loads weights must do this first: SGLang's processes end themselves, or refuse, when
+        they are not idle.
+        """
+
+        async def flush() -> bool:
+            return (await self._manager.flush_cache()).success
+
+        deadline = time.monotonic() + limit_s
+        while not self.result(self.start(flush())):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang still has requests {limit_s:g} s after the last response")
+            time.sleep(0.01)
 
     def abort_all(self) -> None:
         """Ask every running request to end with what it has."""
