@@ -71,7 +71,7 @@ class Phases:
         self._edges: list[Edge] = []
         self._engine_sleeps = False
         self._engine_has_weights = False
-        self._given_back = 0  # bytes, by the sleeping engine
+        self._given_back = 0  # bytes, by an engine that went to sleep
         self._rollout_randomness = RandomStates.now(self._device)
         self._pass_edge("engine started", lambda: None)
 
@@ -81,7 +81,7 @@ class Phases:
         if not self._engine_has_weights:
             self.refit(version=self._engine.version)
         self._pass_edge("engine awake", self._engine.wake)
-        self._engine_sleeps, self._given_back = False, 0
+        self._engine_sleeps = False
         trainers = RandomStates.now(self._device)
         self._rollout_randomness.restore()
         yield
@@ -94,7 +94,7 @@ class Phases:
         """The trainer is awake and the engine has given back what it was told to. Its two edges are the span
         `switch`."""
         with self._span("switch"):
-            if not self._engine_sleeps or self._engine_has_weights:
+            if not self._engine_sleeps or (self._releases_weights and self._engine_has_weights):
                 self._sleep_engine()
             self._pass_edge("trainer awake", self._trainer.wake, self._to_compute)
         yield
@@ -116,9 +116,11 @@ class Phases:
         self._settle()
         before = self._read(self._device).free_bytes
         self._pass_edge("engine asleep", self._engine.sleep, self._to_wake_trainer)
-        self._given_back += max(0, self._edges[-1].readings[self._mesh.get_local_rank()].free_bytes - before)
+        if not self._engine_sleeps:  # else all of it was asleep before, and a refit had taken the weights back
+            mine = self._edges[-1].readings[self._mesh.get_local_rank()]
+            self._given_back = max(0, mine.free_bytes - before)
         self._engine_sleeps = True
-        self._engine_has_weights = not self._releases_weights
+        self._engine_has_weights &= not self._releases_weights
 
     def _pass_edge(
         self, name: str, change: Callable[[], None], need: Callable[[], _Need | None] = lambda: None

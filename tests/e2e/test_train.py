@@ -158,6 +158,23 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole:
     assert steady[0] == steady[1]
 
 
+def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, whole: Path) -> None:
+    settings = ["offload.trainer=all", 'offload.engine=["kv_cache", "weights"]', "report.memory=true"]
+    done = torchrun(folder, 2, "run.name=offloaded", *settings)
+    one, other = (load_file(run / "hf/model.safetensors") for run in (whole, folder / "runs/offloaded"))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+    assert "memory in step 4, GiB, of 2 ranks" in done.stdout
+    written = [json.loads(line) for line in (folder / "runs/offloaded/memory.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in written} == {0, 1, 2, 3, 4}
+    # Step 4 evaluates, which releases the engine's weights, and saves.
+    step = [row["edge"] for row in written if row["step"] == 4]
+    sampled, trained = ["engine awake", "engine asleep"], ["trainer awake", "trainer asleep"]
+    assert step == [*sampled, *trained, "refitted", *sampled, *trained]
+    assert all(len(row["host_gib"]) == 2 and min(row["host_gib"]) > 0.1 for row in written)
+
+
 def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> None:
     torchrun(folder, 1, "run.name=alone", "run.num_steps=1", "report.samples_per_step=100")
     torchrun(folder, 2, "run.name=pair", "run.num_steps=1", "report.samples_per_step=100")

@@ -121,3 +121,18 @@ def test_the_resolved_configuration_can_be_read_again(tmp_path: Path, estimator:
     cfg = read(tmp_path, GOOD, f"advantage.estimator={estimator}", f"optim.name={optimizer}")
     (tmp_path / "resolved.toml").write_text(tomlkit.dumps(cfg.model_dump(exclude_none=True)))
     assert read_config(Config, str(tmp_path / "resolved.toml"), []) == cfg
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.cpu_offload=true", "offload.trainer=all"], 'nothing for offload.trainer = "all" to move'),
+        (['offload.engine=["cuda_graph"]'], 'rollout.engine = "torch" has no CUDA graphs'),
+        (['offload.engine=["graphs"]'], "offload.engine.0"),
+        (["rollout.memory_fraction=0.5"], 'memory_fraction has no meaning for engine = "torch"'),
+        (["rollout.tp_size=2"], 'tp_size has no meaning for engine = "torch"'),
+    ],
+)
+def test_offload_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, *overrides)
+    assert expected in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,9 +43,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
 
 
-def engine_for(model, max_running: int = 8) -> TorchEngine:
+def engine_for(model, max_running: int = 8, release: Sequence[str] = ("kv_cache",)) -> TorchEngine:
     engine = TorchEngine(
-        model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=max_running
+        model.config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kernel="sdpa",
+        max_running=max_running,
+        release=release,
     )
     load_whole(engine, dict(model.named_parameters()), version=7)
     return engine
@@ -222,3 +228,24 @@ def test_top_p_keeps_the_smallest_sufficient_set() -> None:
 
 def test_greedy_takes_the_best() -> None:
     assert frequencies([0.1, 0.3, 0.2], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_sleeping_engine_keeps_only_what_it_was_not_told_to_release(model) -> None:
+    engine = engine_for(model, release=("kv_cache", "weights"))
+    asked = requests(6)
+    before = answers(engine, asked)
+    for _ in range(2):
+        engine.sleep()
+        engine.sleep()
+        assert engine._cache is None
+        assert {weight.untyped_storage().nbytes() for weight in engine.weights().values()} == {0}
+        engine.wake()
+        with pytest.raises(AssertionError, match="refit before sampling"):
+            next(engine.generate(asked))
+        load_whole(engine, dict(model.named_parameters()), version=7)
+        assert answers(engine, asked) == before
+    keeps_all = engine_for(model, release=())
+    answers(keeps_all, asked)
+    keeps_all.sleep()
+    assert keeps_all._cache is not None
+    assert answers(keeps_all, asked) == before

@@ -1,0 +1,193 @@
+"""On a device: what sleeps is gone, what wakes is as it was, and a phase that does not fit is refused."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from spmdrl.batch import build_batch
+from spmdrl.config import OffloadConfig, OptimConfig
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.memory import GIB, MemoryPlan
+from spmdrl.model.load import load_policy
+from spmdrl.model.offload import Moves, TrainerMemory
+from spmdrl.objective import PolicyObjective
+from spmdrl.phases import MemoryShortage, Phases
+from spmdrl.refit.refit import Refit
+from spmdrl.report.memory import read_memory
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.types import Request
+from spmdrl.update import Learner, update
+from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+
+CUDA = torch.device("cuda")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """About 24 million parameters: 90 MiB of float32, well above the granularity of the allocator."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128}
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), **sizes)
+
+
+def start(path: str, meshes: Meshes) -> Learner:
+    policy = load_policy(model_config(path), meshes.shard, temperature=1.0)
+    return Learner.start(policy, OptimConfig(lr=1e-3), num_updates=4, dtype=torch.bfloat16)
+
+
+def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
+    batch = build_batch(random_sequences(8, seed=step), plan_for(8, 1), meshes.data, aggregation="token_mean")
+    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes.data, step=step)
+
+
+def state(learner: Learner) -> list[Tensor]:
+    """Host copies of the weights and moments."""
+    with torch.no_grad():
+        tensors = [parameter.to_local() for parameter in learner.policy.parameters()]
+        for moments in learner.optimizer.state.values():
+            tensors += [x.to_local() if hasattr(x, "to_local") else x for x in moments.values()]
+    return [tensor.cpu().clone() for tensor in tensors]
+
+
+def no_span(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def allocated() -> int:
+    """Bytes in tensors, as they were asked for; without cuBLAS's workspaces, which come from the same allocator."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+@pytest.mark.parametrize("moves", ["optimizer", "all"])
+def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        learner = start(qwen3, meshes)
+        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves=moves)
+        train(learner, meshes, step=1)
+        before, awake = state(learner), allocated()
+        weights = sum(parameter.to_local().nbytes for parameter in learner.policy.parameters())
+        pinned, free = set(), []
+        for _ in range(4):
+            memory.sleep()
+            assert memory.asleep_bytes >= (3 if moves == "all" else 2) * weights
+            assert allocated() <= awake - memory.asleep_bytes + MIB
+            assert allocated() < (0 if moves == "all" else weights) + 16 * MIB
+            free.append(torch.cuda.mem_get_info()[0])
+            pinned.add(memory.host_bytes)
+            with torch.no_grad():
+                shards = [parameter.to_local() for parameter in learner.policy.parameters()]
+            assert all(shard.is_pinned() for shard in shards) == (moves == "all")
+            del shards
+            memory.wake()
+            assert abs(allocated() - awake) < MIB
+            after = state(learner)
+            assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert len(pinned) == 1
+        assert min(free) >= free[0] - 32 * MIB
+        train(learner, meshes, step=2)  # the woken weights are the ones that FSDP gathers and the optimizer moves
+        assert not all(torch.equal(one, other) for one, other in zip(before, state(learner), strict=True))
+        del learner, memory
+
+
+def test_training_with_sleep_is_bitwise_training_without(qwen3: str) -> None:
+    results = []
+    for moves in ("none", "all"):
+        with spmd_session(threads_per_rank=1, deterministic=True) as world:
+            meshes = build_meshes(world)
+            learner = start(qwen3, meshes)
+            memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves=moves)
+            for step in (1, 2):
+                memory.sleep()
+                memory.wake()
+                train(learner, meshes, step=step)
+            results.append(state(learner))
+            del learner, memory
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def engine_for(path: str, world: Any) -> TorchEngine:
+    return TorchEngine(
+        AutoConfig.from_pretrained(path),
+        device=world.device,
+        dtype=torch.bfloat16,
+        kernel="varlen",
+        max_running=16,
+        release=("kv_cache", "weights"),
+    )
+
+
+def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        learner = start(qwen3, meshes)
+        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
+        engine = engine_for(qwen3, world)
+        held, weights = allocated(), sum(weight.nbytes for weight in engine.weights().values())
+        engine.sleep()
+        assert held - allocated() >= weights
+        memory.sleep()
+        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.bfloat16, bucket_bytes=16 * MIB, verify="every")
+        refit(version=1)  # compares digests
+        assert len(dict(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=4)]))) == 1
+        memory.wake()
+        for name, parameter in learner.policy.model.named_parameters():
+            assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
+        del learner, memory, refit
+
+
+def test_the_phases_catch_a_leak(qwen3: str) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        learner = start(qwen3, meshes)
+        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
+        memory.sleep()
+        engine = engine_for(qwen3, world)
+        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.bfloat16, bucket_bytes=16 * MIB, verify="every")
+        free = read_memory(CUDA).free_bytes
+        sizes = dict.fromkeys(
+            ("weights", "optimizer", "buckets", "asleep", "engine_weights", "free_at_launch", "engine_keeps"), 0
+        )
+        offload = OffloadConfig(trainer="all", engine=("kv_cache", "weights"))
+        # A plan that leaves a GiB for the test, whatever the device.
+        plan = MemoryPlan(gradients=free - GIB, gathered=0, engine_share=None, **sizes)
+        phases = Phases(memory, engine, refit, meshes.data, offload, plan=plan, span=no_span)
+        phases.refit(version=0)
+        with phases.rollout():
+            pass
+        with phases.training():
+            pass
+        leak = torch.empty(2 * GIB, dtype=torch.uint8, device=CUDA)
+        with pytest.raises(MemoryShortage, match=r"engine asleep: rank 0 needs .* to train"), phases.rollout():
+            pass
+        edges = phases.take_edges()
+        assert [edge.name for edge in edges][:3] == ["engine started", "refitted", "engine awake"]
+        assert all(reading.total_bytes > 0 for edge in edges for reading in edge.readings)
+        del learner, memory, refit, phases, leak
+
+
+def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        learner = start(qwen3, meshes)
+        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="none")
+        engine = engine_for(qwen3, world)
+        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.bfloat16, bucket_bytes=16 * MIB, verify="first")
+        phases = Phases(memory, engine, refit, meshes.data, OffloadConfig(), plan=None, span=no_span)
+        phases.refit(version=0)
+        torch.cuda.manual_seed(5)
+        with phases.rollout():
+            torch.rand(7, device=CUDA)
+        drawn = torch.rand(3, device=CUDA)
+        torch.cuda.manual_seed(5)
+        assert torch.equal(drawn, torch.rand(3, device=CUDA))
+        del learner, memory, refit, phases

@@ -1,0 +1,230 @@
+"""The device passes from trainer to engine and back in one order, with random numbers kept apart and memory checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from spmdrl.config import OffloadConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.memory import GIB, MemoryPlan
+from spmdrl.phases import MemoryShortage, Phases
+from spmdrl.report.memory import MemoryReading, read_memory
+from tests.spmd.ranks import run_ranks
+
+PLAN = MemoryPlan(
+    weights=4 * GIB,
+    gradients=4 * GIB,
+    optimizer=8 * GIB,
+    gathered=GIB,
+    buckets=GIB,
+    asleep=0,
+    engine_weights=8 * GIB,
+    free_at_launch=75 * GIB,
+    engine_share=50 * GIB,
+    engine_keeps=0,
+)
+
+
+class Device:
+    """The free GiB of one rank's device, as trainer and engine take and give them back."""
+
+    def __init__(self) -> None:
+        self.free = 30.0
+        self.calls: list[str] = []
+
+    def change(self, call: str, by: float = 0.0) -> None:
+        self.calls.append(call)
+        self.free += by
+
+    def read(self, _: torch.device) -> MemoryReading:
+        return MemoryReading(total_bytes=80 * GIB, free_bytes=int(self.free * GIB), host_bytes=0)
+
+
+class Trainer:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.asleep_bytes = 12 * GIB
+        self.has_optimizer_state = True
+
+    def sleep(self) -> None:
+        self._device.change("trainer.sleep", +12)
+        self.asleep_bytes = 12 * GIB
+
+    def wake(self) -> None:
+        self._device.change("trainer.wake", -12)
+        self.asleep_bytes = 0
+
+
+class Engine:
+    version = 0
+
+    def __init__(self, device: Device, gives_back: float) -> None:
+        self._device = device
+        self._gives_back = gives_back
+        self._asleep = False
+
+    def sleep(self) -> None:
+        self._device.change("engine.sleep", 0 if self._asleep else self._gives_back)
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._device.change("engine.wake", -self._gives_back if self._asleep else 0)
+        self._asleep = False
+
+
+def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",), **changes: Any) -> Phases:
+    def refit(*, version: int) -> None:
+        device.change(f"refit {version}")
+
+    offload = OffloadConfig(trainer="all", engine=tuple(release))
+    engine: Any = Engine(device, 40.0)
+    parts: Any = (Trainer(device), engine, refit)
+    settings = {"plan": PLAN, "span": lambda name: nullcontext(), "read": device.read} | changes
+    return Phases(*parts, meshes.data, offload, **settings)
+
+
+def _steps(release: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Two steps with an evaluation and a save after the first: (calls, edges)."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        device = Device()
+        phases = _phases(build_meshes(world), device, release)
+        phases.refit(version=0)
+        for step in (1, 2):
+            with phases.rollout():
+                device.change("rollout")
+            with phases.training():
+                device.change("update")
+            phases.refit(version=step)
+            if step == 1:
+                with phases.rollout():
+                    device.change("eval")
+                with phases.training():
+                    device.change("save")
+        return device.calls, [edge.name for edge in phases.take_edges()]
+
+
+def test_each_phase_finds_the_device_as_it_needs_it() -> None:
+    ((calls, edges),) = run_ranks(1, _steps, ["kv_cache"])
+    sampled = ["engine.wake", "{}", "engine.sleep"]
+    trained = ["trainer.wake", "{}", "trainer.sleep"]
+    expected = ["refit 0", *sampled, *trained, "refit 1", *sampled, *trained, *sampled, *trained, "refit 2"]
+    what = iter(["rollout", "update", "eval", "save", "rollout", "update"])
+    assert calls == [call if call != "{}" else next(what) for call in expected]
+    assert edges[:6] == [
+        "engine started",
+        "refitted",
+        "engine awake",
+        "engine asleep",
+        "trainer awake",
+        "trainer asleep",
+    ]
+
+
+def test_an_engine_that_released_its_weights_is_refitted_before_it_samples() -> None:
+    ((calls, _),) = run_ranks(1, _steps, ["kv_cache", "weights"])
+    # The evaluation after step 1 releases the weights of refit 1; the next rollout brings them back.
+    at = calls.index("save")
+    assert calls[at : at + 5] == ["save", "trainer.sleep", "refit 0", "engine.wake", "rollout"]  # 0: the fake's version
+
+
+def _saving_without_evaluation() -> list[str]:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        device = Device()
+        phases = _phases(build_meshes(world), device, ["kv_cache", "weights"])
+        phases.refit(version=0)
+        with phases.rollout():
+            pass
+        with phases.training():
+            pass
+        phases.refit(version=1)
+        device.calls.clear()
+        with phases.training():
+            pass
+        return device.calls
+
+
+def test_weights_that_a_refit_brought_back_make_room_for_a_save() -> None:
+    assert run_ranks(1, _saving_without_evaluation) == [["engine.sleep", "trainer.wake", "trainer.sleep"]]
+
+
+def _random(_: str) -> tuple[list[float], list[float]]:
+    """What the trainer and what the sampler draw, in turn; the sampler draws another number of them each time."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        torch.manual_seed(5)
+        phases = _phases(build_meshes(world), Device())
+        phases.refit(version=0)
+        trainers, samplers = [], []
+        for count in (1, 7, 2):
+            with phases.rollout():
+                samplers += torch.rand(count).tolist()
+            with phases.training():
+                trainers += torch.rand(2).tolist()
+        return trainers, samplers
+
+
+def test_sampling_does_not_move_the_trainers_random_numbers() -> None:
+    ((trainers, samplers),) = run_ranks(1, _random, "")
+    torch.manual_seed(5)
+    assert trainers == torch.rand(6).tolist()
+    torch.manual_seed(5)
+    assert samplers == [x for count in (1, 7, 2) for x in torch.rand(count).tolist()]
+
+
+def _leaking(where: str, gib: float) -> str:
+    """Something on rank 1 keeps memory at one place of the step; what this rank is told."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        device = Device()
+        phases = _phases(build_meshes(world), device)
+
+        def leak(place: str) -> None:
+            if world.rank == 1 and place == where:
+                device.free -= gib
+
+        try:
+            phases.refit(version=0)
+            with phases.rollout():
+                leak("rollout")
+            with phases.training():
+                leak("training")
+            with phases.rollout():
+                pass
+        except MemoryShortage as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("where", "gib", "expected"),
+    [
+        ("nowhere", 0.0, ""),
+        ("rollout", 54.0, "engine asleep: rank 1 needs 17.0 GiB to train, besides activations, but 16.0 GiB of its "),
+        ("training", 31.0, "trainer asleep: rank 1 needs 40.0 GiB for what the engine gave back before training, but "),
+    ],
+)
+def test_a_shortage_is_told_on_every_rank(where: str, gib: float, expected: str) -> None:
+    first, second = run_ranks(2, _leaking, where, gib)
+    assert first == second
+    assert first.startswith(expected) and bool(first) == bool(expected)
+    if expected:
+        assert "of its device's 80.0 GiB are free; " in first and "rollout.memory_fraction" in first
+
+
+def test_without_a_device_memory_is_measured_but_never_short() -> None:
+    (names,) = run_ranks(1, _measured)
+    assert names[0] == ("engine started", 1, True)
+
+
+def _measured() -> list[tuple[str, int, bool]]:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        phases = _phases(build_meshes(world), Device(), plan=None, read=read_memory)
+        with phases.training():
+            pass
+        edges = phases.take_edges()
+        assert phases.take_edges() == []
+        return [(edge.name, len(edge.readings), edge.readings[0].host_bytes > 2**20) for edge in edges]
