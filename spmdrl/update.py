@@ -101,13 +101,15 @@ def update(
 ) -> Metrics:
     """One optimizer step on each mini-batch in turn; every rank of the data mesh takes part.
 
-    Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
+    A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
+    to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
     """
     first = (step - 1) * len(mini_batches) + 1
     return merge_all(
         [
             _optimizer_step(learner, mini_batch, objective, mesh, number=number, cause=f"step {step}, update {number}")
             for number, mini_batch in enumerate(mini_batches, start=first)
+            if mini_batch
         ]
     )
 
