@@ -78,8 +78,7 @@ def save(
 def restore(folder: Path, learner: Learner, *, step: int) -> None:
     """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank must call this.
 
-    Random numbers need nothing: what they are for decides them. What a step may leave of its prompts is in
-    `collector_state`.
+    Random numbers need nothing: what they are for decides them. Where the prompts go on is in `collector_state`.
     """
     if step == 0:
         return

@@ -44,7 +44,7 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the newest checkpoint in the run's folder; `never` refuses a folder that holds a run."""
     deterministic: bool = False
-    """Deterministic kernels and a fixed assignment of work to ranks and batches."""
+    """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 

@@ -56,6 +56,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
         groups.setdefault(s.rollout.prompt.prompt_id, set()).add(s.outcome.reward)
     metrics: Metrics = {
         "reward/mean": Values(tuple(s.outcome.reward for s in scored)),
+        # Of all groups with rewards: under dynamic sampling the collector adds those that it dropped.
         "reward/equal_groups_fraction": Mean.of(float(len(rewards) == 1) for rewards in groups.values()),
         "reward/failed_count": Total(float(sum(s.outcome.failure is not None for s in scored))),
         "rollout/response_tokens": Values(tuple(float(len(r.token_ids)) for r in responses)),

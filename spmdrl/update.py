@@ -63,7 +63,8 @@ def prepare(
     """Add `old_logprobs`, when the policy moves before it has seen all rollouts, and `ref_logprobs`, when there is a
     reference. Every rank of the mesh must call this.
 
-    With one mini-batch the policy that sampled is the policy that is updated, and no pass is needed.
+    With one mini-batch the policy has not moved in this step before its only update, and no pass is needed. Where older
+    weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
     """
     device = torch.device(mesh.device_type)
     columns: dict[str, list[list[Tensor]]] = {}

@@ -82,6 +82,7 @@ class _Summary:
 
     kept: list[int]  # prompt ids
     num_dropped: int
+    num_failed: int  # rewards of those
     num_drawn: int
     tickets_end: int  # one past the highest ticket drawn, 0 when there was none
     num_left: int
@@ -288,6 +289,7 @@ class _Part:
         return _Summary(
             kept=[_prompt_id(group) for group in self.kept],
             num_dropped=len(self.dropped),
+            num_failed=sum(group.num_failed for group in self.dropped),
             num_drawn=self.num_drawn,
             tickets_end=self.tickets_end,
             num_left=len(self.left),
@@ -392,12 +394,16 @@ def _shortfall(step: int, summaries: Sequence[_Summary], drawing: Drawing) -> st
     num_kept = sum(len(summary.kept) for summary in summaries)
     if num_kept == drawing.groups_per_step:
         return None
+    num_drawn, num_dropped, num_failed = (
+        sum(getattr(summary, name) for summary in summaries) for name in ("num_drawn", "num_dropped", "num_failed")
+    )
     trains = (
         f"trains on {num_kept} of {drawing.groups_per_step} prompt groups" if num_kept else "has nothing to train on"
     )
+    failed = f"; {num_failed} of their rewards could not be computed" if num_failed else ""
     return (
-        f"step {step} {trains}: {sum(summary.num_drawn for summary in summaries)} were drawn "
-        f"(the limit is {drawing.max_draws}) and {sum(summary.num_dropped for summary in summaries)} had equal rewards"
+        f"step {step} {trains}: {num_drawn} were drawn (the limit is {drawing.max_draws}) and {num_dropped} had equal "
+        f"rewards{failed}"
     )
 
 
@@ -412,12 +418,14 @@ def _metrics(
         metrics |= {
             "rollout/drawn_groups_count": Total(float(part.num_drawn)),
             "rollout/equal_groups_count": Total(num_dropped),
-            # Joins what `rollout_metrics` says of the groups that are trained on: together, all groups with rewards.
+            # These two join what `rollout_metrics` says of the groups that are trained on.
             "reward/equal_groups_fraction": Mean(num_dropped, num_dropped),
+            "reward/failed_count": Total(float(sum(group.num_failed for group in part.dropped))),
             "reward/drawn_mean": Mean.of(reward for group in (*part.kept, *part.dropped) for reward in group.rewards),
         }
     if drawing.extra_groups:
-        aborted = [group.responses[index] for group in part.left for index in group.unfinished]
+        responses = [group.responses[index] for group in part.left for index in group.unfinished]
+        aborted = [response for response in responses if response.token_ids]
         discarded += [] if drawing.carries_over else part.left
         metrics |= {
             "rollout/aborted_count": Total(float(len(aborted))),

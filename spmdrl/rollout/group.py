@@ -15,7 +15,7 @@ from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span
 NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PromptGroup:
     """The rollouts of one prompt. It may take several steps, and keeps the seeds it was drawn with."""
 
@@ -50,6 +50,11 @@ class PromptGroup:
     def rewards(self) -> list[float]:
         """The rewards of a group that is scored."""
         return [self.pending[index][1].result().reward for index in range(len(self.responses))]
+
+    @property
+    def num_failed(self) -> int:
+        """Rewards that could not be computed, of a group that is scored."""
+        return sum(future.result().failure is not None for _, future in self.pending.values())
 
     @property
     def num_tokens(self) -> int:
