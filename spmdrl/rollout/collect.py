@@ -143,7 +143,7 @@ class Collector:
             try:
                 part.sample()
             except BaseException:
-                tickets.cancel()
+                tickets.cancel()  # the other engines would wait for the groups of this one
                 raise
         summaries = gather_objects(self._mesh, part.summary())
         if self._engine.leads and self._engine_index == 0:
@@ -167,7 +167,7 @@ class Collector:
         """What a checkpoint must hold, in JSON's types, the same on every rank; every rank must call this."""
         groups = gather_objects(self._mesh, [group.as_json() for group in self._carried])
         carried = sorted((group for part in groups for group in part), key=lambda group: group["prompt_id"])
-        return {"cursor": self._cursor, "sampling": self._sampling_in_words(), "carried": carried}
+        return {"cursor": self._cursor, "sampling": self._shared_settings(), "carried": carried}
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """Go on after `step` from a saved state; None when none was saved, which is as if every step so far had used
@@ -183,15 +183,19 @@ class Collector:
                     f"rollout.partial = false: {len(groups)} unfinished prompt groups of step {step} are dropped"
                 )
             return
-        if groups and saved["sampling"] != self._sampling_in_words():
-            raise UserError(
-                f"the checkpoint of step {step} holds unfinished prompt groups, sampled with {saved['sampling']}, but "
-                f"[rollout] now means {self._sampling_in_words()}; set them back, or set rollout.partial = false to "
-                "drop those groups"
+        before, now = saved["sampling"], self._shared_settings()
+        if groups and before != now:
+            changes = ", ".join(
+                f"{name} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]
             )
-        self._num_carried = len(groups)
-        mine = groups[self._engine_index :: self._num_engines] if self._engine.leads else []
-        self._carried = [self._restored(group, step) for group in mine]
+            raise UserError(
+                f"the checkpoint of step {step} holds unfinished prompt groups, but of [rollout] {changes}; set that "
+                "back, or set rollout.partial = false to drop those groups"
+            )
+        # All of them on every rank, so that what is wrong with one is told by all.
+        everyones = [self._restored(group, step) for group in groups]
+        self._carried = everyones[self._engine_index :: self._num_engines] if self._engine.leads else []
+        self._num_carried = len(everyones)
 
     def _restored(self, saved: Mapping[str, Any], step: int) -> PromptGroup:
         (prompt,) = self._prompts.take(saved["prompt_id"], 1)
@@ -203,7 +207,7 @@ class Collector:
             )
         return PromptGroup.from_json(saved, prompt)
 
-    def _sampling_in_words(self) -> dict[str, Any]:
+    def _shared_settings(self) -> dict[str, Any]:
         """The settings that all rollouts of a group must share."""
         return {
             "group_size": self._sampling.group_size,
@@ -394,12 +398,10 @@ def _shortfall(step: int, summaries: Sequence[_Summary], drawing: Drawing) -> st
     num_kept = sum(len(summary.kept) for summary in summaries)
     if num_kept == drawing.groups_per_step:
         return None
-    num_drawn, num_dropped, num_failed = (
-        sum(getattr(summary, name) for summary in summaries) for name in ("num_drawn", "num_dropped", "num_failed")
-    )
-    trains = (
-        f"trains on {num_kept} of {drawing.groups_per_step} prompt groups" if num_kept else "has nothing to train on"
-    )
+    num_drawn = sum(summary.num_drawn for summary in summaries)
+    num_dropped = sum(summary.num_dropped for summary in summaries)
+    num_failed = sum(summary.num_failed for summary in summaries)
+    trains = f"trains on {num_kept} of {drawing.groups_per_step} prompt groups" if num_kept else "changes no weights"
     failed = f"; {num_failed} of their rewards could not be computed" if num_failed else ""
     return (
         f"step {step} {trains}: {num_drawn} were drawn (the limit is {drawing.max_draws}) and {num_dropped} had equal "

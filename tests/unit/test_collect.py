@@ -426,7 +426,7 @@ def test_what_was_saved_is_refused_when_the_settings_do_not_fit() -> None:
     before.steps(1, 1)
     saved = before.state()
     (longer,) = start(PARTIAL, [FakeEngine()], sampling=replace(SAMPLING, max_response_tokens=31)).collectors
-    with pytest.raises(UserError, match="to drop those groups"):
+    with pytest.raises(UserError, match="max_response_tokens was 30 and is 31; set that back, or"):
         longer.restore(saved, step=1)
     (other_data,) = start(PARTIAL, [FakeEngine()]).collectors
     changed = saved | {"carried": [saved["carried"][0] | {"prompt_ids": [1]}]}
