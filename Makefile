@@ -27,13 +27,9 @@ INSTALLED := $(VENV)/.installed-$(TORCH)
 # Two more stamps: SGLang is there, and `make setup` was asked for, which means without it.
 WITH_SGLANG := $(VENV)/.with-sglang
 LIGHT := $(VENV)/.light
-<<<<<<< HEAD
-SGLANG_CPU := constraints/sglang-cpu.txt
-=======
 # On a CPU without SGLang's own requirements: they would replace torch by a CUDA build, and bring what no CPU can run.
 SGLANG_cpu := --no-deps -r constraints/sglang-cpu.txt
 SGLANG_cuda := -c $(CONSTRAINTS) -e '.[$(EXTRAS),sglang]'
->>>>>>> h1
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 CHECK_VERSION := import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but spmdrl needs 3.11 \
@@ -69,14 +65,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@rm -f $(STAMPS)
 	@touch $@
 
-<<<<<<< HEAD
-# On a CPU without SGLang's own requirements: they would replace torch by a CUDA build, and bring what no CPU can run.
-$(WITH_SGLANG): $(INSTALLED) $(SGLANG_CPU)
-	$(PIP) install $(if $(filter cuda,$(TORCH)),-c $(CONSTRAINTS) -e '.[$(EXTRAS),sglang]',--no-deps -r $(SGLANG_CPU))
-=======
 $(WITH_SGLANG): $(INSTALLED) $(filter constraints/%,$(SGLANG_$(TORCH)))
 	$(PIP) install $(SGLANG_$(TORCH))
->>>>>>> h1
 	@rm -f $(LIGHT)
 	@touch $@
 

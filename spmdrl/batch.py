@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -22,7 +23,9 @@ MiniBatch = list[MicroBatch]  # this rank's share of the rollouts behind one opt
 class Batch:
     """This rank's share of a step."""
 
-    mini_batches: list[MiniBatch]  # one for each optimizer step; as many micro-batches in each on every rank
+    # One for each of the step's updates, as many micro-batches in each on every rank; without any where the step has
+    # fewer prompt groups than updates.
+    mini_batches: list[MiniBatch]
     metrics: Metrics
 
 
@@ -52,26 +55,41 @@ def build_batch(sequences: list[Sequence], plan: Plan, mesh: DeviceMesh, *, aggr
     """Give every rank its micro-batches of every mini-batch of the step.
 
     The result depends on the step's sequences and not on which rank sampled them: every rank knows all sizes and
-    computes the same plan. Each `MicroBatch.loss_weights` already carries the global denominator.
+    computes the same plan. Each `MicroBatch.loss_weights` already carries the global denominator. A step may have fewer
+    prompt groups than planned: whole groups are cut into mini-batches as evenly as they can be.
     """
     sizes = gather_sizes(sequences, mesh)
     num_ranks, me = mesh.size(), mesh.get_local_rank()
     shares: list[list[list[SequenceSize]]] = []  # of each mini-batch, of each rank
-    for start in range(0, len(sizes), plan.rollouts_per_mini_batch):
-        mini_batch = sizes[start : start + plan.rollouts_per_mini_batch]
+    for mini_batch in _mini_batches(sizes, plan):
         parts = balance([size.num_tokens for size in mini_batch], num_ranks)
         shares.append([[mini_batch[i] for i in part] for part in parts])
     goes_to = {size.index: rank for share in shares for rank, part in enumerate(share) for size in part}
     mine = {sequence.index: sequence for sequence in exchange(sequences, sizes, goes_to, mesh)}
 
-    mini_batches, metrics = [], []
+    mini_batches: list[MiniBatch] = []
+    metrics: list[Metrics] = [{"pack/loss_tokens": Total(0.0)}]
     for share in shares:
+        if not any(share):
+            mini_batches.append([])
+            continue
         num_micro_batches = max(len(_bins(part, plan, at_least=1)) for part in share)
         bins = _bins(share[me], plan, at_least=num_micro_batches)
         weights = _loss_weights([size for part in share for size in part], plan, aggregation)
         mini_batches.append([_micro_batch([mine[i] for i in indices], weights) for indices in bins])
         metrics.append(_pack_metrics(mini_batches[-1], share, plan))
     return Batch(mini_batches, merge_all(metrics))
+
+
+def _mini_batches(sizes: list[SequenceSize], plan: Plan) -> list[list[SequenceSize]]:
+    """The step's sequences, in their global order, by mini-batch; some may be empty."""
+    num_groups, rest = divmod(len(sizes), plan.rollouts_per_prompt)
+    assert not rest, f"{len(sizes)} sequences are no whole groups of {plan.rollouts_per_prompt}"
+    edges = [
+        number * num_groups // plan.updates_per_step * plan.rollouts_per_prompt
+        for number in range(plan.updates_per_step + 1)
+    ]
+    return [sizes[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def _bins(part: list[SequenceSize], plan: Plan, *, at_least: int) -> list[list[int]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -16,6 +18,7 @@ from spmdrl.types import UserError
 from spmdrl.update import Learner
 
 _STATE = "state.json"
+_COLLECTOR = "collector.json"
 _PREFIX = "step-"
 
 
@@ -38,8 +41,19 @@ def _whole(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{_STATE}") if "." not in path.parent.name)
 
 
-def save(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int, keep_last: int) -> None:
-    """Write the state after `step`; every rank of the mesh writes its shards and must call this."""
+def save(
+    folder: Path,
+    learner: Learner,
+    mesh: DeviceMesh,
+    *,
+    step: int,
+    keep_last: int,
+    collector: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the state after `step`; every rank of the mesh writes its shards and must call this.
+
+    `collector` is the state of a `Collector`, the same on every rank.
+    """
     final = _folder_of(folder, step)
     unfinished = final.with_suffix(".unfinished")
     is_first = mesh.get_local_rank() == 0
@@ -51,6 +65,8 @@ def save(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int, keep_la
     weights, moments = get_state_dict(learner.policy, learner.optimizer)
     dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
     if is_first:
+        if collector is not None:
+            (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
         state = {"step": step, "loss_scale": dataclasses.asdict(learner.loss_scale)}
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
@@ -62,7 +78,7 @@ def save(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int, keep_la
 def restore(folder: Path, learner: Learner, *, step: int) -> None:
     """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank must call this.
 
-    Prompts and random numbers need nothing: the step decides them.
+    Random numbers need nothing: what they are for decides them. Where the prompts go on is in `collector_state`.
     """
     if step == 0:
         return
@@ -77,6 +93,12 @@ def restore(folder: Path, learner: Learner, *, step: int) -> None:
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
+
+
+def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
+    """What `save` was given as `collector` after `step`; None when there was nothing, as at step 0."""
+    path = _folder_of(folder, step) / _COLLECTOR
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _folder_of(folder: Path, step: int) -> Path:

@@ -44,7 +44,7 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the newest checkpoint in the run's folder; `never` refuses a folder that holds a run."""
     deterministic: bool = False
-    """Deterministic kernels and a fixed assignment of work to ranks and batches."""
+    """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 
@@ -147,11 +147,46 @@ class RolloutConfig(Section):
     sglang: dict[str, Any] = {}
     """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 
+    dynamic_sampling: bool = False
+    """Drop prompt groups whose rewards are all equal, which teach nothing, and draw others in their place."""
+    max_draw_ratio: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 4.0
+    """`dynamic_sampling` only: at most this times `prompts_per_step` groups are drawn in a step. A step that has not
+    found enough by then trains on those it has, and says so."""
+    oversample_fraction: Fraction = 0.0
+    """Open up to this fraction more prompt groups than a step wants; it ends as soon as it has enough, without waiting
+    for the slowest. What is not finished then is thrown away, or goes on in the next step: see `partial`."""
+    partial: bool = False
+    """`oversample_fraction` only: rollouts that a step has not finished go on in the next from the tokens they have."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """`partial` only: a group with tokens sampled more than this many steps before the policy that is to be updated is
+    sampled again from its prompt."""
+
     @model_validator(mode="after")
     def _settings_belong_to_the_engine(self) -> RolloutConfig:
         for setting in _SGLANG_SETTINGS:
             if self.engine == "torch" and getattr(self, setting) != type(self).model_fields[setting].default:
                 raise ValueError(f'{setting} has no meaning for engine = "torch"; remove it')
+        return self
+
+    @model_validator(mode="after")
+    def _settings_belong_together(self) -> RolloutConfig:
+        def is_set(name: str) -> bool:
+            return getattr(self, name) != type(self).model_fields[name].default
+
+        if is_set("max_draw_ratio") and not self.dynamic_sampling:
+            raise ValueError("max_draw_ratio has no meaning without dynamic_sampling = true; set both or remove it")
+        if self.partial and not self.oversample_fraction:
+            raise ValueError(
+                "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
+                "step; set oversample_fraction above 0 or remove partial"
+            )
+        if is_set("max_staleness") and not self.partial:
+            raise ValueError("max_staleness has no meaning without partial = true; set both or remove it")
+        if self.dynamic_sampling and self.max_draw_ratio < 1 + self.oversample_fraction:
+            raise ValueError(
+                f"max_draw_ratio = {self.max_draw_ratio:g} does not allow the {1 + self.oversample_fraction:g} times "
+                "prompts_per_step groups that oversample_fraction opens; raise it"
+            )
         return self
 
 

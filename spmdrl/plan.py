@@ -20,7 +20,7 @@ class Plan:
     num_steps: int
     prompts_per_step: int  # over all ranks
     prompts_per_rank: int  # per step
-    rollouts_per_step: int  # over all ranks
+    rollouts_per_step: int  # over all ranks; fewer when a step does not find enough prompt groups
     updates_per_step: int  # optimizer steps per step
     num_updates: int  # optimizer steps of the whole run
     rollouts_per_mini_batch: int  # behind one optimizer step, over all ranks
@@ -33,6 +33,13 @@ class Plan:
     eval_prompts: int  # over all ranks
     eval_every: int  # steps; 0: only before the first and after the last
     checkpoint_every: int  # steps; 0: never
+    extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
+    max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Rollouts in a prompt group; 1 in fine-tuning, where a step has pairs."""
+        return self.rollouts_per_step // self.prompts_per_step
 
     def first_prompt(self, step: int, rank: int) -> int:
         """Place in the prompt stream of the first prompt this rank samples in this step."""
@@ -67,7 +74,10 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         *_not_divisible("rollout.prompts_per_step", prompts, num_ranks, f"split over {num_ranks} ranks", updates),
         *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_ranks),
         *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"),
+        *_oversampling_by_chance(cfg),
     )
+    # 0.1 * 30 is a little above 3, and is meant to be 3.
+    extra_groups = math.ceil(prompts * cfg.rollout.oversample_fraction - 1e-9)
     rollouts = prompts * cfg.rollout.group_size
     return Plan(
         num_ranks=num_ranks,
@@ -87,6 +97,10 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
         eval_every=cfg.eval.every if cfg.eval else 0,
         checkpoint_every=cfg.checkpoint.every,
+        extra_groups=extra_groups,
+        max_draws=(
+            int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
+        ),
     )
 
 
@@ -145,6 +159,15 @@ def _too_small_budget(pack: PackConfig, max_sequence: int, sum_of: str) -> Itera
         yield (
             f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
             f"({sum_of}); set it to {max_sequence} or more, or lower those"
+        )
+
+
+def _oversampling_by_chance(cfg: Config) -> Iterator[str]:
+    if cfg.run.deterministic and cfg.rollout.oversample_fraction:
+        yield (
+            f"rollout.oversample_fraction = {cfg.rollout.oversample_fraction:g} trains on the prompt groups that are "
+            "finished first, which depends on timing, but run.deterministic = true; set oversample_fraction = 0 or "
+            "deterministic = false"
         )
 
 

@@ -25,10 +25,11 @@ def score_groups(outcomes: Iterable[Outcome], cfg: AdvantageConfig, mesh: Device
     """
     ordered = sorted(outcomes, key=lambda outcome: (outcome[0].prompt.prompt_id, outcome[0].sample_index))
     num_groups = len({rollout.prompt.prompt_id for rollout, _ in ordered})
-    rewards = torch.tensor([outcome.reward for _, outcome in ordered], dtype=torch.float64).view(num_groups, -1)
-    advantages = group_advantages(
-        rewards, estimator=cfg.estimator, divide_by_std=cfg.divide_by_std is not False
-    ).flatten()
+    advantages = torch.tensor([outcome.reward for _, outcome in ordered], dtype=torch.float64)
+    if num_groups:  # a rank that was slow, or that shares an engine which another rank leads, has none
+        advantages = group_advantages(
+            advantages.view(num_groups, -1), estimator=cfg.estimator, divide_by_std=cfg.divide_by_std is not False
+        ).flatten()
     if cfg.estimator == "reinforce_plus_plus_baseline":
         advantages = _whiten_globally(advantages, [rollout for rollout, _ in ordered], mesh)
     return [
@@ -41,6 +42,8 @@ def _whiten_globally(advantages: torch.Tensor, rollouts: Sequence[Rollout], mesh
     """Mean 0 and deviation 1 over the loss tokens of all ranks."""
     tokens = torch.tensor([len(rollout.response.token_ids) for rollout in rollouts], dtype=advantages.dtype)
     total, squares, count = sum_over(mesh, torch.stack(moments(advantages, tokens))).tolist()
+    if not count:
+        return advantages
     mean = total / count
     return whiten(advantages, mean=mean, std=math.sqrt(max(0.0, squares / count - mean * mean)))
 
@@ -53,6 +56,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
         groups.setdefault(s.rollout.prompt.prompt_id, set()).add(s.outcome.reward)
     metrics: Metrics = {
         "reward/mean": Values(tuple(s.outcome.reward for s in scored)),
+        # Of all groups with rewards: under dynamic sampling the collector adds those that it dropped.
         "reward/equal_groups_fraction": Mean.of(float(len(rewards) == 1) for rewards in groups.values()),
         "reward/failed_count": Total(float(sum(s.outcome.failure is not None for s in scored))),
         "rollout/response_tokens": Values(tuple(float(len(r.token_ids)) for r in responses)),

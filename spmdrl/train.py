@@ -16,7 +16,7 @@ from spmdrl.batch import build_batch, to_sequence
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
 from spmdrl.dist.mesh import build_meshes
-from spmdrl.dist.session import spmd_session
+from spmdrl.dist.session import shared_store, spmd_session
 from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
 from spmdrl.inputs import Inputs
@@ -38,6 +38,7 @@ from spmdrl.report.resources import (
 )
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.judge import Judge
+from spmdrl.rollout.collect import Collector, training_drawing
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.rollout.start import start_engine
 from spmdrl.score import rollout_metrics, score_groups
@@ -66,12 +67,27 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes)
         refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
         phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
+        engine_index, num_engines = world.rank // cfg.rollout.tp_size, world.num_ranks // cfg.rollout.tp_size
+        collector = Collector(
+            engine,
+            judge.submit,
+            inputs.prompts,
+            training_sampling(cfg, inputs.stop_token_ids),
+            training_drawing(cfg, plan),
+            meshes.data,
+            store=None if cfg.run.deterministic else shared_store(),
+            engine_index=engine_index,
+            num_engines=num_engines,
+            run_seed=cfg.run.seed,
+            tell=report.message,
+        )
+        collector.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
 
         def evaluate() -> None:
-            mine = inputs.held_out[world.rank :: world.num_ranks]
+            mine = inputs.held_out[engine_index::num_engines] if engine.leads else []
             sampling = eval_sampling(cfg, inputs.stop_token_ids)
             with phases.rollout():  # step 0: the same noise at every evaluation
                 pending = [judge.submit(r) for r in sample(engine, mine, sampling, run_seed=cfg.run.seed, step=0)]
@@ -88,16 +104,12 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             step += 1
             passed_over = inputs.prompts.dropped
             with report.span("rollout"), phases.rollout():
-                with failing_together(meshes.data):
-                    prompts = inputs.prompts.take(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
-                sampling = training_sampling(cfg, inputs.stop_token_ids)
-                pending = [judge.submit(r) for r in sample(engine, prompts, sampling, run_seed=cfg.run.seed, step=step)]
+                collected = collector.collect(step)
             with report.span("reward"):
-                scored = score_groups(judge.collect(pending), cfg.advantage, meshes.data)
+                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.data)
             with report.span("pack"):
-                first = plan.first_rollout(world.rank)
                 with failing_together(meshes.data):
-                    sequences = [to_sequence(rollout, index) for index, rollout in enumerate(scored, start=first)]
+                    sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
                 batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
             with phases.training():
                 with report.span("logprobs"):
@@ -111,7 +123,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                     evaluate()
             metrics = merge_over(
                 meshes.data,
-                merge_all([rollout_metrics(scored), batch.metrics, updated])
+                merge_all([collected.metrics, rollout_metrics(scored), batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(world.device),
@@ -124,8 +136,14 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             )
             if plan.saves_after(step):
                 with phases.training(), report.span("save"):
-                    keep = cfg.checkpoint.keep_last
-                    checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
+                    checkpoint.save(
+                        folder.checkpoints,
+                        learner,
+                        meshes.data,
+                        step=step,
+                        keep_last=cfg.checkpoint.keep_last,
+                        collector=collector.state(),
+                    )
             report.memory(step, phases.take_edges())
         if cfg.checkpoint.export:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)

@@ -72,6 +72,21 @@ class Response:
         """Version of the oldest weights that sampled any of it. An empty response has none: ValueError."""
         return min(span.version for span in self.spans)
 
+    def continued(self, rest: Response) -> Response:
+        """This response, which was aborted, and what was sampled after it, as one."""
+        spans = list(self.spans)
+        for span in rest.spans:
+            if spans and spans[-1].version == span.version:
+                spans[-1] = Span(span.version, spans[-1].num_tokens + span.num_tokens)
+            else:
+                spans.append(span)
+        return Response(
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=self.logprobs + rest.logprobs,
+            finish_reason=rest.finish_reason,
+            spans=tuple(spans),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -105,7 +120,7 @@ class ScoredRollout:
 class Sequence:
     """One rollout as training sees it: prompt then response, n tokens; every list has n entries."""
 
-    index: int  # place in the step's global order (prompt-major), the same whatever rank sampled it
+    index: int  # place in the step's global order, whole prompt groups by prompt_id; whatever rank sampled it
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True where the policy chose the token and it is to be trained
     rollout_logprobs: tuple[float, ...]  # nats, 0 outside loss_mask

@@ -63,7 +63,8 @@ def prepare(
     """Add `old_logprobs`, when the policy moves before it has seen all rollouts, and `ref_logprobs`, when there is a
     reference. Every rank of the mesh must call this.
 
-    With one mini-batch the policy that sampled is the policy that is updated, and no pass is needed.
+    With one mini-batch the policy has not moved in this step before its only update, and no pass is needed. Where older
+    weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
     """
     device = torch.device(mesh.device_type)
     columns: dict[str, list[list[Tensor]]] = {}
@@ -101,13 +102,15 @@ def update(
 ) -> Metrics:
     """One optimizer step on each mini-batch in turn; every rank of the data mesh takes part.
 
-    Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
+    A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
+    to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
     """
     first = (step - 1) * len(mini_batches) + 1
     return merge_all(
         [
             _optimizer_step(learner, mini_batch, objective, mesh, number=number, cause=f"step {step}, update {number}")
             for number, mini_batch in enumerate(mini_batches, start=first)
+            if mini_batch
         ]
     )
 

@@ -1,7 +1,6 @@
 """The stream of training prompts, and the held-out prompts that it never contains.
 
-Prompt i is a pure function of (seed, i): a rank takes its own slice, a resumed run goes on at its index, and nobody
-keeps a cursor.
+Prompt i is a pure function of (seed, i): whoever asks for it gets the same, and a resumed run goes on at its index.
 """
 
 from __future__ import annotations

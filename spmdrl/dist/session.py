@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,11 @@ def launched_ranks() -> int:
 def local_rank() -> int:
     """This process's place among its machine's ranks, and the index of its device; needs no process group."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def shared_store() -> dist.Store:
+    """The key-value store that all ranks of the process group reach, for counters that need no collective."""
+    return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())
 
 
 def _keep_gloo_single_threaded(num_threads: int) -> None:

@@ -66,13 +66,13 @@ class RolloutEngine(WeightSink, Protocol):
         """Yield (place among the requests, counted from 0, response) as each finishes.
 
         Requests are taken only when there is room to run them. None, which has no place, says that there is nothing
-        to start now: more is asked for after the next response. A caller may `abort` between two responses.
+        to start now: more is asked for after the next response at the latest, and now and then before it.
         """
         ...
 
     def abort(self) -> None:
         """Take no more requests and end what is running: every unfinished request that was taken yields what it has
-        with finish reason `abort`."""
+        with finish reason `abort`. Any thread may call this, more than once; without a `generate` it does nothing."""
         ...
 
     def sleep(self) -> None:

@@ -21,6 +21,18 @@ class Sampling:
     stop_token_ids: frozenset[int]
     top_p: float = 1.0
 
+    def request(self, prompt: Prompt, seed: int, response_ids: tuple[int, ...] = ()) -> Request:
+        """One response to the prompt, or the rest of one that begins with `response_ids`."""
+        return Request(
+            prompt_ids=prompt.token_ids,
+            seed=seed,
+            max_response_tokens=self.max_response_tokens,
+            response_ids=response_ids,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop_token_ids=self.stop_token_ids,
+        )
+
 
 def training_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
     """Responses to learn from: the policy's own distribution, so neither top-p nor top-k."""
@@ -50,17 +62,7 @@ def sample(
     """Yield `group_size` rollouts of every prompt, each as soon as it is finished."""
     places = [(prompt, sample_index) for prompt in prompts for sample_index in range(sampling.group_size)]
     seeds = [rollout_seed(run_seed, step, prompt.prompt_id, sample_index) for prompt, sample_index in places]
-    requests = [
-        Request(
-            prompt_ids=prompt.token_ids,
-            seed=seed,
-            max_response_tokens=sampling.max_response_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop_token_ids=sampling.stop_token_ids,
-        )
-        for (prompt, _), seed in zip(places, seeds, strict=True)
-    ]
+    requests = [sampling.request(prompt, seed) for (prompt, _), seed in zip(places, seeds, strict=True)]
     for index, response in engine.generate(requests):
         prompt, sample_index = places[index]
         yield Rollout(prompt=prompt, sample_index=sample_index, seed=seeds[index], response=response)

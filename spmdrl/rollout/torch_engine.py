@@ -27,6 +27,7 @@ from spmdrl.rollout.source import Source
 from spmdrl.types import FinishReason, Request, Response, Span
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
+ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
 
 
 @dataclass(slots=True)
@@ -122,6 +123,8 @@ class TorchEngine:
                     sampling, ahead = sampling.at([run.num_sampled for run in rows]), 0
                 last = self._append(rows, draw_tokens(self._decode(last), sampling, ahead), last[:0])
                 ahead += 1
+                if ahead % ASK_AGAIN_TOKENS == 0:
+                    source.ask_again()
             else:
                 assert source.is_empty, "nothing is running, so the caller must have another request or none at all"
                 return

@@ -184,6 +184,40 @@ def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> No
     assert alone["update/grad_norm"] == pytest.approx(pair["update/grad_norm"], rel=1e-5)
 
 
+def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
+    """Dynamic sampling, over-sampling and partial rollouts together; stopped once while rollouts go on."""
+    settings = (
+        "run.name=drawn",
+        "run.deterministic=false",
+        "run.threads_per_rank=1",
+        "rollout.dynamic_sampling=true",
+        "rollout.oversample_fraction=0.5",
+        "rollout.partial=true",
+        "rollout.max_response_tokens=24",
+        "rollout.max_running=12",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=4",
+        "report.samples_per_step=100",
+    )
+    torchrun(folder, 2, *settings, "run.num_steps=2")
+    torchrun(folder, 1, *settings, "run.num_steps=3")
+    run = folder / "runs/drawn"
+    steps = rows(run)[1:]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert row["rollout/kept_groups_fraction"] == 1.0
+        assert row["reward/equal_groups_fraction"] == pytest.approx(
+            row["rollout/equal_groups_count"] / (row["rollout/equal_groups_count"] + 8)
+        )
+        assert row["rollout/max_staleness_steps"] <= 1
+    assert sum(row["rollout/continued_count"] for row in steps) > 0
+    states = [json.loads((run / f"checkpoints/step-{step:08d}/collector.json").read_text()) for step in range(1, 4)]
+    assert any(state["carried"] for state in states)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    prompt_ids = [sample["prompt_id"] for sample in samples if sample["step"] > 0]
+    assert len(prompt_ids) == len(set(prompt_ids)), "a prompt was trained on twice"
+
+
 def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Path) -> None:
     from spmdrl.train import main
 

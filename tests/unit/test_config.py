@@ -82,6 +82,18 @@ def test_nothing_can_be_changed_afterwards(tmp_path: Path) -> None:
         ("[optim]", '[loss]\nkl_coef = 0.1\nkl_estimator = "k1"\n[optim]', "zero expected gradient on-policy"),
         ("[optim]", "[loss]\ndual_clip = 1.1\n[optim]", "would undo"),
         ("lr = 1e-3", 'lr = 1e-3\nschedule = "wsd"', "set both or neither"),
+        (
+            "group_size = 2",
+            "group_size = 2\npartial = true",
+            "partial = true has no meaning with oversample_fraction = 0",
+        ),
+        ("group_size = 2", "group_size = 2\nmax_draw_ratio = 2.0", "max_draw_ratio has no meaning"),
+        ("group_size = 2", "group_size = 2\nmax_staleness = 2", "max_staleness has no meaning"),
+        (
+            "group_size = 2",
+            "group_size = 2\ndynamic_sampling = true\nmax_draw_ratio = 1.25\noversample_fraction = 0.5",
+            "does not allow the 1.5 times",
+        ),
         ("[optim]", '[advantage]\nestimator = "rloo"\ndivide_by_std = true\n[optim]', "has no meaning"),
     ],
 )

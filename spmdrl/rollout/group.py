@@ -1,0 +1,119 @@
+"""A prompt group on its way: what is sampled of it, what is scored, and how it is written into a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.algo.seeds import rollout_seed
+from spmdrl.rewards.judge import Pending
+from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span
+
+NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
+
+
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """The rollouts of one prompt. It may take several steps, and keeps the seeds it was drawn with."""
+
+    prompt: Prompt
+    drawn_in: int  # step
+    seeds: tuple[int, ...]  # by sample_index
+    responses: list[Response]  # by sample_index; finish reason "abort": to be gone on with
+    pending: dict[int, Pending] = field(default_factory=dict)  # the finished ones by sample_index, being scored
+
+    @classmethod
+    def drawn(cls, prompt: Prompt, *, step: int, run_seed: int, group_size: int) -> PromptGroup:
+        """A group of which nothing has been sampled."""
+        seeds = tuple(rollout_seed(run_seed, step, prompt.prompt_id, index) for index in range(group_size))
+        return cls(prompt, step, seeds, [NOT_BEGUN] * group_size)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The sample indices that have no whole response yet."""
+        return [index for index in range(len(self.responses)) if index not in self.pending]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether every response is whole."""
+        return len(self.pending) == len(self.responses)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether every reward is there."""
+        return self.is_sampled and all(future.done() for _, future in self.pending.values())
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of a group that is scored."""
+        return [self.pending[index][1].result().reward for index in range(len(self.responses))]
+
+    @property
+    def num_failed(self) -> int:
+        """Rewards that could not be computed, of a group that is scored."""
+        return sum(future.result().failure is not None for _, future in self.pending.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens sampled so far."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest weights that sampled any of it; None when nothing is sampled."""
+        return min((response.oldest_version for response in self.responses if response.spans), default=None)
+
+    def add(self, sample_index: int, part: Response) -> Rollout | None:
+        """Take in what an engine sampled; the rollout if that was the rest of it."""
+        response = self.responses[sample_index] = self.responses[sample_index].continued(part)
+        return None if response.finish_reason == "abort" else self._rollout(sample_index)
+
+    def scored_rollouts(self) -> list[Pending]:
+        """The rollouts of a whole group with their rewards to come, in order."""
+        return [self.pending[index] for index in range(len(self.responses))]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON's types; waits for the rewards that are being computed."""
+        return {
+            "prompt_id": self.prompt.prompt_id,
+            "prompt_ids": list(self.prompt.token_ids),
+            "drawn_in": self.drawn_in,
+            "seeds": list(self.seeds),
+            "responses": [
+                {
+                    "token_ids": list(response.token_ids),
+                    "logprobs": list(response.logprobs),
+                    "finish_reason": response.finish_reason,
+                    "spans": [[span.version, span.num_tokens] for span in response.spans],
+                }
+                for response in self.responses
+            ],
+            "outcomes": {
+                str(index): dataclasses.asdict(future.result()) for index, (_, future) in sorted(self.pending.items())
+            },
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
+        """The group that was saved; the prompt itself comes from the stream again."""
+        responses = [
+            Response(
+                token_ids=tuple(response["token_ids"]),
+                logprobs=tuple(response["logprobs"]),
+                finish_reason=response["finish_reason"],
+                spans=tuple(Span(*span) for span in response["spans"]),
+            )
+            for response in saved["responses"]
+        ]
+        group = cls(prompt, saved["drawn_in"], tuple(saved["seeds"]), responses)
+        for index, outcome in saved["outcomes"].items():
+            future: Future[RewardOutcome] = Future()
+            future.set_result(RewardOutcome(**outcome))
+            group.pending[int(index)] = (group._rollout(int(index)), future)
+        return group
+
+    def _rollout(self, index: int) -> Rollout:
+        return Rollout(prompt=self.prompt, sample_index=index, seed=self.seeds[index], response=self.responses[index])

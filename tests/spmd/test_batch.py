@@ -1,0 +1,56 @@
+"""A step that found fewer prompt groups than planned is still cut into whole groups, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmdrl.batch import build_batch
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.metrics import scalars
+from spmdrl.report.resources import with_speed
+from spmdrl.update import prepare, update
+from tests.spmd.ranks import run_ranks
+from tests.tiny import plan_for, random_sequences
+
+GROUP_SIZE, PLANNED_GROUPS, UPDATES = 3, 8, 4
+
+
+def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str, float]]]:
+    """For each number of groups: this rank's sequences of each mini-batch, and the batch's metrics."""
+    plan = {"prompts_per_step": PLANNED_GROUPS, "updates_per_step": UPDATES, "max_tokens_per_micro_batch": 64}
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        mesh = build_meshes(world).data
+        cuts = []
+        for num_groups in numbers_of_groups:
+            # Groups were drawn by chance: the last rank has most of them.
+            sequences = random_sequences(num_groups * GROUP_SIZE)
+            mine = [s for s in sequences if min(s.index // GROUP_SIZE, world.num_ranks - 1) == world.rank]
+            the_plan = plan_for(PLANNED_GROUPS * GROUP_SIZE, world.num_ranks, **plan)
+            batch = build_batch(mine, the_plan, mesh, aggregation="token_mean")
+            cut = [
+                sorted(i for micro_batch in mini_batch for i in micro_batch.sequence_index if i >= 0)
+                for mini_batch in batch.mini_batches
+            ]
+            cuts.append((cut, scalars(batch.metrics)))
+            if not num_groups:
+                empty = prepare(None, None, batch.mini_batches, mesh)  # type: ignore[arg-type]
+                assert update(None, empty, None, mesh, step=2) == {}  # type: ignore[arg-type]
+        return cuts
+
+
+def test_fewer_groups_than_planned_are_cut_evenly() -> None:
+    expected = {8: [2, 2, 2, 2], 7: [1, 2, 2, 2], 5: [1, 1, 1, 2], 2: [0, 1, 0, 1], 0: [0, 0, 0, 0]}
+    alone, *_ = run_ranks(1, _cuts, list(expected))
+    ranks = run_ranks(2, _cuts, list(expected))
+    for place, (num_groups, groups_in_each) in enumerate(expected.items()):
+        cut, metrics = alone[place]
+        assert [len(indices) for indices in cut] == [GROUP_SIZE * count for count in groups_in_each]
+        assert [i for indices in cut for i in indices] == list(range(num_groups * GROUP_SIZE))
+        shared = [sorted(one + other) for one, other in zip(*(rank[place][0] for rank in ranks), strict=True)]
+        assert shared == cut
+        assert metrics["pack/loss_tokens"] == pytest.approx(sum(rank[place][1]["pack/loss_tokens"] for rank in ranks))
+
+
+def test_a_step_without_any_group_has_a_speed() -> None:
+    assert with_speed({"time/step_s": 2.0, "pack/loss_tokens": 0.0})["speed/loss_tokens_per_s"] == 0.0

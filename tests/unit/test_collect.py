@@ -1,0 +1,454 @@
+"""Which prompt groups a step collects, however many engines draw them and however long each of them takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+from transformers import AutoModelForCausalLM
+
+import spmdrl.dist.collectives
+import spmdrl.rollout.collect
+from spmdrl.algo.seeds import mix, rollout_seed
+from spmdrl.metrics import merge_all, scalars
+from spmdrl.refit.refit import load_whole
+from spmdrl.rollout.collect import Collected, Collector, Drawing
+from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
+from tests.tiny import save_qwen3
+
+GROUP_SIZE = 3
+SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
+PLAIN = Drawing(groups_per_step=8, max_draws=8)
+OVERSAMPLED = Drawing(groups_per_step=8, extra_groups=4, max_draws=12)
+PARTIAL = replace(OVERSAMPLED, carries_over=True, max_staleness=100)
+DYNAMIC = Drawing(groups_per_step=8, max_draws=32, drops_equal=True)
+
+Samples = dict[tuple[int, int], Response]  # by prompt_id and sample_index
+
+
+@dataclass
+class Row:
+    place: int
+    request: Request
+    num_sampled: int = 0
+
+
+class FakeEngine:
+    """Samples tokens that follow from the request's seed, one a tick for all that run."""
+
+    leads = True
+
+    def __init__(
+        self, *, max_running: int = 6, tick_s: float = 0.0, length: Callable[[int], int] | None = None
+    ) -> None:
+        self.version = 0
+        self.asked: list[tuple[int, int]] = []  # (tick, seed) of each request
+        self._max_running, self._tick_s = max_running, tick_s
+        self._length = length or (lambda seed: 1 + seed % SAMPLING.max_response_tokens)
+        self._aborted = False
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+        self._aborted = False
+        asked, places = iter(requests), itertools.count()
+        rows: list[Row] = []
+        for tick in itertools.count():
+            if self._aborted:
+                yield from ((row.place, self._response(row, "abort")) for row in rows)
+                return
+            while len(rows) < self._max_running and (request := next(asked, None)):
+                rows.append(Row(next(places), request))
+                self.asked.append((tick, request.seed))
+            if not rows:
+                assert next(asked, "end") == "end", "nothing is running, and the caller has nothing to start"
+                return
+            time.sleep(self._tick_s)
+            for row in rows:
+                row.num_sampled += 1
+            finished = [row for row in rows if self._is_whole(row)]
+            rows = [row for row in rows if not self._is_whole(row)]
+            yield from ((row.place, self._response(row, "length")) for row in finished)
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def _is_whole(self, row: Row) -> bool:
+        return len(row.request.response_ids) + row.num_sampled >= self._length(row.request.seed)
+
+    def _response(self, row: Row, reason: FinishReason) -> Response:
+        first = len(row.request.response_ids)
+        token_ids = tuple(mix(row.request.seed, first + place) % 50 for place in range(row.num_sampled))
+        spans = (Span(self.version, row.num_sampled),) if row.num_sampled else ()
+        logprobs = tuple(-token / 50 for token in token_ids)
+        return Response(token_ids=token_ids, logprobs=logprobs, finish_reason=reason, spans=spans)
+
+
+class FakePrompts:
+    def __init__(self, broken: int | None = None) -> None:
+        self._broken = broken
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        if start == self._broken:
+            raise UserError(f"prompt {start} is broken")
+        return [
+            Prompt(prompt_id=i, token_ids=(2 + i % 90, 3), text=f"{i}", answer=None, task="t", metadata={})
+            for i in range(start, start + count)
+        ]
+
+
+class Ranks:
+    """Threads that gather like ranks."""
+
+    def __init__(self, count: int) -> None:
+        self.slots: list[Any] = [None] * count
+        self.barrier = threading.Barrier(count, timeout=30)
+
+
+@dataclass
+class Mesh:
+    ranks: Ranks
+    rank: int
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+    def gather(self, value: Any) -> list[Any]:
+        self.ranks.slots[self.rank] = value
+        self.ranks.barrier.wait()
+        everyones = list(self.ranks.slots)
+        self.ranks.barrier.wait()
+        return everyones
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect):
+        monkeypatch.setattr(module, "gather_objects", lambda mesh, value: mesh.gather(value))
+
+
+def is_equal_group(prompt_id: int) -> bool:
+    return prompt_id % 3 == 1
+
+
+def judge(delay_s: Callable[[Rollout], float] | None = None) -> Callable[[Rollout], tuple[Rollout, Any]]:
+    """Rewards that are all equal in a third of the groups, each after a while."""
+
+    def outcome(rollout: Rollout) -> RewardOutcome:
+        if delay_s:
+            time.sleep(delay_s(rollout))
+        prompt_id, index = rollout.prompt.prompt_id, rollout.sample_index
+        return RewardOutcome(reward=0.5 if is_equal_group(prompt_id) else index / 7, parts={"p": index / 3})
+
+    pool = ThreadPoolExecutor(4) if delay_s else None
+
+    def submit(rollout: Rollout) -> tuple[Rollout, Any]:
+        if pool:
+            return rollout, pool.submit(outcome, rollout)
+        future: Future[RewardOutcome] = Future()
+        future.set_result(outcome(rollout))
+        return rollout, future
+
+    return submit
+
+
+@dataclass
+class Run:
+    """The collectors of all ranks, with what they said."""
+
+    collectors: list[Collector]
+    engines: list[Any]
+    messages: list[str]
+
+    def step(self, step: int) -> list[Collected]:
+        """What each rank collected."""
+        with ThreadPoolExecutor(len(self.collectors)) as pool:
+            futures = [pool.submit(collector.collect, step) for collector in self.collectors]
+            return [future.result(timeout=60) for future in futures]
+
+    def steps(self, first: int, last: int) -> list[tuple[Samples, dict[str, float]]]:
+        """The samples and the metrics of each step; as in training, each has engines one version on."""
+        results = []
+        for step in range(first, last + 1):
+            for engine in self.engines:
+                engine.version = step - 1
+            everyones = self.step(step)
+            metrics = scalars(merge_all([collected.metrics for collected in everyones]))
+            results.append((samples_of(everyones), metrics))
+        return results
+
+    def state(self) -> dict[str, Any]:
+        with ThreadPoolExecutor(len(self.collectors)) as pool:
+            states = list(pool.map(lambda collector: collector.state(), self.collectors))
+        assert all(state == states[0] for state in states)
+        return json.loads(json.dumps(states[0]))
+
+
+def start(
+    drawing: Drawing,
+    engines: list[Any],
+    *,
+    shared: bool = True,
+    submit: Callable[[Rollout], Any] | None = None,
+    sampling: Sampling = SAMPLING,
+    prompts: list[FakePrompts] | None = None,
+    store: HashStore | None = None,
+) -> Run:
+    ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
+    collectors = [
+        Collector(
+            engine,
+            submit or judge(),
+            prompts[rank] if prompts else FakePrompts(),  # type: ignore[arg-type]
+            sampling,
+            drawing,
+            Mesh(ranks, rank),  # type: ignore[arg-type]
+            store=store if shared else None,
+            engine_index=rank,
+            num_engines=len(engines),
+            run_seed=11,
+            tell=messages.append if rank == 0 else lambda text: None,
+        )
+        for rank, engine in enumerate(engines)
+    ]
+    return Run(collectors, engines, messages)
+
+
+def samples_of(everyones: list[Collected]) -> Samples:
+    """By prompt_id and sample_index; checks that places are those of whole groups in the order of their prompts."""
+    rollouts = {everyone.index_of(rollout): rollout for everyone in everyones for rollout, _ in everyone.pending}
+    assert sorted(rollouts) == list(range(len(rollouts)))
+    in_order = [(rollouts[i].prompt.prompt_id, rollouts[i].sample_index) for i in sorted(rollouts)]
+    assert in_order == sorted(in_order)
+    assert len(in_order) == GROUP_SIZE * len({prompt_id for prompt_id, _ in in_order})
+    return {(rollouts[i].prompt.prompt_id, rollouts[i].sample_index): rollouts[i].response for i in sorted(rollouts)}
+
+
+def prompt_ids(samples: Samples) -> list[int]:
+    return sorted({prompt_id for prompt_id, _ in samples})
+
+
+def only_samples(results: list[tuple[Samples, dict[str, float]]]) -> list[Samples]:
+    return [samples for samples, _ in results]
+
+
+def fast_and_slow() -> list[FakeEngine]:
+    return [FakeEngine(), FakeEngine(max_running=2, tick_s=0.001)]
+
+
+def test_a_step_collects_the_same_however_many_engines_draw_and_however_they_share() -> None:
+    alone = start(PLAIN, [FakeEngine()]).steps(1, 3)
+    assert [prompt_ids(samples) for samples, _ in alone] == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
+    shared = start(PLAIN, fast_and_slow())
+    static = start(PLAIN, fast_and_slow(), shared=False)
+    assert only_samples(shared.steps(1, 3)) == only_samples(static.steps(1, 3)) == only_samples(alone)
+    assert not shared.messages and not static.messages
+    assert len(shared.engines[0].asked) > len(shared.engines[1].asked) > 0, "the fast engine draws more, not all"
+
+
+def test_ranks_that_do_not_lead_an_engine_draw_nothing() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    engines[1].leads = False
+    run = start(PLAIN, engines)
+    first, second = run.step(1)
+    assert not second.pending and len(first.pending) == 8 * GROUP_SIZE
+
+
+def test_a_step_leaves_nothing_in_the_store() -> None:
+    store = HashStore()
+    before = store.num_keys()
+    start(OVERSAMPLED, fast_and_slow(), store=store).steps(1, 2)
+    assert store.num_keys() == before
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_dynamic_sampling_keeps_the_first_groups_whose_rewards_differ(shared: bool, num_engines: int) -> None:
+    run = start(DYNAMIC, fast_and_slow()[:num_engines], shared=shared, submit=judge(lambda r: mix(r.seed) % 5 / 1000))
+    first = 0
+    for samples, metrics in run.steps(1, 2):
+        kept = prompt_ids(samples)
+        assert len(kept) == 8 and not any(map(is_equal_group, kept))
+        if shared or num_engines == 1:
+            drawn = range(first, kept[-1] + 1)
+            assert kept == [i for i in drawn if not is_equal_group(i)]
+            assert metrics["rollout/drawn_groups_count"] == len(drawn)
+            assert metrics["rollout/equal_groups_count"] == len(drawn) - 8
+            assert metrics["reward/equal_groups_fraction"] == 1.0  # of the dropped; the kept ones join in score.py
+            first = kept[-1] + 1
+        assert metrics["rollout/kept_groups_fraction"] == 1.0
+    assert not run.messages
+
+
+def test_shared_dynamic_sampling_is_that_of_one_rank_sample_for_sample() -> None:
+    alone = start(DYNAMIC, [FakeEngine()]).steps(1, 2)
+    shared = start(DYNAMIC, fast_and_slow(), submit=judge(lambda r: random.random() / 200)).steps(1, 2)
+    assert only_samples(alone) == only_samples(shared)
+
+
+def test_deterministic_dynamic_sampling_does_not_depend_on_how_long_rewards_take() -> None:
+    runs = []
+    for delay_s in (lambda r: 0.0, lambda r: random.random() / 200, lambda r: 0.004 * (r.prompt.prompt_id % 4)):
+        run = start(DYNAMIC, fast_and_slow(), shared=False, submit=judge(delay_s))
+        runs.append((only_samples(run.steps(1, 2)), [engine.asked for engine in run.engines]))
+    assert runs[0] == runs[1] == runs[2]  # what was sampled, and in which company
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
+def test_drawing_stops_at_the_limit_and_says_so(shared: bool) -> None:
+    run = start(replace(DYNAMIC, max_draws=10), fast_and_slow(), shared=shared)
+    ((samples, metrics),) = run.steps(1, 1)
+    assert prompt_ids(samples) == [i for i in range(10) if not is_equal_group(i)]
+    num_kept = len(prompt_ids(samples))
+    assert num_kept < 8 and metrics["rollout/kept_groups_fraction"] == num_kept / 8
+    assert run.messages == [
+        f"step 1 trains on {num_kept} of 8 prompt groups: 10 were drawn (the limit is 10) and "
+        f"{10 - num_kept} had equal rewards"
+    ]
+
+
+def test_a_step_ends_when_it_has_enough_and_throws_the_rest_away() -> None:
+    run = start(OVERSAMPLED, fast_and_slow())
+    (first, metrics), (second, _) = run.steps(1, 2)
+    assert len(prompt_ids(first)) == len(prompt_ids(second)) == 8
+    assert prompt_ids(first)[-1] < 12 and min(prompt_ids(second)) >= 8
+    assert not set(prompt_ids(first)) & set(prompt_ids(second))
+    assert metrics["rollout/aborted_count"] > 0
+    assert metrics["rollout/discarded_tokens"] >= metrics["rollout/aborted_tokens"]
+    assert run.state()["carried"] == []
+
+
+def test_no_engine_waits_for_its_slowest_response() -> None:
+    """One engine runs a response that takes a minute when the other keeps the last group."""
+    endless = FakeEngine(max_running=1, tick_s=0.01, length=lambda seed: 6000)
+    run = start(OVERSAMPLED, [FakeEngine(), endless])
+    began = time.monotonic()
+    ((samples, metrics),) = run.steps(1, 1)
+    assert time.monotonic() - began < 10
+    assert len(prompt_ids(samples)) == 8 and 0 < metrics["rollout/aborted_tokens"] < 1000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoModelForCausalLM.from_pretrained(save_qwen3(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: Any, temperature: float) -> None:
+    sampling = replace(SAMPLING, temperature=temperature, stop_token_ids=frozenset(range(2, 12)))
+    engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=8)
+    load_whole(engine, dict(model.named_parameters()), version=0)
+    drawing = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_draws=8)
+    run = start(drawing, [engine], sampling=sampling)
+    continued = 0.0
+    for step in range(1, 5):
+        (collected,) = run.step(step)
+        continued += scalars(collected.metrics)["rollout/continued_count"]
+        requests = [sampling.request(rollout.prompt, rollout.seed) for rollout, _ in collected.pending]
+        whole = dict(engine.generate(requests))
+        for place, (rollout, _) in enumerate(collected.pending):
+            assert replace(rollout.response, logprobs=()) == replace(whole[place], logprobs=())
+            torch.testing.assert_close(
+                torch.tensor(rollout.response.logprobs), torch.tensor(whole[place].logprobs), rtol=0, atol=1e-5
+            )
+    assert continued > 10
+
+
+def test_staleness_is_counted_from_the_oldest_tokens() -> None:
+    engine = FakeEngine(length=lambda seed: 400 if seed % 17 == 0 else 1 + seed % 20)
+    run = start(replace(PARTIAL, max_staleness=2), [engine])
+    highest = 0.0
+    for step, (samples, metrics) in enumerate(run.steps(1, 8), start=1):
+        oldest = [step - 1 - response.oldest_version for response in samples.values()]
+        tokens = [
+            (step - 1 - span.version) for r in samples.values() for span in r.spans for _ in range(span.num_tokens)
+        ]
+        assert metrics["rollout/max_staleness_steps"] == max(oldest) <= 2
+        assert metrics["rollout/mean_staleness_steps"] == pytest.approx(sum(tokens) / len(tokens))
+        highest = max(highest, *oldest)
+    assert highest == 2
+
+
+def test_a_group_that_is_too_stale_is_sampled_again_from_its_prompt() -> None:
+    run = start(replace(PARTIAL, max_staleness=0), [FakeEngine()])
+    run.steps(1, 1)
+    waiting = {group["prompt_id"]: group for group in run.state()["carried"]}
+    assert waiting
+    ((samples, metrics),) = run.steps(2, 2)
+    again = set(prompt_ids(samples)) & waiting.keys()
+    assert again and metrics["rollout/stale_groups_count"] == len(waiting)
+    assert metrics["rollout/continued_count"] == 0 == metrics["rollout/max_staleness_steps"]
+    for prompt_id, index in itertools.product(again, range(GROUP_SIZE)):
+        token = mix(rollout_seed(11, 2, prompt_id, index), 0) % 50
+        assert samples[prompt_id, index].token_ids[0] == token
+
+
+@pytest.mark.parametrize("drops_equal", [False, True])
+def test_a_run_that_stopped_collects_what_it_would_have_collected(drops_equal: bool) -> None:
+    drawing = replace(PARTIAL, drops_equal=drops_equal, max_draws=48 if drops_equal else 12)
+    never_stopped = start(drawing, [FakeEngine()]).steps(1, 5)
+    for stop in range(1, 5):
+        before = start(drawing, [FakeEngine()])
+        before.steps(1, stop)
+        after = start(drawing, [FakeEngine()])
+        after.collectors[0].restore(before.state(), step=stop)
+        assert after.steps(stop + 1, 5) == never_stopped[stop:]
+
+
+def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:
+    before = start(PARTIAL, fast_and_slow())
+    before.steps(1, 2)
+    saved = before.state()
+    assert saved["carried"]
+    after = start(PARTIAL, [FakeEngine() for _ in range(3)])
+    for collector in after.collectors:
+        collector.restore(saved, step=2)
+    assert after.state() == saved
+    everything: Samples = {}
+    for samples, _ in after.steps(3, 6):
+        assert not everything.keys() & samples.keys()
+        everything |= samples
+    assert {group["prompt_id"] for group in saved["carried"]} <= {prompt_id for prompt_id, _ in everything}
+
+
+def test_what_was_saved_is_refused_when_the_settings_do_not_fit() -> None:
+    before = start(PARTIAL, [FakeEngine()])
+    before.steps(1, 1)
+    saved = before.state()
+    (longer,) = start(PARTIAL, [FakeEngine()], sampling=replace(SAMPLING, max_response_tokens=31)).collectors
+    with pytest.raises(UserError, match="max_response_tokens was 30 and is 31; set that back, or"):
+        longer.restore(saved, step=1)
+    (other_data,) = start(PARTIAL, [FakeEngine()]).collectors
+    changed = saved | {"carried": [saved["carried"][0] | {"prompt_ids": [1]}]}
+    with pytest.raises(UserError, match="the data now has another prompt there"):
+        other_data.restore(changed, step=1)
+    without = start(OVERSAMPLED, [FakeEngine()])
+    without.collectors[0].restore(saved, step=1)
+    assert "unfinished prompt groups of step 1 are dropped" in without.messages[0]
+    assert min(prompt_ids(without.steps(2, 2)[0][0])) == saved["cursor"]
+
+
+def test_a_checkpoint_without_a_collector_goes_on_where_the_step_says() -> None:
+    for drawing in (PLAIN, OVERSAMPLED):
+        run = start(drawing, [FakeEngine()])
+        run.collectors[0].restore(None, step=5)
+        assert min(prompt_ids(run.steps(6, 6)[0][0])) == 40
+
+
+@pytest.mark.parametrize("drawing", [PLAIN, DYNAMIC, PARTIAL], ids=["plain", "dynamic", "partial"])
+def test_a_rank_that_fails_ends_the_step_of_all(drawing: Drawing) -> None:
+    run = start(drawing, fast_and_slow(), prompts=[FakePrompts(broken=3), FakePrompts(broken=3)])
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(collector.collect, 1) for collector in run.collectors]:
+            with pytest.raises(UserError, match="prompt 3 is broken"):
+                future.result(timeout=30)
