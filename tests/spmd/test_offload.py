@@ -23,6 +23,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.objective import PolicyObjective
+from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.update import Learner, update
@@ -141,6 +142,10 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             )
             with _NoDTensorOps():
                 refit(version=1)
+                gatherer = Gatherer(
+                    learner.policy, meshes.shard, dtype=torch.bfloat16, bucket_bytes=2**14, naming="checkpoint"
+                )
+                assert sum(len(tensors) for tensors in gatherer.whole_tensors()) == len(parameters)
             found["refitted"] = all(
                 torch.equal(engine.weights()[name.removeprefix("model.")], before[name])
                 for name, _ in learner.policy.named_parameters()
@@ -166,7 +171,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
         after = _state(learner)
         found["same_values"] = all(torch.equal(before[name], after[name]) for name in before)
         found["weight_bytes"] = sum(storage.nbytes() for storage in storages)
-        del learner, memory, refit, parameters, storages
+        del learner, memory, refit, gatherer, parameters, storages
         return found
 
 
