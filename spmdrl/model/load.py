@@ -233,5 +233,5 @@ def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to a model's weights: those its state dict holds."""
-    names = model.state_dict().keys()
+    names = model.state_dict(keep_vars=True).keys()  # no tensor is touched: parameters may be asleep (offload.py)
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
