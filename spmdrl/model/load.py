@@ -179,6 +179,13 @@ def shard_policy(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
+def reshard(policy: Policy) -> None:
+    """Let every parameter be its shard again: a forward pass without gradients leaves the trainable root whole."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that the architecture says must stay whole: its decoder layers."""
     names = set(model._no_split_modules or ())

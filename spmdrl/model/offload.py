@@ -15,10 +15,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
 
 BLOCK_BYTES = 2**28
@@ -77,9 +77,7 @@ class TrainerMemory:
         if self._asleep:
             return
         # First: while a module is gathered its parameters are the gathered ones, which FSDP frees here.
-        for module in self._policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._policy)
         if self._moves != "none":
             self._move_to_host()
         if self._device.type == "cuda":

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
-from spmdrl.model.load import persistent_buffers
+from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
 
@@ -30,7 +30,7 @@ class Gatherer:
     def __init__(
         self, policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, bucket_bytes: int, naming: Naming
     ) -> None:
-        self._model = policy.model
+        self._policy, self._model = policy, policy.model
         self._mesh = mesh
         weights = [_weight(policy, name, x, dtype, naming) for name, x in self._tensors().items()]
         self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
@@ -64,7 +64,8 @@ class Gatherer:
             yield [(entry.name, entry.view(flat)) for entry in bucket.flat_entries]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters (tied ones once) and the buffers that belong to the weights."""
+        """Parameters (tied ones once), as shards, and the buffers that belong to the weights."""
+        reshard(self._policy)
         return dict(self._model.named_parameters()) | persistent_buffers(self._model)
 
     def _gather(self, bucket: Bucket, tensors: dict[str, Tensor]) -> dict[Weight, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.model.load import load_model_config, load_policy
+from spmdrl.model.load import load_model_config, load_policy, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.plan import make_plan
 from spmdrl.refit.refit import Refit
@@ -75,6 +75,7 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
 @torch.no_grad()
 def change(policy: Policy, amount: float) -> None:
     """Change every weight, as an update would."""
+    reshard(policy)
     for parameter in policy.parameters():
         local = parameter.to_local()
         local.mul_(1 + amount).add_(amount * local.roll(1))
