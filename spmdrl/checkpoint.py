@@ -63,7 +63,7 @@ def save(
         unfinished.mkdir(parents=True)
     barrier(mesh)
     weights, moments = get_state_dict(learner.policy, learner.optimizer)
-    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished)
+    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=mesh.get_group())
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
@@ -75,8 +75,9 @@ def save(
     barrier(mesh)
 
 
-def restore(folder: Path, learner: Learner, *, step: int) -> None:
-    """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank must call this.
+def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> None:
+    """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank of the mesh must call
+    this.
 
     Random numbers need nothing: what they are for decides them. Where the prompts go on is in `collector_state`.
     """
@@ -84,7 +85,8 @@ def restore(folder: Path, learner: Learner, *, step: int) -> None:
         return
     checkpoint = _folder_of(folder, step)
     weights, moments = get_state_dict(learner.policy, learner.optimizer)
-    dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint)  # in place
+    saved_parts = {"policy": weights, "optimizer": moments}
+    dcp.load(saved_parts, checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
     settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
     set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=moments)
     # The checkpoint's state, but this launch's settings: they may have been changed on purpose.

@@ -6,6 +6,7 @@ The attribute docstrings below are the configuration reference (`docs/configurat
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -118,6 +119,11 @@ class RolloutConfig(Section):
     engine: Literal["torch", "sglang"] = "torch"
     """`torch` is the embedded continuous-batching engine; it runs wherever torch does. `sglang` is SGLang, started by
     the ranks on their own devices; `make setup-sglang` installs it."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: every rank trains and holds an engine, in turns. `disaggregated`: the last `num_ranks` ranks hold
+    engines and the others train, at the same time. See `docs/disaggregated.md`."""
+    num_ranks: Count | None = None
+    """`disaggregated` only, and required there: ranks that hold engines."""
     prompts_per_step: Count
     """Prompts drawn each step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)]
@@ -158,8 +164,9 @@ class RolloutConfig(Section):
     partial: bool = False
     """`oversample_fraction` only: rollouts that a step has not finished go on in the next from the tokens they have."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
-    """`partial` only: a group with tokens sampled more than this many steps before the policy that is to be updated is
-    sampled again from its prompt."""
+    """Optimizer steps' worth of rollouts, at most, between the weights that sampled a token and those that are updated
+    with it. `disaggregated`: so many steps may be sampled ahead of the update; with 0 the two sides wait for each
+    other. `partial`: a group with older tokens is sampled again from its prompt. Without either of them it is 0."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_engine(self) -> RolloutConfig:
@@ -180,8 +187,21 @@ class RolloutConfig(Section):
                 "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
                 "step; set oversample_fraction above 0 or remove partial"
             )
-        if is_set("max_staleness") and not self.partial:
-            raise ValueError("max_staleness has no meaning without partial = true; set both or remove it")
+        if is_set("max_staleness") and not self.partial and self.placement == "colocated":
+            raise ValueError(
+                'max_staleness has no meaning without partial = true or placement = "disaggregated"; set one of them '
+                "or remove it"
+            )
+        if (self.num_ranks is not None) != (self.placement == "disaggregated"):
+            raise ValueError(
+                f'placement = "{self.placement}" with num_ranks {self.num_ranks or "not set"}: num_ranks is the number '
+                'of ranks that hold engines when placement = "disaggregated"; set both or neither'
+            )
+        if self.num_ranks is not None and self.num_ranks % self.tp_size:
+            raise ValueError(
+                f"num_ranks = {self.num_ranks} cannot be cut into engines of tp_size = {self.tp_size}; set num_ranks "
+                f"to {math.ceil(self.num_ranks / self.tp_size) * self.tp_size}"
+            )
         if self.dynamic_sampling and self.max_draw_ratio < 1 + self.oversample_fraction:
             raise ValueError(
                 f"max_draw_ratio = {self.max_draw_ratio:g} does not allow the {1 + self.oversample_fraction:g} times "
@@ -206,7 +226,8 @@ class RefitConfig(Section):
     """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
     """How SGLang's processes get at the buckets: `cuda_ipc` leaves them on the device, `shared_memory` takes them
-    through the host. `auto` is `cuda_ipc` where that works, and says so where it does not."""
+    through the host. `auto` is `cuda_ipc` where that works, and says so where it does not. `disaggregated` engines are
+    sent the buckets instead, by NCCL, or by gloo on a CPU."""
     verify: Literal["every", "first"] | Count = "every"
     """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every so many. A difference stops the run and names the tensors."""
@@ -444,6 +465,19 @@ class Config(Section):
                 "model.cpu_offload = true keeps the policy in host memory at all times, so there is nothing for "
                 f'offload.trainer = "{self.offload.trainer}" to move; set it to "none", or model.cpu_offload = false'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_apart_takes_no_turns(self) -> Config:
+        if self.rollout.placement == "colocated":
+            return self
+        for table, setting in ((self.offload, "trainer"), (self.offload, "engine"), (self.refit, "transport")):
+            if getattr(table, setting) != type(table).model_fields[setting].default:
+                name = "offload" if table is self.offload else "refit"
+                raise ValueError(
+                    f'{name}.{setting} has no meaning for rollout.placement = "disaggregated", where trainer and '
+                    "engine share no device; remove it"
+                )
         return self
 
     @model_validator(mode="after")

@@ -16,17 +16,17 @@ from spmdrl.types import UserError
 class Plan:
     """The arithmetic of a run; the same on every rank."""
 
-    num_ranks: int
+    num_ranks: int  # all of them
     num_steps: int
     prompts_per_step: int  # over all ranks
-    prompts_per_rank: int  # per step
+    prompts_per_rank: int  # per step, of the ranks that sample
     rollouts_per_step: int  # over all ranks; fewer when a step does not find enough prompt groups
     updates_per_step: int  # optimizer steps per step
     num_updates: int  # optimizer steps of the whole run
     rollouts_per_mini_batch: int  # behind one optimizer step, over all ranks
     max_sequence_tokens: int  # prompt and response
     max_response_tokens: int
-    max_tokens_per_micro_batch: int | None  # per rank; None in static mode
+    max_tokens_per_micro_batch: int | None  # per rank that trains; None in static mode
     sequences_per_micro_batch: int | None  # per rank; None under a token budget
     max_micro_batches_per_update: int  # per rank, if every sequence had the greatest length
     max_eval_sequence_tokens: int  # prompt and response in an evaluation
@@ -35,6 +35,13 @@ class Plan:
     checkpoint_every: int  # steps; 0: never
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
     max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
+    engine_ranks: int = 0  # the last so many ranks only hold engines; 0: every rank trains and holds one
+    steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that hold a part of the policy."""
+        return self.num_ranks - self.engine_ranks
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -69,10 +76,16 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     eval_response = (cfg.eval.max_response_tokens if cfg.eval else None) or cfg.rollout.max_response_tokens
+    engine_ranks = cfg.rollout.num_ranks or 0
+    num_sampling, num_training = engine_ranks or num_ranks, training_ranks(cfg, num_ranks)
+    split = f"split over {num_sampling} ranks" + (" that hold engines" if engine_ranks else "")
+    steps_ahead = _steps_ahead(cfg)
     _refuse(
+        *_nobody_trains(cfg, num_ranks),
+        *_ahead_by_chance(cfg, steps_ahead),
         *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps * updates),
-        *_not_divisible("rollout.prompts_per_step", prompts, num_ranks, f"split over {num_ranks} ranks", updates),
-        *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_ranks),
+        *_not_divisible("rollout.prompts_per_step", prompts, num_sampling, split, updates),
+        *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_sampling),
         *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"),
         *_oversampling_by_chance(cfg),
     )
@@ -83,7 +96,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         num_ranks=num_ranks,
         num_steps=cfg.run.num_steps,
         prompts_per_step=prompts,
-        prompts_per_rank=prompts // num_ranks,
+        prompts_per_rank=prompts // num_sampling,
         rollouts_per_step=rollouts,
         updates_per_step=updates,
         num_updates=cfg.run.num_steps * updates,
@@ -92,7 +105,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_response_tokens=cfg.rollout.max_response_tokens,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
-        max_micro_batches_per_update=_max_micro_batches(cfg.pack, rollouts // updates, num_ranks, max_sequence),
+        max_micro_batches_per_update=_max_micro_batches(cfg.pack, rollouts // updates, num_training, max_sequence),
         max_eval_sequence_tokens=cfg.data.max_prompt_tokens + eval_response,
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
         eval_every=cfg.eval.every if cfg.eval else 0,
@@ -101,6 +114,8 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_draws=(
             int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
         ),
+        engine_ranks=engine_ranks,
+        steps_ahead=steps_ahead,
     )
 
 
@@ -134,6 +149,18 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     )
 
 
+def training_ranks(cfg: Config | SftConfig, num_ranks: int) -> int:
+    """Of so many ranks, those that hold a part of the policy."""
+    return max(1, num_ranks - (cfg.rollout.num_ranks or 0)) if isinstance(cfg, Config) else num_ranks
+
+
+def _steps_ahead(cfg: Config) -> int:
+    """Groups that go on in the next step are one step staler then: of the limit, one step is theirs."""
+    if cfg.rollout.placement == "colocated":
+        return 0
+    return max(0, cfg.rollout.max_staleness - cfg.rollout.partial)
+
+
 def _refuse(*problems: str) -> None:
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -159,6 +186,24 @@ def _too_small_budget(pack: PackConfig, max_sequence: int, sum_of: str) -> Itera
         yield (
             f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
             f"({sum_of}); set it to {max_sequence} or more, or lower those"
+        )
+
+
+def _nobody_trains(cfg: Config, num_ranks: int) -> Iterator[str]:
+    engine_ranks = cfg.rollout.num_ranks or 0
+    if engine_ranks and engine_ranks >= num_ranks:
+        fewer = f"set it to {num_ranks - 1} or less, or " if num_ranks > 1 else ""
+        yield (
+            f"rollout.num_ranks = {engine_ranks} leaves none of the {num_ranks} ranks to train; {fewer}start "
+            f"{engine_ranks + 1} ranks or more"
+        )
+
+
+def _ahead_by_chance(cfg: Config, steps_ahead: int) -> Iterator[str]:
+    if cfg.run.deterministic and steps_ahead > 1:
+        yield (
+            f"rollout.max_staleness = {cfg.rollout.max_staleness} lets timing decide which weights sample a step, but "
+            "run.deterministic = true; set max_staleness = 0 or 1, or deterministic = false"
         )
 
 

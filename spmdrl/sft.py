@@ -50,7 +50,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, learner, step=step)
+        checkpoint.restore(folder.checkpoints, learner, meshes.data, step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)

@@ -3,20 +3,22 @@
     refit -> [ rollout -> reward -> pack -> prepare -> update -> refit -> (eval, save) ] x num_steps
 
 After step N the policy and the engine are both at version N. They share the device: `phases` takes it from one to the
-other, and between the two the trainer sleeps.
+other, and between the two the trainer sleeps. With `rollout.placement = "disaggregated"` some ranks hold engines and
+nothing else: they run `rollout/serve.py`, and the loop here knows them as an engine and a sampler that are elsewhere.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
-from spmdrl.dist.mesh import build_meshes
-from spmdrl.dist.session import shared_store, spmd_session
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import World, spmd_session
 from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
 from spmdrl.inputs import Inputs
@@ -38,59 +40,82 @@ from spmdrl.report.resources import (
 )
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.judge import Judge
-from spmdrl.rollout.collect import Collector, training_drawing
-from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
-from spmdrl.rollout.start import start_engine
+from spmdrl.rollout.serve import serve
+from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.score import rollout_metrics, score_groups
 from spmdrl.update import Learner, prepare, update
 
 
-def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
-    """Train from the newest checkpoint, or from the start, to the last step, and export the model."""
+def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
+    """Join the other ranks and take this rank's part: to train, or to hold an engine for those that do."""
     plan = inputs.plan
     step = checkpoint.newest_step(folder.checkpoints)
     with (
         Judge(cfg.reward, inputs.tokenizer) as judge,
         spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
-        meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
-        require_same(meshes.data, step, f"the newest checkpoint in {folder.checkpoints}")
+        meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
+        require_same(meshes.world, step, f"the newest checkpoint in {folder.checkpoints}")
+        take_part = train if meshes.trains else sample_for_others
+        take_part(cfg, inputs, folder, world, meshes, judge, step)
+
+
+def sample_for_others(
+    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+) -> None:
+    """Hold an engine for the ranks that train, to the last step."""
+    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine:
+        serve(
+            cfg,
+            inputs.plan,
+            world,
+            meshes,
+            judge,
+            engine,
+            inputs.prompts,
+            inputs.held_out,
+            inputs.stop_token_ids,
+            step=step,
+            saved=checkpoint.collector_state(folder.checkpoints, step=step),
+        )
+
+
+def train(
+    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+) -> None:
+    """Train from the checkpoint of `step`, or from the start, to the last step, and export the model."""
+    plan = inputs.plan
+    with Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report:
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
         reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
-        checkpoint.restore(folder.checkpoints, learner, step=step)
+        checkpoint.restore(folder.checkpoints, learner, meshes.data, step=step)
         objective = PolicyObjective(cfg.loss)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes)
         refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
         phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
-        engine_index, num_engines = world.rank // cfg.rollout.tp_size, world.num_ranks // cfg.rollout.tp_size
-        collector = Collector(
+        sampler = start_sampler(
+            cfg,
+            plan,
             engine,
             judge.submit,
             inputs.prompts,
-            training_sampling(cfg, inputs.stop_token_ids),
-            training_drawing(cfg, plan),
-            meshes.data,
-            store=None if cfg.run.deterministic else shared_store(),
-            engine_index=engine_index,
-            num_engines=num_engines,
-            run_seed=cfg.run.seed,
+            inputs.held_out,
+            inputs.stop_token_ids,
+            meshes,
             tell=report.message,
         )
-        collector.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
+        sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
 
         def evaluate() -> None:
-            mine = inputs.held_out[engine_index::num_engines] if engine.leads else []
-            sampling = eval_sampling(cfg, inputs.stop_token_ids)
-            with phases.rollout():  # step 0: the same noise at every evaluation
-                pending = [judge.submit(r) for r in sample(engine, mine, sampling, run_seed=cfg.run.seed, step=0)]
+            with phases.rollout():
+                pending = sampler.sample_held_out()
             judged = judge.collect(pending)
             report.eval(step, scalars(merge_over(meshes.data, eval_metrics(judged, cfg.reward))))
 
@@ -104,7 +129,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             step += 1
             passed_over = inputs.prompts.dropped
             with report.span("rollout"), phases.rollout():
-                collected = collector.collect(step)
+                collected = sampler.collect(step)
             with report.span("reward"):
                 scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.data)
             with report.span("pack"):
@@ -142,7 +167,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                         meshes.data,
                         step=step,
                         keep_last=cfg.checkpoint.keep_last,
-                        collector=collector.state(),
+                        collector=sampler.state(),
                     )
             report.memory(step, phases.take_edges())
         if cfg.checkpoint.export:
@@ -167,7 +192,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return run_from_command_line(Config, train, check, argv)
+    return run_from_command_line(Config, run, check, argv)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class MicroBatch:
     loss_weights: Tensor  # [T] float32, what a token's loss counts in the global loss; 0 outside loss_mask
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32, nats
-    old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved since sampling
+    old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved in this step
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
     sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order; -1 for filling
 

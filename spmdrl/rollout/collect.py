@@ -43,6 +43,12 @@ class Drawing:
     drops_equal: bool = False  # whether groups with equal rewards are replaced
     carries_over: bool = False  # whether unfinished groups go on in the next step
     max_staleness: int = 1  # steps, of a group that was carried over
+    steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
+
+    @property
+    def can_be_stale(self) -> bool:
+        """Whether tokens may come from older weights than those that are updated with them."""
+        return self.carries_over or self.steps_ahead > 0
 
     @property
     def moves_by_plan(self) -> bool:
@@ -59,6 +65,7 @@ def training_drawing(cfg: Config, plan: Plan) -> Drawing:
         drops_equal=cfg.rollout.dynamic_sampling,
         carries_over=cfg.rollout.partial,
         max_staleness=cfg.rollout.max_staleness,
+        steps_ahead=plan.steps_ahead,
     )
 
 
@@ -434,10 +441,13 @@ def _metrics(
             "rollout/aborted_tokens": Total(float(sum(len(response.token_ids) for response in aborted))),
         }
     if drawing.carries_over:
-        spans = [span for group in part.kept for response in group.responses for span in response.spans]
         metrics |= {
             "rollout/continued_count": Total(float(part.num_continued)),
             "rollout/stale_groups_count": Total(float(len(stale))),
+        }
+    if drawing.can_be_stale:
+        spans = [span for group in part.kept for response in group.responses for span in response.spans]
+        metrics |= {
             "rollout/mean_staleness_steps": Mean(
                 float(sum((step - 1 - span.version) * span.num_tokens for span in spans)),
                 float(sum(span.num_tokens for span in spans)),

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_cpu
@@ -142,6 +143,17 @@ def digest(tensor: Tensor) -> str:
     from sglang.srt.managers.mm_utils import tensor_hash
 
     return f"{tensor_hash(tensor):016x}"
+
+
+def update_group(store: Store, name: str, *, num_ranks: int, backend: str) -> ProcessGroup:
+    """This process's side, as rank 0, of the group `name` in which engines receive weights. Waits for the others."""
+    import_sglang()
+    from sglang.srt.utils import init_custom_process_group
+
+    # The engines put the group's name before their keys.
+    return init_custom_process_group(
+        backend=backend, store=PrefixStore(name, store), world_size=num_ranks, rank=0, group_name=name
+    )
 
 
 class SGLangProcess:

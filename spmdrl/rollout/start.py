@@ -1,18 +1,26 @@
-"""Which engine `rollout.engine` names."""
+"""Which engine `rollout.engine` names, and who samples with it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.data.stream import PromptStream
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import World
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype
 from spmdrl.plan import Plan
+from spmdrl.refit.digest import digest
+from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.listen import ListeningTorchEngine
+from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
+from spmdrl.rollout.sampler import LocalSampler, Sampler
+from spmdrl.rollout.sglang_layout import Share, held_weights
 from spmdrl.rollout.torch_engine import TorchEngine
-from spmdrl.types import UserError
+from spmdrl.types import Prompt, Rollout, UserError
 
 
 def check_engine(cfg: Config, model_config: Any, *, num_ranks: int, device_type: str) -> None:
@@ -26,12 +34,20 @@ def check_engine(cfg: Config, model_config: Any, *, num_ranks: int, device_type:
 
 
 def start_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshes: Meshes) -> RolloutEngine:
-    """Start this rank's engine, or join the ranks that share one; its weights are undefined until the first refit."""
+    """Start this rank's engine, or join the ranks that share one; its weights are undefined until the first refit.
+
+    On ranks that hold none: what stands for the engines of other ranks.
+    """
+    if not meshes.samples:
+        return _remote_engine(cfg, model_config, plan, world, meshes)
     if cfg.rollout.engine == "sglang":
         # Here, not above: whoever uses the other engine need not have installed it.
         from spmdrl.rollout.sglang_engine import SGLangEngine
+        from spmdrl.rollout.sglang_listen import ListeningSGLangEngine
         from spmdrl.rollout.sglang_options import launch_options, transport_for
 
+        if meshes.weights is not None:
+            return ListeningSGLangEngine(launch_options(cfg, plan, world), meshes, model_config=model_config)
         return SGLangEngine(
             launch_options(cfg, plan, world),
             meshes.engine,
@@ -39,11 +55,61 @@ def start_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshe
             transport=transport_for(cfg, world.device),
         )
     dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-    return TorchEngine(
-        model_config,
+    settings: dict[str, Any] = {
+        "device": world.device,
+        "dtype": dtype,
+        "kernel": choose_kernel(cfg.model.attention, world.device.type, dtype),
+        "max_running": cfg.rollout.max_running,
+    }
+    if meshes.weights is not None:
+        return ListeningTorchEngine(model_config, meshes.weights, **settings)
+    return TorchEngine(model_config, **settings, release=cfg.offload.engine)
+
+
+def _remote_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshes: Meshes) -> RemoteEngine:
+    if cfg.rollout.engine == "sglang":
+        from spmdrl.rollout.sglang_listen import sending_group
+        from spmdrl.rollout.sglang_process import digest as sglang_digest
+
+        shares = [
+            Share.of(model_config, rank=rank, size=cfg.rollout.tp_size, device_type=world.device.type)
+            for rank in range(cfg.rollout.tp_size)
+        ]
+        return RemoteEngine(
+            plan,
+            meshes,
+            naming="checkpoint",
+            group=sending_group(plan, meshes),
+            digests=lambda whole: [
+                {name: sglang_digest(held) for name, held in held_weights(whole, share).items()} for share in shares
+            ],
+            device=world.device,
+        )
+    assert meshes.weights is not None
+    sends = meshes.weights.get_coordinate() is not None
+    return RemoteEngine(
+        plan,
+        meshes,
+        naming="model",
+        group=meshes.weights.get_group() if sends else None,
+        digests=lambda whole: [{name: digest(tensor) for name, tensor in whole.items()}],
         device=world.device,
-        dtype=dtype,
-        kernel=choose_kernel(cfg.model.attention, world.device.type, dtype),
-        max_running=cfg.rollout.max_running,
-        release=cfg.offload.engine,
     )
+
+
+def start_sampler(
+    cfg: Config,
+    plan: Plan,
+    engine: RolloutEngine,
+    submit: Callable[[Rollout], Pending],
+    prompts: PromptStream,
+    held_out: Sequence[Prompt],
+    stop_token_ids: frozenset[int],
+    meshes: Meshes,
+    *,
+    tell: Callable[[str], None],
+) -> Sampler:
+    """Who samples for this rank, which trains: its own engine, or those of other ranks. See `LocalSampler`."""
+    if meshes.samples:
+        return LocalSampler(cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell)
+    return RemoteSampler(engine_leaders(plan, ranks_per_engine=cfg.rollout.tp_size), meshes, tell=tell)

@@ -31,7 +31,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
     if not (run / "hf" / "config.json").is_file():
         raise UserError(f"{run}/hf holds no exported model; it is written after the last step")
-    inputs = open_inputs(cfg, num_ranks=1)
+    inputs = open_inputs(cfg, num_ranks=1 + (cfg.rollout.num_ranks or 0))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=dtype)

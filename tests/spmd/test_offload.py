@@ -72,7 +72,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
         meshes = build_meshes(world)
         for moves, first, last in launches:
             learner = _start(path, meshes)
-            checkpoint.restore(Path(folder), learner, step=first - 1)
+            checkpoint.restore(Path(folder), learner, meshes.data, step=first - 1)
             memory = _memory(learner, moves)
             memory.sleep()  # before FSDP has seen its first forward
             for step in range(first, last + 1):

@@ -1,0 +1,221 @@
+"""The engines as the ranks that train see them, when others hold them: weights go there, scored rollouts come back.
+
+The other end is `rollout/serve.py`. What goes which way:
+
+    orders    first rank that trains -> every rank that holds an engine: a refit begins; what it must have brought
+    buckets   the same way, by broadcast
+    replies   first rank that holds an engine -> first rank that trains
+    rollouts  every rank that leads an engine -> every rank that trains: its part of a step, of an evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.dist.link import Link
+from spmdrl.dist.mesh import Meshes
+from spmdrl.dist.session import shared_store
+from spmdrl.metrics import Metrics, merge_all
+from spmdrl.plan import Plan
+from spmdrl.refit.bucket import Bucket
+from spmdrl.rewards.judge import Pending
+from spmdrl.rollout.collect import Collected
+from spmdrl.types import RewardOutcome, Rollout
+
+ORDERS, REPLIES, ROLLOUTS, HELD_OUT = range(1, 5)  # channels
+FIRST = 0  # the rank that sends weights and hears replies; the first of all, so it trains
+ANNOUNCED = "refits_announced"  # a counter in the shared store
+
+Digests = dict[str, str]  # by the engine's name of a weight
+Outcome = tuple[Rollout, RewardOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class RefitOrder:
+    """The weights of `version` follow, in these buckets; None: in those of the last order."""
+
+    version: int
+    buckets: tuple[Bucket, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One engine's part of a step, for one rank that trains."""
+
+    outcomes: list[Outcome]  # whole groups, in order
+    metrics: Metrics  # for the first rank that trains; empty for the others
+    places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
+    group_size: int
+    state: Mapping[str, Any] | None  # of the collector after this step, where a checkpoint follows it; for the first
+    messages: tuple[str, ...]  # for the user
+
+
+def engine_leaders(plan: Plan, *, ranks_per_engine: int) -> range:
+    """The ranks that lead engines, disaggregated."""
+    return range(plan.training_ranks, plan.num_ranks, ranks_per_engine)
+
+
+class RemoteEngine:
+    """The receiving side of a refit, on a rank that trains; the first of them sends for all.
+
+    It samples nothing, and has nothing to give back or to take.
+    """
+
+    leads = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        meshes: Meshes,
+        *,
+        naming: Literal["model", "checkpoint"],
+        group: dist.ProcessGroup | None,
+        digests: Callable[[Mapping[str, Tensor]], list[Digests]],
+        device: torch.device,
+    ) -> None:
+        """`group` is the sender, as rank 0, and the receivers; None on ranks that do not send. `digests` says what
+        each rank of an engine must hold of some whole tensors."""
+        self.naming: Literal["model", "checkpoint"] = naming
+        self.version = -1
+        self._group, self._digests, self._device = group, digests, device
+        self._sends = meshes.data.get_local_rank() == 0
+        self._receivers = range(plan.training_ranks, plan.num_ranks)
+        self._orders, self._replies = Link(meshes.world, ORDERS, in_flight=2), Link(meshes.world, REPLIES)
+        self._buckets: Sequence[Bucket] = ()
+        self._buffers: Sequence[Tensor] = ()
+        self._next_version = -1
+        self._expects = False
+        self._work: dist.Work | None = None
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `WeightSink.allocate`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
+        """See `WeightSink.begin_update`. Returns when the engines have sampled what they were about, and are ready."""
+        is_known = self._buckets is buckets
+        self._buckets, self._buffers, self._next_version, self._expects = buckets, buffers, version, False
+        if not self._sends:
+            return
+        shared_store().add(ANNOUNCED, 1)
+        self._tell(RefitOrder(version, None if is_known else tuple(buckets)))
+        self._replies.receive(source=self._receivers[0])
+
+    def load(self, number: int) -> None:
+        """See `WeightSink.load`."""
+        if self._group is not None:
+            bucket, buffer = self._buckets[number], self._buffers[number % len(self._buffers)]
+            self._work = dist.broadcast(buffer[: bucket.num_bytes], src=FIRST, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        """See `WeightSink.wait`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def end_update(self) -> None:
+        """See `WeightSink.end_update`. What the engines did not load is found by their digests."""
+        if self._sends and not self._expects:
+            self._tell(None)
+        self.version = self._next_version
+
+    def digests_of(self, bucket: Bucket, flat: Tensor) -> Digests:
+        """See `WeightSink.digests_of`; of every rank of an engine, on the rank that sends."""
+        self._expects = True
+        if not self._sends:
+            return {}
+        whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
+        return {
+            _joined(rank, name): digest
+            for rank, digests in enumerate(self._digests(whole))
+            for name, digest in digests.items()
+        }
+
+    def differing(self, expected: Digests) -> list[str]:
+        """See `WeightSink.differing`: of all engines, on the rank that sends."""
+        if not self._sends:
+            return []
+        self._tell(expected)
+        return self._replies.receive(source=self._receivers[0])
+
+    def _tell(self, what: RefitOrder | Digests | None) -> None:
+        for rank in self._receivers:
+            self._orders.send(what, to=rank)
+
+    def generate(self, requests: Any) -> Any:
+        """It does not."""
+        raise AssertionError("this rank holds no engine")
+
+    def abort(self) -> None:
+        """Nothing runs here."""
+
+    def sleep(self) -> None:
+        """The engine's memory is on other devices."""
+
+    def wake(self) -> None:
+        """The engine's memory is on other devices."""
+
+    def revive(self) -> None:
+        """The engine's processes are on other ranks."""
+
+    def close(self) -> None:
+        """Wait until the last order has been heard, if anyone still listens."""
+        self._orders.settle_if_possible()
+
+
+def _joined(rank: int, name: str) -> str:
+    return f"{rank}/{name}"
+
+
+def expected_by(rank: int, expected: Digests) -> Digests:
+    """Of the digests that were sent for all ranks of an engine, those for one of them."""
+    mark = _joined(rank, "")
+    return {name.removeprefix(mark): digest for name, digest in expected.items() if name.startswith(mark)}
+
+
+class RemoteSampler:
+    """A `Sampler` whose engines are elsewhere: what it is asked for has been scored already when it comes."""
+
+    def __init__(self, leaders: Sequence[int], meshes: Meshes, *, tell: Callable[[str], None]) -> None:
+        """`leaders` are the ranks that lead engines; `tell` shows the user a line."""
+        self._leaders, self._tell = leaders, tell
+        self._rollouts, self._held_out = Link(meshes.world, ROLLOUTS), Link(meshes.world, HELD_OUT)
+        self._state: Mapping[str, Any] | None = None
+
+    def collect(self, step: int) -> Collected:
+        """See `Sampler.collect`; waits until the engines have sampled the step."""
+        parts: list[Delivery] = [self._rollouts.receive(source=rank) for rank in self._leaders]
+        self._state = parts[0].state
+        for message in parts[0].messages:
+            self._tell(message)
+        outcomes = [outcome for part in parts for outcome in part.outcomes]
+        return Collected(
+            pending=[_done(*outcome) for outcome in outcomes],
+            metrics=merge_all([part.metrics for part in parts]),
+            places=parts[0].places,
+            group_size=parts[0].group_size,
+        )
+
+    def sample_held_out(self) -> list[Pending]:
+        """See `Sampler.sample_held_out`; the engines do it by themselves, right after the refit."""
+        return [_done(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
+
+    def state(self) -> Mapping[str, Any] | None:
+        """See `Sampler.state`: it came with the step's rollouts."""
+        return self._state
+
+    def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
+        """The ranks that hold the engines read it themselves."""
+
+
+def _done(rollout: Rollout, outcome: RewardOutcome) -> Pending:
+    future: Future[RewardOutcome] = Future()
+    future.set_result(outcome)
+    return rollout, future

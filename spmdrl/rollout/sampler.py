@@ -1,0 +1,91 @@
+"""What the loop asks of those who sample, wherever they are: the rollouts of a step, and of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from spmdrl.config import Config
+from spmdrl.data.stream import PromptStream
+from spmdrl.dist.mesh import Meshes
+from spmdrl.dist.session import shared_store
+from spmdrl.plan import Plan
+from spmdrl.rewards.judge import Pending
+from spmdrl.rollout.collect import Collected, Collector, training_drawing
+from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
+from spmdrl.types import Prompt, Rollout
+
+
+class Sampler(Protocol):
+    """Every rank that trains has one and calls its methods together with the others."""
+
+    def collect(self, step: int) -> Collected:
+        """The rollouts that the step is trained on, being scored."""
+        ...
+
+    def sample_held_out(self) -> list[Pending]:
+        """This rank's part of the responses to held-out prompts, with the weights of the last refit, being scored."""
+        ...
+
+    def state(self) -> Mapping[str, Any] | None:
+        """What a checkpoint must hold to go on after the last step that was collected, at least on the first rank."""
+        ...
+
+    def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
+        """Go on after `step` from a saved state; None when none was saved."""
+        ...
+
+
+class LocalSampler:
+    """A `Sampler` of the ranks that hold the engines."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        plan: Plan,
+        engine: RolloutEngine,
+        submit: Callable[[Rollout], Pending],
+        prompts: PromptStream,
+        held_out: Sequence[Prompt],
+        stop_token_ids: frozenset[int],
+        meshes: Meshes,
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
+        self._cfg, self._engine, self._submit = cfg, engine, submit
+        self._held_out = held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
+        self._stop_token_ids = stop_token_ids
+        self._collector = Collector(
+            engine,
+            submit,
+            prompts,
+            training_sampling(cfg, stop_token_ids),
+            training_drawing(cfg, plan),
+            meshes.engines,
+            store=None if cfg.run.deterministic else shared_store(),
+            engine_index=meshes.engine_index,
+            num_engines=meshes.num_engines,
+            run_seed=cfg.run.seed,
+            tell=tell,
+        )
+
+    def collect(self, step: int) -> Collected:
+        """See `Sampler.collect`."""
+        return self._collector.collect(step)
+
+    def sample_held_out(self) -> list[Pending]:
+        """See `Sampler.sample_held_out`."""
+        sampling = eval_sampling(self._cfg, self._stop_token_ids)
+        # Step 0: the same noise at every evaluation.
+        rollouts = sample(self._engine, self._held_out, sampling, run_seed=self._cfg.run.seed, step=0)
+        return [self._submit(rollout) for rollout in rollouts]
+
+    def state(self) -> Mapping[str, Any]:
+        """See `Sampler.state`; the same on every rank."""
+        return self._collector.state()
+
+    def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
+        """See `Sampler.restore`."""
+        self._collector.restore(saved, step=step)

@@ -1,0 +1,199 @@
+"""The loop of the ranks that only hold engines. The ranks that train run `train.py` and know it by `remote.py`.
+
+    refit -> [ (refit -> (eval))... -> rollout -> reward -> deliver ] x num_steps -> (refit -> (eval))...
+
+A step is sampled as soon as the weights are fresh enough: at most `plan.steps_ahead` steps older than what a colocated
+run would use. With 0 or 1 that decides which weights sample which step; with more, a refit that is announced while
+there was something to sample is taken before the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.data.stream import PromptStream
+from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.link import Link
+from spmdrl.dist.mesh import Meshes
+from spmdrl.dist.session import World, shared_store
+from spmdrl.metrics import Max, Metrics, merge_all
+from spmdrl.plan import Plan
+from spmdrl.refit.bucket import Bucket
+from spmdrl.report.resources import drop_metrics, resource_metrics
+from spmdrl.rewards.judge import Judge
+from spmdrl.rollout.collect import Collected
+from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.remote import (
+    ANNOUNCED,
+    FIRST,
+    HELD_OUT,
+    ORDERS,
+    REPLIES,
+    ROLLOUTS,
+    Delivery,
+    Outcome,
+    RefitOrder,
+    expected_by,
+)
+from spmdrl.rollout.sampler import LocalSampler
+from spmdrl.types import Prompt, TrainingDiverged, UserError
+
+
+def serve(
+    cfg: Config,
+    plan: Plan,
+    world: World,
+    meshes: Meshes,
+    judge: Judge,
+    engine: RolloutEngine,
+    prompts: PromptStream,
+    held_out: Sequence[Prompt],
+    stop_token_ids: frozenset[int],
+    *,
+    step: int,
+    saved: Mapping[str, Any] | None,
+) -> None:
+    """Sample the steps after `step`, from the state that its checkpoint holds, and the evaluations."""
+    messages: list[str] = []
+    deliver = _Deliveries(plan, engine, meshes)
+    weights = _Weights(engine, meshes)
+    with deliver.problems(weights):
+        sampler = LocalSampler(
+            cfg, plan, engine, judge.submit, prompts, held_out, stop_token_ids, meshes, tell=messages.append
+        )
+        sampler.restore(saved, step=step)
+
+        def refit() -> None:
+            weights.take()
+            if plan.evaluates_after(engine.version) and (engine.version > step or step == 0):
+                deliver.held_out(judge.collect(sampler.sample_held_out()))
+
+        refit()
+        for number in range(step + 1, plan.num_steps + 1):
+            while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
+                refit()
+            began, passed_over = time.perf_counter(), prompts.dropped
+            collected = sampler.collect(number)
+            outcomes = judge.collect(collected.pending)
+            metrics = merge_all(
+                [
+                    collected.metrics,
+                    drop_metrics(passed_over, prompts.dropped),
+                    {"time/sampling_s": Max(time.perf_counter() - began)},
+                    resource_metrics(world.device),
+                ]
+            )
+            state = sampler.state() if plan.saves_after(number) else None
+            deliver.step(collected, outcomes, metrics, state, messages)
+            messages.clear()
+        while engine.version < plan.num_steps:
+            refit()
+        deliver.settle()
+
+
+class _Weights:
+    """Where refits come from, on a rank that holds an engine or a part of one."""
+
+    def __init__(self, engine: RolloutEngine, meshes: Meshes) -> None:
+        self._engine, self._meshes = engine, meshes
+        self._orders, self._replies = Link(meshes.world, ORDERS), Link(meshes.world, REPLIES)
+        self._speaks = meshes.engines.get_local_rank() == 0
+        self._buckets: Sequence[Bucket] = ()
+        self._taken = 0
+
+    def are_announced(self) -> bool:
+        """Whether the ranks that train wait with a refit; the same on every rank that holds an engine."""
+        mine = self._speaks and shared_store().add(ANNOUNCED, 0) > self._taken
+        return gather_objects(self._meshes.engines, mine)[0]
+
+    def take(self) -> None:
+        """Take part in the next refit; wait for it first."""
+        order: RefitOrder = self._orders.receive(source=FIRST)
+        self._buckets = order.buckets or self._buckets
+        # Once all are here: with this reply the ranks that train begin to send.
+        gather_objects(self._meshes.engines, None)
+        self._reply(None)
+        self._engine.begin_update(self._buckets, (), version=order.version)
+        for number in range(len(self._buckets)):
+            self._engine.load(number)
+            self._engine.wait()
+        self._engine.end_update()
+        self._taken += 1
+        expected = self._orders.receive(source=FIRST)
+        if expected is not None:
+            mine = expected_by(self._meshes.engine.get_local_rank(), expected)
+            differing = gather_objects(self._meshes.engines, self._engine.differing(mine))
+            self._reply(sorted({name for names in differing for name in names}))
+
+    def give_up(self, problem: Exception) -> None:
+        """Answer the next order with the problem."""
+        self._reply(problem)
+        self._replies.settle_if_possible()
+
+    def _reply(self, what: Any) -> None:
+        if self._speaks:
+            self._replies.send(what, to=FIRST)
+
+
+class _Deliveries:
+    """Where scored rollouts go to. Whole groups are dealt out to the ranks that train: all of them will be laid into
+    batches together, so it does not matter who gets which."""
+
+    def __init__(self, plan: Plan, engine: RolloutEngine, meshes: Meshes) -> None:
+        self._receivers = range(plan.training_ranks) if engine.leads else range(0)
+        # Before a step is sampled, all but the last `steps_ahead` ones have been received: see `serve`.
+        self._rollouts = Link(meshes.world, ROLLOUTS, in_flight=plan.steps_ahead + 1)
+        self._held_out = Link(meshes.world, HELD_OUT)
+
+    def step(
+        self,
+        collected: Collected,
+        outcomes: Sequence[Outcome],
+        metrics: Metrics,
+        state: Mapping[str, Any] | None,
+        messages: Sequence[str],
+    ) -> None:
+        """Send what was sampled for a step."""
+        for rank in self._receivers:
+            is_first = rank == FIRST
+            delivery = Delivery(
+                outcomes=[
+                    (rollout, outcome)
+                    for rollout, outcome in outcomes
+                    if collected.places[rollout.prompt.prompt_id] % len(self._receivers) == rank
+                ],
+                metrics=metrics if is_first else {},
+                places=collected.places,
+                group_size=collected.group_size,
+                state=state if is_first else None,
+                messages=tuple(messages) if is_first else (),
+            )
+            self._rollouts.send(delivery, to=rank)
+
+    def held_out(self, outcomes: Sequence[Outcome]) -> None:
+        """Send what was sampled for an evaluation."""
+        for rank in self._receivers:
+            self._held_out.send(list(outcomes[rank :: len(self._receivers)]), to=rank)
+
+    def settle(self) -> None:
+        """Wait until all of it has been received."""
+        self._rollouts.settle()
+        self._held_out.settle()
+
+    @contextmanager
+    def problems(self, weights: _Weights) -> Iterator[None]:
+        """What stops the ranks that hold engines is told to those that train, whatever they wait for next."""
+        try:
+            yield
+        except (UserError, TrainingDiverged) as problem:
+            for rank in self._receivers:
+                for link in (self._rollouts, self._held_out):
+                    link.send(problem, to=rank)
+            weights.give_up(problem)
+            for link in (self._rollouts, self._held_out):
+                link.settle_if_possible()
+            raise

@@ -1,0 +1,91 @@
+"""SGLang on ranks that do not train: its processes receive the buckets themselves, in a group with the trainer's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.dist.link import Link
+from spmdrl.dist.mesh import Meshes
+from spmdrl.plan import Plan
+from spmdrl.refit.bucket import Bucket
+from spmdrl.rollout import sglang_process
+from spmdrl.rollout.remote import FIRST, ORDERS
+from spmdrl.rollout.sglang_engine import Launch, SGLangEngine
+
+GROUP_NAME = "spmdrl_weights"
+
+
+def backend_for(device_type: str) -> str:
+    """What carries the buckets."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
+class ListeningSGLangEngine(SGLangEngine):
+    """An `SGLangEngine` whose `load` lets its processes receive the bucket by broadcast."""
+
+    def __init__(self, launch: Launch, meshes: Meshes, *, model_config: Any) -> None:
+        """Start the engine, then join the group that weights are sent in: rank 0 is the sender, then every engine's
+        devices follow in order."""
+        super().__init__(launch, meshes.engine, model_config=model_config, transport="shared_memory")
+        address, port = Link(meshes.world, ORDERS).receive(source=FIRST)
+        if self._process is not None:
+            self._process.ask(
+                "init_weights_update_group",
+                "InitWeightsUpdateGroupReqInput",
+                master_address=address,
+                master_port=port,
+                rank_offset=1 + meshes.engine_index * meshes.engine.size(),
+                world_size=1 + meshes.engines.size(),
+                group_name=GROUP_NAME,
+                backend=backend_for(meshes.engine.device_type),
+            )
+
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
+        """See `WeightSink.begin_update`; `buffers` are not used."""
+        self._settle()
+        self._buckets, self._next_version = buckets, version
+        if self._process is not None:
+            self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+
+    def load(self, number: int) -> None:
+        """See `WeightSink.load`. The last bucket brings the version, and drops the cache of the old weights."""
+        assert self._loading is None, "wait for the bucket before"
+        is_last = number == len(self._buckets) - 1
+        entries = self._buckets[number].flat_entries
+        if self._process is not None:
+            self._loading = self._process.start(
+                self._process.asking(
+                    "update_weights_from_distributed",
+                    "UpdateWeightsFromDistributedReqInput",
+                    names=[entry.name for entry in entries],
+                    dtypes=[str(entry.dtype).removeprefix("torch.") for entry in entries],
+                    shapes=[list(entry.shape) for entry in entries],
+                    group_name=GROUP_NAME,
+                    load_format="flattened_bucket",  # one flat tensor: the entries end to end, as a bucket has them
+                    flush_cache=is_last,
+                    weight_version=str(self._next_version) if is_last else None,
+                )
+            )
+
+
+def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:
+    """Make the group that engines receive weights in, and wait until all of them have joined. None on ranks that do
+    not send."""
+    link = Link(meshes.world, ORDERS, in_flight=1)
+    if meshes.data.get_local_rank() != 0:
+        return None
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(plan.num_ranks)
+    address = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]  # torchrun's: that of its first machine
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=dist.default_pg_timeout)
+    for rank in range(plan.training_ranks, plan.num_ranks):
+        link.send((address, store.port), to=rank)
+    group = sglang_process.update_group(
+        store, GROUP_NAME, num_ranks=1 + plan.engine_ranks, backend=backend_for(meshes.data.device_type)
+    )
+    link.settle()
+    return group
