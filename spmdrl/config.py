@@ -164,9 +164,9 @@ class RolloutConfig(Section):
     partial: bool = False
     """`oversample_fraction` only: rollouts that a step has not finished go on in the next from the tokens they have."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
-    """Optimizer steps' worth of rollouts, at most, between the weights that sampled a token and those that are updated
-    with it. `disaggregated`: so many steps may be sampled ahead of the update; with 0 the two sides wait for each
-    other. `partial`: a group with older tokens is sampled again from its prompt. Without either of them it is 0."""
+    """`disaggregated` and `partial` only: steps, at most, between the weights that sampled a token and those that are
+    updated with it. `disaggregated` engines may be so many steps ahead; with 0 the two sides wait for each other.
+    Under `partial`, a group with older tokens is sampled again from its prompt."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_engine(self) -> RolloutConfig:

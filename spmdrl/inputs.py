@@ -15,11 +15,11 @@ from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.dist.session import local_rank
 from spmdrl.export import refuse_overwriting
-from spmdrl.memory import MemoryPlan, memory_problems, model_size, plan_memory
+from spmdrl.memory import MemoryPlan, engine_problems, memory_problems, model_size, plan_memory
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, parameter_shapes
 from spmdrl.optim import check_optimizer
-from spmdrl.plan import Plan, make_plan, make_sft_plan
+from spmdrl.plan import Plan, make_plan, make_sft_plan, training_ranks
 from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError
 
@@ -36,7 +36,8 @@ class Inputs:
     stop_token_ids: frozenset[int]
     prompts: PromptStream
     held_out: list[Prompt]  # of all ranks
-    memory: MemoryPlan | None  # of one rank's device; None for a run without an engine, and where there is no device
+    # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
+    memory: MemoryPlan | None
 
 
 class _Problems:
@@ -123,10 +124,15 @@ def _memory(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> Memor
     # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
     torch.cuda.set_device(local_rank())
     device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
-    size = model_size(*parameter_shapes(model_config, cfg.model), num_ranks=num_ranks)
+    num_training = training_ranks(cfg, num_ranks)
+    size = model_size(*parameter_shapes(model_config, cfg.model), num_ranks=num_training)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda").itemsize
-    plan = plan_memory(cfg, size, num_ranks=num_ranks, compute_bytes=compute_bytes, device_bytes=device_bytes)
-    if sentences := list(memory_problems(plan, cfg, device_bytes=device_bytes)):
+    plan = plan_memory(cfg, size, num_ranks=num_training, compute_bytes=compute_bytes, device_bytes=device_bytes)
+    sentences = [
+        *memory_problems(plan, cfg, device_bytes=device_bytes),
+        *engine_problems(cfg, size, compute_bytes=compute_bytes, device_bytes=device_bytes),
+    ]
+    if sentences:
         raise UserError("\n".join(sentences))
     return plan
 

@@ -72,15 +72,19 @@ class MemoryPlan:
 
 
 def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: int, device_bytes: int) -> MemoryPlan:
-    """The plan of a reinforcement-learning run whose compute dtype has elements of `compute_bytes`."""
+    """The plan of a reinforcement-learning run whose compute dtype has elements of `compute_bytes`.
+
+    It is that of one of `num_ranks` ranks that train, with the engine beside it unless that is on other ranks.
+    """
+    apart = cfg.rollout.placement == "disaggregated"
     shard = size.shard * _FLOAT32
     on_device = 0 if cfg.model.cpu_offload else shard
     optimizer = on_device * _states_per_weight(cfg.optim)
-    engine_weights = size.whole * compute_bytes // cfg.rollout.tp_size
+    engine_weights = 0 if apart else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts, and then the optimizer has no state yet. The torch
     # engine has no fixed share: its cache is as large as the requests that run.
     free = device_bytes - CONTEXT_BYTES - (0 if cfg.offload.trainer == "all" else on_device)
-    share = None if cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * free)
+    share = None if apart or cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * free)
     cache = max(0, (share or 0) - engine_weights)
     bucket = min(cfg.refit.bucket_bytes, size.whole * compute_bytes)
     staging = (bucket + bucket // num_ranks) if num_ranks > 1 else 0
@@ -124,7 +128,7 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
                 f"refits need {gib(plan.buckets)} and CUDA itself about {gib(CONTEXT_BYTES)}; "
                 f"{' or '.join(remedies) or 'use more ranks'}"
             )
-    elif plan.asleep + plan.buckets + plan.engine_weights > usable:
+    elif plan.engine_weights and plan.asleep + plan.buckets + plan.engine_weights > usable:
         yield (
             f"while the engine samples, its weights ({gib(plan.engine_weights)}), the trainer ({gib(plan.asleep)}) and "
             f"refits ({gib(plan.buckets)}) take more than is usable {of_device}; "
@@ -132,12 +136,30 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
         )
     if plan.awake + plan.buckets + plan.engine_keeps > usable:
         kept = [f'"{part}"' for part in ("kv_cache", "weights") if part not in cfg.offload.engine]
-        remedy = f"add {' and '.join(kept)} to offload.engine, " if kept else ""
+        remedy = f"add {' and '.join(kept)} to offload.engine, " if kept and plan.engine_weights else ""
+        engine = f"{gib(plan.engine_keeps)} of a sleeping engine and " if plan.engine_weights else ""
         yield (
             f"training takes {gib(plan.awake)} before any activation (weights {gib(plan.weights)}, gradients "
             f"{gib(plan.gradients)}, optimizer {gib(plan.optimizer)}, gathered {gib(plan.gathered)}) beside "
-            f"{gib(plan.engine_keeps)} of a sleeping engine and {gib(plan.buckets)} for refits, more than is usable "
+            f"{engine}{gib(plan.buckets)} for refits, more than is usable "
             f"{of_device}; {remedy}use more ranks, or model.cpu_offload = true"
+        )
+
+
+def engine_problems(cfg: Config, size: ModelSize, *, compute_bytes: int, device_bytes: int) -> Iterator[str]:
+    """Sentences about a device of `device_bytes` that holds an engine and nothing else."""
+    if cfg.rollout.placement == "colocated":
+        return
+    usable = device_bytes - CONTEXT_BYTES
+    weights = size.whole * compute_bytes // cfg.rollout.tp_size
+    bucket = min(cfg.refit.bucket_bytes, size.whole * compute_bytes)  # whole tensors come to every rank of an engine
+    share = weights if cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * usable)
+    if max(share, weights) + bucket > usable or share < weights:
+        takes = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives an engine {gib(share)}, and "
+        yield (
+            f"{'' if cfg.rollout.engine == 'torch' else takes}an engine's weights take {gib(weights)} and a bucket of "
+            f"a refit {gib(bucket)}, of the {gib(usable)} that are usable of a device that holds an engine; change "
+            "rollout.memory_fraction, lower refit.bucket_bytes, or raise rollout.tp_size"
         )
 
 

@@ -56,7 +56,9 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
     installed: then nothing else can be said."""
     sglang_process.check_installed()
     yield from _argument_problems(cfg.rollout.sglang)
-    yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=num_ranks, device_type=device_type)
+    engine_ranks = cfg.rollout.num_ranks or num_ranks
+    yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=engine_ranks, device_type=device_type)
+    yield from _placement_problems(cfg.rollout.tp_size, first=num_ranks - engine_ranks, num_ranks=num_ranks)
     architecture = (model_config.architectures or ["of unknown name"])[0]
     if not sglang_process.knows_architecture(architecture):
         yield (
@@ -94,15 +96,27 @@ def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
 def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
     if num_ranks % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the {num_ranks} ranks; {_divisors(num_ranks)}"
-    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if on_node % tp_size and not num_ranks % tp_size:
-        yield f"rollout.tp_size = {tp_size} does not divide the {on_node} ranks of a node; {_divisors(on_node)}"
     heads = model_config.num_attention_heads
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the model's {heads} attention heads; {_divisors(heads)}"
     elif key_heads % tp_size and (tp_size % key_heads or device_type == "cpu"):
         yield f"rollout.tp_size = {tp_size} does not divide the model's {key_heads} key heads; {_divisors(key_heads)}"
+
+
+def _placement_problems(tp_size: int, *, first: int, num_ranks: int) -> Iterator[str]:
+    """Engines are laid on ranks `first` to `num_ranks` - 1 in turn, and each of them must lie in one node."""
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    leaders = range(first, num_ranks - tp_size + 1, tp_size)
+    if all(leader // on_node == (leader + tp_size - 1) // on_node for leader in leaders):
+        return
+    if not first:
+        yield f"rollout.tp_size = {tp_size} does not divide the {on_node} ranks of a node; {_divisors(on_node)}"
+    else:
+        yield (
+            f"an engine of rollout.tp_size = {tp_size} ranks would lie on two nodes of {on_node} ranks each, since "
+            f"engines begin at rank {first}; set rollout.num_ranks to a multiple of {on_node}"
+        )
 
 
 def _divisors(number: int) -> str:
@@ -140,7 +154,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         "mem_fraction_static": rollout.memory_fraction,
         "sleep_on_idle": True,  # otherwise its processes would spin while the trainer works
         "enable_deterministic_inference": cfg.run.deterministic,
-        "enable_memory_saver": not on_cpu,
+        "enable_memory_saver": not on_cpu and cfg.rollout.placement == "colocated",  # else it never sleeps
         "disable_cuda_graph": on_cpu or not rollout.cuda_graphs,
         "log_level": "error",
     }
