@@ -84,14 +84,11 @@ class SGLangEngine:
             if not running:
                 assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
                 return
-            try:
-                index, answer = finished.get(timeout=POLL_S)
-            except queue.Empty:
-                self._process.require_alive()
-                source.ask_again()
-                continue
-            running -= 1
-            yield index, _response(answer.result())
+            if (answered := _first(finished)) is not None:
+                index, answer = answered
+                running -= 1
+                yield index, _response(answer.result())
+            self._process.require_alive()
             source.ask_again()
 
     def _submit(self, index: int, request: Request, finished: queue.SimpleQueue[Any]) -> None:
@@ -215,6 +212,14 @@ class SGLangEngine:
         """See `RolloutEngine.close`."""
         if self._process is not None:
             self._process.close()
+
+
+def _first(finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> tuple[int, Future[Any]] | None:
+    """What was finished first, None when nothing is for a while."""
+    try:
+        return finished.get(timeout=POLL_S)
+    except queue.Empty:
+        return None
 
 
 def _sampling_params(request: Request) -> dict[str, Any]:
