@@ -150,6 +150,9 @@ class RolloutConfig(Section):
     """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
     cuda_graphs: bool = True
     """Whether an SGLang engine captures its decode steps."""
+    restart_engine: bool = False
+    """Start an SGLang engine that has died while sampling again, and sample what it was working on again. Otherwise
+    its death ends the run."""
     sglang: dict[str, Any] = {}
     """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 
@@ -197,6 +200,11 @@ class RolloutConfig(Section):
                 f'placement = "{self.placement}" with num_ranks {self.num_ranks or "not set"}: num_ranks is the number '
                 'of ranks that hold engines when placement = "disaggregated"; set both or neither'
             )
+        if self.restart_engine and self.placement == "disaggregated":
+            raise ValueError(
+                'restart_engine = true needs placement = "colocated": disaggregated engines get their weights only '
+                "between steps, so that the death of one ends the run; remove it"
+            )
         if self.num_ranks is not None and self.num_ranks % self.tp_size:
             raise ValueError(
                 f"num_ranks = {self.num_ranks} cannot be cut into engines of tp_size = {self.tp_size}; set num_ranks "
@@ -217,6 +225,7 @@ _SGLANG_SETTINGS = (
     "chunked_prefill_tokens",
     "attention_backend",
     "cuda_graphs",
+    "restart_engine",
     "sglang",
 )
 
@@ -231,6 +240,9 @@ class RefitConfig(Section):
     verify: Literal["every", "first"] | Count = "every"
     """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every so many. A difference stops the run and names the tensors."""
+    probe_prompts: Annotated[int, Field(ge=0)] = 2
+    """Each engine also answers so many prompts, the same in every step, and the trainer scores the answers with the
+    same weights: `refit/probe_...` is the mismatch that is left when nothing is stale."""
 
 
 class OffloadConfig(Section):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
@@ -28,6 +28,7 @@ from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
+from spmdrl.refit.probe import probe_metrics
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (
@@ -68,7 +69,6 @@ def sample_for_others(
         serve(
             cfg,
             inputs.plan,
-            world,
             meshes,
             judge,
             engine,
@@ -85,7 +85,10 @@ def train(
 ) -> None:
     """Train from the checkpoint of `step`, or from the start, to the last step, and export the model."""
     plan = inputs.plan
-    with Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report:
+    with (
+        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        ExitStack() as at_the_end,
+    ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
         reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)
@@ -94,7 +97,7 @@ def train(
         objective = PolicyObjective(cfg.loss)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
-        engine = start_engine(cfg, inputs.model_config, plan, world, meshes)
+        engine = at_the_end.enter_context(closing(start_engine(cfg, inputs.model_config, plan, world, meshes)))
         refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
         phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
         sampler = start_sampler(
@@ -107,6 +110,7 @@ def train(
             inputs.stop_token_ids,
             meshes,
             tell=report.message,
+            revive=phases.revive if cfg.rollout.restart_engine else None,
         )
         sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
@@ -137,6 +141,8 @@ def train(
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
                 batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
             with phases.training():
+                with report.span("probe"):
+                    probed = probe_metrics(policy, collected.probes, meshes.data)
                 with report.span("logprobs"):
                     mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
                 with report.span("update"):
@@ -148,7 +154,7 @@ def train(
                     evaluate()
             metrics = merge_over(
                 meshes.data,
-                merge_all([collected.metrics, rollout_metrics(scored), batch.metrics, updated])
+                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(world.device),
@@ -173,7 +179,6 @@ def train(
         if cfg.checkpoint.export:
             with phases.training():
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
-        engine.close()
 
 
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:

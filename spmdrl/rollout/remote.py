@@ -5,7 +5,8 @@ The other end is `rollout/serve.py`. What goes which way:
     orders    first rank that trains -> every rank that holds an engine: a refit begins; what it must have brought
     buckets   the same way, by broadcast
     replies   first rank that holds an engine -> first rank that trains
-    rollouts  every rank that leads an engine -> every rank that trains: its part of a step, of an evaluation
+    rollouts  every rank that leads an engine -> every rank that trains: its part of a step,
+              of an evaluation; its answers to the probe, after a refit
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.collect import Collected
 from spmdrl.types import RewardOutcome, Rollout
 
-ORDERS, REPLIES, ROLLOUTS, HELD_OUT = range(1, 5)  # channels
+ORDERS, REPLIES, ROLLOUTS, PROBES, HELD_OUT = range(1, 6)  # channels
 FIRST = 0  # the rank that sends weights and hears replies; the first of all, so it trains
 ANNOUNCED = "refits_announced"  # a counter in the shared store
 
@@ -187,6 +188,7 @@ class RemoteSampler:
         """`leaders` are the ranks that lead engines; `tell` shows the user a line."""
         self._leaders, self._tell = leaders, tell
         self._rollouts, self._held_out = Link(meshes.world, ROLLOUTS), Link(meshes.world, HELD_OUT)
+        self._probes = Link(meshes.world, PROBES)
         self._state: Mapping[str, Any] | None = None
 
     def collect(self, step: int) -> Collected:
@@ -201,6 +203,8 @@ class RemoteSampler:
             metrics=merge_all([part.metrics for part in parts]),
             places=parts[0].places,
             group_size=parts[0].group_size,
+            # Of the last refit: a step that was sampled ahead says nothing about the weights as they are now.
+            probes=[probe for rank in self._leaders for probe in self._probes.receive(source=rank)],
         )
 
     def sample_held_out(self) -> list[Pending]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,12 +17,14 @@ from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.types import Prompt, Rollout
 
+MAX_PROBE_TOKENS = 32  # of one answer, so that the probe does not lengthen the step
+
 
 class Sampler(Protocol):
     """Every rank that trains has one and calls its methods together with the others."""
 
     def collect(self, step: int) -> Collected:
-        """The rollouts that the step is trained on, being scored."""
+        """The rollouts that a step is trained on, being scored, and answers to the probe by the weights it updates."""
         ...
 
     def sample_held_out(self) -> list[Pending]:
@@ -52,8 +55,10 @@ class LocalSampler:
         meshes: Meshes,
         *,
         tell: Callable[[str], None],
+        revive: Callable[[], None] | None = None,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line; `revive` is the
+        collector's."""
         self._cfg, self._engine, self._submit = cfg, engine, submit
         self._held_out = held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = stop_token_ids
@@ -69,11 +74,24 @@ class LocalSampler:
             num_engines=meshes.num_engines,
             run_seed=cfg.run.seed,
             tell=tell,
+            revive=revive,
         )
+        self._probes = prompts.take(0, cfg.refit.probe_prompts) if engine.leads else []
 
     def collect(self, step: int) -> Collected:
         """See `Sampler.collect`."""
+        return dataclasses.replace(self.collect_alone(step), probes=self.answer_probes())
+
+    def collect_alone(self, step: int) -> Collected:
+        """The same without the probe."""
         return self._collector.collect(step)
+
+    def answer_probes(self) -> list[Rollout]:
+        """This engine's answers to the first prompts of the stream: the same noise every time, other weights."""
+        sampling = training_sampling(self._cfg, self._stop_token_ids)
+        limit = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
+        short = dataclasses.replace(sampling, group_size=1, max_response_tokens=limit)
+        return list(sample(self._engine, self._probes, short, run_seed=self._cfg.run.seed, step=0))
 
     def sample_held_out(self) -> list[Pending]:
         """See `Sampler.sample_held_out`."""

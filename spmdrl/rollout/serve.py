@@ -19,11 +19,11 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
-from spmdrl.dist.session import World, shared_store
+from spmdrl.dist.session import shared_store
 from spmdrl.metrics import Max, Metrics, merge_all
 from spmdrl.plan import Plan
 from spmdrl.refit.bucket import Bucket
-from spmdrl.report.resources import drop_metrics, resource_metrics
+from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.engine import RolloutEngine
@@ -32,6 +32,7 @@ from spmdrl.rollout.remote import (
     FIRST,
     HELD_OUT,
     ORDERS,
+    PROBES,
     REPLIES,
     ROLLOUTS,
     Delivery,
@@ -40,13 +41,12 @@ from spmdrl.rollout.remote import (
     expected_by,
 )
 from spmdrl.rollout.sampler import LocalSampler
-from spmdrl.types import Prompt, TrainingDiverged, UserError
+from spmdrl.types import Prompt, Rollout, TrainingDiverged, UserError
 
 
 def serve(
     cfg: Config,
     plan: Plan,
-    world: World,
     meshes: Meshes,
     judge: Judge,
     engine: RolloutEngine,
@@ -69,6 +69,8 @@ def serve(
 
         def refit() -> None:
             weights.take()
+            if engine.version < plan.num_steps:
+                deliver.probes(sampler.answer_probes())
             if plan.evaluates_after(engine.version) and (engine.version > step or step == 0):
                 deliver.held_out(judge.collect(sampler.sample_held_out()))
 
@@ -77,14 +79,13 @@ def serve(
             while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
                 refit()
             began, passed_over = time.perf_counter(), prompts.dropped
-            collected = sampler.collect(number)
+            collected = sampler.collect_alone(number)
             outcomes = judge.collect(collected.pending)
             metrics = merge_all(
                 [
                     collected.metrics,
                     drop_metrics(passed_over, prompts.dropped),
                     {"time/sampling_s": Max(time.perf_counter() - began)},
-                    resource_metrics(world.device),
                 ]
             )
             state = sampler.state() if plan.saves_after(number) else None
@@ -147,7 +148,7 @@ class _Deliveries:
         self._receivers = range(plan.training_ranks) if engine.leads else range(0)
         # Before a step is sampled, all but the last `steps_ahead` ones have been received: see `serve`.
         self._rollouts = Link(meshes.world, ROLLOUTS, in_flight=plan.steps_ahead + 1)
-        self._held_out = Link(meshes.world, HELD_OUT)
+        self._held_out, self._probes = Link(meshes.world, HELD_OUT), Link(meshes.world, PROBES)
 
     def step(
         self,
@@ -176,13 +177,20 @@ class _Deliveries:
 
     def held_out(self, outcomes: Sequence[Outcome]) -> None:
         """Send what was sampled for an evaluation."""
+        self._deal(outcomes, self._held_out)
+
+    def probes(self, rollouts: Sequence[Rollout]) -> None:
+        """Send the answers to the probe; the ranks that train receive them with the rollouts of the next step."""
+        self._deal(rollouts, self._probes)
+
+    def _deal(self, values: Sequence[Any], link: Link) -> None:
         for rank in self._receivers:
-            self._held_out.send(list(outcomes[rank :: len(self._receivers)]), to=rank)
+            link.send(list(values[rank :: len(self._receivers)]), to=rank)
 
     def settle(self) -> None:
         """Wait until all of it has been received."""
-        self._rollouts.settle()
-        self._held_out.settle()
+        for link in (self._rollouts, self._probes, self._held_out):
+            link.settle()
 
     @contextmanager
     def problems(self, weights: _Weights) -> Iterator[None]:
@@ -194,6 +202,6 @@ class _Deliveries:
                 for link in (self._rollouts, self._held_out):
                     link.send(problem, to=rank)
             weights.give_up(problem)
-            for link in (self._rollouts, self._held_out):
+            for link in (self._rollouts, self._probes, self._held_out):
                 link.settle_if_possible()
             raise

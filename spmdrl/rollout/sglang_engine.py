@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_process
+from spmdrl.rollout.engine import EngineDied
 from spmdrl.rollout.sglang_layout import Share, held_weights
 from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
 from spmdrl.rollout.source import Source
@@ -82,14 +84,11 @@ class SGLangEngine:
             if not running:
                 assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
                 return
-            try:
-                index, answer = finished.get(timeout=POLL_S)
-            except queue.Empty:
-                self._process.require_alive()
-                source.ask_again()
-                continue
-            running -= 1
-            yield index, _response(answer.result())
+            if (answered := _first(finished)) is not None:
+                index, answer = answered
+                running -= 1
+                yield index, _response(answer.result())
+            self._process.require_alive()
             source.ask_again()
 
     def _submit(self, index: int, request: Request, finished: queue.SimpleQueue[Any]) -> None:
@@ -104,7 +103,8 @@ class SGLangEngine:
         """See `RolloutEngine.abort`."""
         self._abort = True
         if self._process is not None:
-            self._process.abort_all()
+            with contextlib.suppress(EngineDied):  # `generate` says so
+                self._process.abort_all()
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`: give back the kinds of memory that `offload.engine` names."""
@@ -196,10 +196,30 @@ class SGLangEngine:
             if expectation.get(name) != held[rank].get(name)
         )
 
+    def revive(self) -> None:
+        """See `RolloutEngine.revive`."""
+        if not any(gather_objects(self._mesh, self._process is not None and self._process.is_dead())):
+            return
+        if self._process is not None:
+            self._process.close()
+            self._process = self._start()
+        self.version = -1
+        self._loading, self._is_idle = None, True
+        self._released = set()
+        gather_objects(self._mesh, None)  # the others wait here, on a socket
+
     def close(self) -> None:
         """See `RolloutEngine.close`."""
         if self._process is not None:
             self._process.close()
+
+
+def _first(finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> tuple[int, Future[Any]] | None:
+    """What was finished first, None when nothing is for a while."""
+    try:
+        return finished.get(timeout=POLL_S)
+    except queue.Empty:
+        return None
 
 
 def _sampling_params(request: Request) -> dict[str, Any]:

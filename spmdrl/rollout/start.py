@@ -108,8 +108,11 @@ def start_sampler(
     meshes: Meshes,
     *,
     tell: Callable[[str], None],
+    revive: Callable[[], None] | None,
 ) -> Sampler:
     """Who samples for this rank, which trains: its own engine, or those of other ranks. See `LocalSampler`."""
     if meshes.samples:
-        return LocalSampler(cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell)
+        return LocalSampler(
+            cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell, revive=revive
+        )
     return RemoteSampler(engine_leaders(plan, ranks_per_engine=cfg.rollout.tp_size), meshes, tell=tell)

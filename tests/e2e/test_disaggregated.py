@@ -1,0 +1,182 @@
+"""Ranks that only train and ranks that only hold engines: in step they do what colocated ranks do, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spmdrl.train import main
+from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
+from tests.spmd.ranks import run_ranks
+
+APART = ('rollout.placement="disaggregated"', "report.samples_per_step=100", "run.threads_per_rank=1")
+IN_STEP = "rollout.max_staleness=0"
+
+
+def launch(folder: Path, num_ranks: int, *overrides: str) -> None:  # noqa: F811
+    """A run as torchrun would start it, without the seconds that its imports take."""
+    codes = run_ranks(num_ranks, main, [str(folder / "c.toml"), *overrides], timeout_s=200.0)
+    assert set(codes) == {0}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "hf/model.safetensors")
+
+
+def samples(run: Path) -> list[dict]:
+    """Every rollout of every step."""
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def steady(run: Path) -> list[dict[str, float]]:
+    """The metrics that are not about time, memory or who is elsewhere."""
+    return [{k: v for k, v in row.items() if k.split("/")[0] not in ("time", "speed", "memory")} for row in rows(run)]
+
+
+def tokens(run: Path) -> list[tuple]:
+    names = ("step", "prompt_id", "sample_index", "response", "reward", "version")
+    return [tuple(sample[name] for name in names) for sample in samples(run)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:  # noqa: F811
+    """One rank that trains and samples."""
+    launch(folder, 1, "run.name=alone", "report.samples_per_step=100", "run.threads_per_rank=1")
+    return folder / "runs/alone"
+
+
+def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:  # noqa: F811
+    launch(folder, 2, "run.name=apart", *APART, IN_STEP, "rollout.num_ranks=1")
+    apart = folder / "runs/apart"
+    assert samples(apart) == samples(alone)
+    assert steady(apart) == steady(alone)
+    for name, tensor in weights(alone).items():
+        assert torch.equal(tensor, weights(apart)[name]), name
+    assert json.loads((apart / "plan.json").read_text())["steps_ahead"] == 0
+
+
+@pytest.mark.parametrize("engine_ranks", [1, 2])
+def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_ranks: int) -> None:  # noqa: F811
+    name = f"apart-{engine_ranks}-of-3"
+    launch(folder, 3, f"run.name={name}", *APART, IN_STEP, f"rollout.num_ranks={engine_ranks}", "run.num_steps=2")
+    # The first rank writes the samples that it holds itself.
+    written = tokens(folder / "runs" / name)
+    assert written and set(written) <= set(tokens(alone))
+    for one, other in zip(rows(alone), rows(folder / "runs" / name), strict=False):
+        for metric in ("reward/mean", "rollout/response_tokens", "pack/loss_tokens", "eval/reward"):
+            if metric in one and one["step"] < 2:
+                assert one[metric] == pytest.approx(other[metric], rel=1e-12), metric
+        if one["step"]:
+            assert one["update/grad_norm"] == pytest.approx(other["update/grad_norm"], rel=1e-4)
+            assert "time/sampling_s" in other
+
+
+def test_a_step_ahead(folder: Path) -> None:  # noqa: F811
+    settings = ("run.name=ahead", *APART, "rollout.num_ranks=1", "run.num_steps=6")
+    launch(folder, 2, *settings)
+    run = folder / "runs/ahead"
+    steps = rows(run)[1:]
+    assert [row["rollout/max_staleness_steps"] for row in steps] == [0, 1, 1, 1, 1, 1]
+    assert [row["rollout/mean_staleness_steps"] for row in steps] == [0, 1, 1, 1, 1, 1]
+    assert {(sample["step"], sample["version"]) for sample in samples(run)} == {
+        (step, max(0, step - 2)) for step in range(1, 7)
+    }
+    # What is stale shows as mismatch; the probe is answered by the weights that are updated.
+    assert max(row["mismatch/max_abs_nats"] for row in steps) > 1e-3
+    assert max(row["refit/probe_max_abs_nats"] for row in steps) < 1e-5
+    # Evaluations are of the weights of their step, as everywhere.
+    assert [row["step"] for row in rows(run) if "eval/accuracy" in row] == [0, 2, 4, 6]
+    again = folder / "runs/again"
+    launch(folder, 2, *settings, "run.name=again")
+    assert tokens(again) == tokens(run)
+    assert steady(again) == steady(run)
+
+
+def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path, alone: Path) -> None:  # noqa: F811
+    settings = ("run.name=stopped-apart", *APART, IN_STEP, "rollout.num_ranks=1")
+    launch(folder, 2, *settings, "run.num_steps=2")
+    launch(folder, 2, *settings)
+    stopped = folder / "runs/stopped-apart"
+    assert tokens(stopped) == tokens(alone)
+    for name, tensor in weights(alone).items():
+        assert torch.equal(tensor, weights(stopped)[name]), name
+
+
+def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) -> None:  # noqa: F811
+    """Two steps ahead, with groups that go on and groups that are drawn in place of others."""
+    settings = (
+        "run.name=stopped-ahead",
+        *APART,
+        "run.deterministic=false",
+        "rollout.num_ranks=1",
+        "rollout.dynamic_sampling=true",
+        "rollout.oversample_fraction=0.5",
+        "rollout.partial=true",
+        "rollout.max_staleness=3",
+        "rollout.max_response_tokens=24",
+        "rollout.max_running=12",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=6",
+    )
+    launch(folder, 2, *settings, "run.num_steps=3")
+    launch(folder, 2, *settings, "run.num_steps=6")
+    run = folder / "runs/stopped-ahead"
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4, 5, 6]
+    assert all(row["rollout/max_staleness_steps"] <= 3 for row in rows(run)[1:])
+    used = [(sample["prompt_id"], sample["sample_index"]) for sample in samples(run)]
+    assert len(used) == len(set(used)), "a prompt was trained on twice"
+
+
+def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) -> None:  # noqa: F811
+    settings = ("run.name=changed", *APART, "run.deterministic=false", "rollout.num_ranks=1")
+    partial = ("rollout.oversample_fraction=0.5", "rollout.partial=true", "rollout.max_running=12")
+    launch(folder, 2, *settings, *partial, "rollout.max_response_tokens=24", "run.num_steps=2")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    failed = subprocess.run(
+        [*command, "-m", "spmdrl.train", str(folder / "c.toml"), *settings, *partial, "rollout.max_response_tokens=20"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert failed.returncode != 0
+    assert "max_response_tokens was 24 and is 20" in failed.stderr
+    assert "Traceback" not in failed.stderr.partition("torch.distributed.elastic")[0]
+
+
+def test_the_death_of_an_engine_rank_ends_the_run(folder: Path) -> None:  # noqa: F811
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = ("run.name=killed", *APART, "rollout.num_ranks=1", "run.num_steps=100000")
+    launched = subprocess.Popen(
+        [*command, "-m", "spmdrl.train", str(folder / "c.toml"), *settings],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        metrics = folder / "runs/killed/metrics.jsonl"
+        began = time.monotonic()
+        while not (metrics.exists() and len(rows(folder / "runs/killed")) > 3):
+            assert launched.poll() is None and time.monotonic() - began < 120
+            time.sleep(0.2)
+        (victim,) = [
+            process for process in psutil.Process(launched.pid).children() if process.environ().get("RANK") == "1"
+        ]
+        victim.send_signal(signal.SIGKILL)
+        _, said = launched.communicate(timeout=60)
+    finally:
+        launched.kill()
+        launched.wait()
+    assert launched.returncode != 0
+    assert "another rank has ended" in said or "SIGKILL" in said or "Signal 9" in said
