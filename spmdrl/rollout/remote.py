@@ -122,9 +122,10 @@ class RemoteEngine:
             self._work = None
 
     def end_update(self) -> None:
-        """See `WeightSink.end_update`. What the engines did not load is found by their digests."""
+        """See `WeightSink.end_update`; without digests to compare, returns when the engines have ended theirs."""
         if self._sends and not self._expects:
             self._tell(None)
+            self._orders.settle()
         self.version = self._next_version
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> Digests:
@@ -144,6 +145,7 @@ class RemoteEngine:
         if not self._sends:
             return []
         self._tell(expected)
+        self._orders.settle()
         return self._replies.receive(source=self._receivers[0])
 
     def _tell(self, what: RefitOrder | Digests | None) -> None:
@@ -167,8 +169,7 @@ class RemoteEngine:
         """The engine's processes are on other ranks."""
 
     def close(self) -> None:
-        """Wait until the last order has been heard, if anyone still listens."""
-        self._orders.settle_if_possible()
+        """The ranks that hold the engines end them."""
 
 
 def _joined(rank: int, name: str) -> str:

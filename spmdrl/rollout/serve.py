@@ -93,6 +93,7 @@ def serve(
             messages.clear()
         while engine.version < plan.num_steps:
             refit()
+        weights.settle()
         deliver.settle()
 
 
@@ -129,6 +130,10 @@ class _Weights:
             mine = expected_by(self._meshes.engine.get_local_rank(), expected)
             differing = gather_objects(self._meshes.engines, self._engine.differing(mine))
             self._reply(sorted({name for names in differing for name in names}))
+
+    def settle(self) -> None:
+        """Wait until the last reply has been received."""
+        self._replies.settle()
 
     def give_up(self, problem: Exception) -> None:
         """Answer the next order with the problem."""

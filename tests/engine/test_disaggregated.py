@@ -1,0 +1,145 @@
+"""SGLang on ranks of its own, sent its weights by broadcast: the same greedy samples and the same weights as beside the
+trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import spmdrl.rollout.sampler
+from spmdrl.batch import build_batch, to_sequence
+from spmdrl.config import Config
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_model_config, load_policy
+from spmdrl.objective import PolicyObjective
+from spmdrl.plan import make_plan
+from spmdrl.refit.refit import Refit
+from spmdrl.rewards.judge import Pending
+from spmdrl.rollout.remote import RemoteEngine
+from spmdrl.rollout.sample import Sampling, training_sampling
+from spmdrl.rollout.serve import serve
+from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.score import score_groups
+from spmdrl.types import Prompt, RewardOutcome, Rollout
+from spmdrl.update import Learner, prepare, update
+from tests.engine.setup import prompts, settings
+from tests.engine.test_sglang_engine import START_LIMIT_S
+from tests.spmd.ranks import run_ranks
+from tests.tiny import save_qwen3
+
+NUM_STEPS = 3
+
+
+class Stream:
+    """Prompts without end."""
+
+    dropped: ClassVar[dict[str, int]] = {}
+
+    def take(self, first: int, count: int) -> list[Prompt]:
+        return [
+            Prompt(prompt_id=i, token_ids=prompts(i + 1)[i], text="", answer=None, task="t", metadata={})
+            for i in range(first, first + count)
+        ]
+
+
+class FixedRewards:
+    """Greedy responses to one prompt are all alike; their rewards are not."""
+
+    def submit(self, rollout: Rollout) -> Pending:
+        reward: Future[RewardOutcome] = Future()
+        reward.set_result(RewardOutcome(reward=float(rollout.sample_index), parts={}))
+        return rollout, reward
+
+    def collect(self, pending: Iterable[Pending]) -> list[tuple[Rollout, RewardOutcome]]:
+        return [(rollout, reward.result()) for rollout, reward in pending]
+
+
+def greedy(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
+    return dataclasses.replace(training_sampling(cfg, stop_token_ids), temperature=0.0)
+
+
+def config(path: str, **rollout: Any) -> Config:
+    values = settings(path, 1, prompts_per_step=4, max_response_tokens=16).model_dump()
+    # Advantages of equal responses cancel out: entropy is what moves the weights.
+    changes = {"run": {"num_steps": NUM_STEPS}, "rollout": rollout, "loss": {"entropy_coef": 1.0}}
+    values |= {section: values[section] | change for section, change in changes.items()}
+    return Config.model_validate(values | {"offload": {}})
+
+
+def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
+    """A run of a few steps from its pieces, all of its refits compared by digest."""
+    cfg = config(path, **rollout)
+    spmdrl.rollout.sampler.training_sampling = greedy  # in this rank's process alone
+    judge: Any = FixedRewards()
+    stream: Any = Stream()
+    found: dict[str, Any] = {"samples": [], "norms": []}
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        plan = make_plan(cfg, num_ranks=world.num_ranks)
+        meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
+        engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
+        try:
+            if not meshes.trains:
+                serve(cfg, plan, meshes, judge, engine, stream, [], frozenset({1}), step=0, saved=None)
+                return found
+            policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
+            learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
+            refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=torch.float32)
+            sampler = start_sampler(
+                cfg, plan, engine, judge.submit, stream, [], frozenset({1}), meshes, tell=print, revive=None
+            )
+            assert isinstance(engine, RemoteEngine) == (world.num_ranks > 1)
+            refit(version=0)
+            for step in range(1, NUM_STEPS + 1):
+                engine.wake()
+                collected = sampler.collect(step)
+                engine.sleep()
+                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.data)
+                found["samples"] += [
+                    (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
+                    for one in scored
+                ]
+                sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+                batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
+                mini_batches = prepare(policy, None, batch.mini_batches, meshes.data)
+                update(learner, mini_batches, PolicyObjective(cfg.loss), meshes.data, step=step)
+                refit(version=step)
+            found["weights"] = {
+                name: parameter.full_tensor().detach().clone() for name, parameter in policy.model.named_parameters()
+            }
+            found["probes"] = [probe.response.spans[0].version for probe in collected.probes]
+        finally:
+            engine.close()
+        del policy, learner, refit
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def colocated(path: str) -> dict[str, Any]:
+    (found,) = run_ranks(1, trained, path, {}, timeout_s=START_LIMIT_S)
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2], ids=["two-engines", "one-engine-of-two-devices"])
+def test_greedy_samples_and_weights_are_those_of_a_colocated_run(
+    path: str, colocated: dict[str, Any], tp_size: int
+) -> None:
+    apart = {"placement": "disaggregated", "num_ranks": 2, "max_staleness": 0, "tp_size": tp_size}
+    found, *_ = run_ranks(3, trained, path, apart, timeout_s=START_LIMIT_S)
+    assert len({tokens for _, tokens, _ in found["samples"]}) > NUM_STEPS
+    assert found["samples"] == colocated["samples"]
+    assert {span.version for _, _, spans in found["samples"] for span in spans} == set(range(NUM_STEPS))
+    assert found["weights"].keys() == colocated["weights"].keys()
+    for name, weight in colocated["weights"].items():
+        assert torch.equal(weight, found["weights"][name]), name
+    assert set(found["probes"]) == {NUM_STEPS - 1}
