@@ -130,7 +130,10 @@ def colocated(path: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("tp_size", [1, 2], ids=["two-engines", "one-engine-of-two-devices"])
+@pytest.mark.parametrize(
+    "tp_size",
+    [pytest.param(1, id="two-engines"), pytest.param(2, id="one-engine-of-two-devices", marks=pytest.mark.slow)],
+)
 def test_greedy_samples_and_weights_are_those_of_a_colocated_run(
     path: str, colocated: dict[str, Any], tp_size: int
 ) -> None:

@@ -148,3 +148,24 @@ def test_the_resolved_configuration_can_be_read_again(tmp_path: Path, estimator:
 def test_offload_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
     (problem,) = problems(tmp_path, GOOD, *overrides)
     assert expected in problem
+
+
+APART = 'rollout.placement="disaggregated"'
+SGLANG = 'rollout.engine="sglang"'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([APART], "set both or neither"),
+        (["rollout.num_ranks=2"], "set both or neither"),
+        ([APART, SGLANG, "rollout.num_ranks=3", "rollout.tp_size=2"], "set num_ranks to 4"),
+        ([APART, "rollout.num_ranks=1", "offload.trainer=all"], "offload.trainer has no meaning"),
+        ([APART, "rollout.num_ranks=1", 'offload.engine=["weights"]'], "offload.engine has no meaning"),
+        ([APART, SGLANG, "rollout.num_ranks=1", "refit.transport=cuda_ipc"], "refit.transport has no meaning"),
+        ([APART, SGLANG, "rollout.num_ranks=1", "rollout.restart_engine=true"], "restart_engine = true needs"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, *overrides)
+    assert expected in problem

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from spmdrl.config import Config
-from spmdrl.memory import GIB, MemoryPlan, ModelSize, memory_problems, model_size, plan_memory
+from spmdrl.memory import GIB, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
 from spmdrl.model.load import parameter_shapes
 from spmdrl.model.offload import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
@@ -111,6 +111,23 @@ def test_sampling_that_does_not_fit_beside_a_sleeping_trainer_is_refused() -> No
     assert any("while the engine samples" in problem and 'offload.trainer = "all"' in problem for problem in problems)
     (problem,) = planned(device_gib=1.2)[1]
     assert "weights alone" in problem
+
+
+def test_a_device_that_holds_one_side_is_planned_for_that_side() -> None:
+    apart = {"placement": "disaggregated", "num_ranks": 2}
+    plan, problems = planned(rollout=apart)
+    assert not problems
+    assert (plan.engine_weights, plan.engine_keeps, plan.engine_share) == (0, 0, None)
+    _, (problem,) = planned(rollout=apart, device_gib=3)
+    assert "more than is usable" in problem and "sleeping engine" not in problem
+    cfg = config(rollout=apart)
+
+    def sentences(device_gib: float) -> list[str]:
+        return list(engine_problems(cfg, BILLION, compute_bytes=2, device_bytes=int(device_gib * GIB)))
+
+    assert not sentences(4)
+    (problem,) = sentences(3)
+    assert problem.startswith("an engine's weights take 2.0 GiB and a bucket of a refit 0.2 GiB, of the 2.0 GiB")
 
 
 @pytest.mark.parametrize("save", [save_qwen3, save_llama])

@@ -74,3 +74,43 @@ def test_when_to_evaluate_and_save(tmp_path: Path) -> None:
     assert [step for step in range(1, 6) if plan.saves_after(step)] == [2, 4, 5]
     neither = make_plan(config(tmp_path), num_ranks=1)
     assert not any(neither.evaluates_after(step) or neither.saves_after(step) for step in range(1, 4))
+
+
+def apart(num_ranks: int, *more: str) -> tuple[str, ...]:
+    return ('rollout.placement="disaggregated"', f"rollout.num_ranks={num_ranks}", *more)
+
+
+def test_counts_of_ranks_that_only_hold_engines(tmp_path: Path) -> None:
+    cfg = config(tmp_path, *apart(2), "rollout.prompts_per_step=6", "pack.max_tokens_per_micro_batch=13")
+    plan = make_plan(cfg, num_ranks=5)
+    assert (plan.training_ranks, plan.engine_ranks) == (3, 2)
+    assert plan.prompts_per_rank == 3  # of 2 ranks that sample
+    assert plan.max_micro_batches_per_update == 4  # 12 rollouts on 3 ranks that train
+    assert make_plan(config(tmp_path), num_ranks=4).engine_ranks == 0
+
+
+def test_how_far_engines_may_be_ahead(tmp_path: Path) -> None:
+    def ahead(*overrides: str) -> int:
+        return make_plan(config(tmp_path, *overrides), num_ranks=2).steps_ahead
+
+    partial = ("rollout.oversample_fraction=0.5", "rollout.partial=true")
+    assert ahead() == ahead(*partial, "rollout.max_staleness=3") == 0
+    assert [ahead(*apart(1, f"rollout.max_staleness={limit}")) for limit in range(4)] == [0, 1, 2, 3]
+    assert [ahead(*apart(1, *partial, f"rollout.max_staleness={limit}")) for limit in range(4)] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "expected"),
+    [
+        (apart(4), 4, "leaves none of the 4 ranks to train; set it to 3 or less, or start 5 ranks or more"),
+        (apart(1), 1, "leaves none of the 1 ranks to train; start 2 ranks or more"),
+        (apart(3), 4, "cannot be split over 3 ranks that hold engines; set it to 3 or 6"),
+        (apart(1, "rollout.max_staleness=2", "run.deterministic=true"), 2, "set max_staleness = 0 or 1, or"),
+    ],
+)
+def test_placements_that_do_not_work_out(
+    tmp_path: Path, overrides: tuple[str, ...], num_ranks: int, expected: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(config(tmp_path, *overrides), num_ranks=num_ranks)
+    assert expected in str(caught.value)
