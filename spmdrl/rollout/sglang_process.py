@@ -38,6 +38,7 @@ from spmdrl.types import UserError
 T = TypeVar("T")
 
 SUPPORTED_VERSION = "0.5.23"
+ORPHAN_GRACE_S = 3.0
 POLL_S = 0.5  # how soon the death of a process is noticed
 
 # What torchrun tells its ranks is not meant for the engine's processes; with TORCHELASTIC_USE_AGENT_STORE they would
@@ -118,7 +119,9 @@ def orphans() -> dict[int, str]:
 
 
 def check_orphans() -> None:
-    """Raise UserError when engines of an earlier run are still there."""
+    """Raise UserError when engines of an earlier run are still there, and are not just about to end."""
+    if orphans():
+        time.sleep(ORPHAN_GRACE_S)
     if found := orphans():
         named = ", ".join(f"{number} ({name})" for number, name in sorted(found.items()))
         numbers = " ".join(map(str, sorted(found)))

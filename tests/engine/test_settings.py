@@ -22,7 +22,7 @@ def dry_run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny_model(tmp_path / "model", hidden_size=64, num_layers=1)
+    save_tiny_model(tmp_path / "model", hidden_size=128, num_layers=1)
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "c.toml").write_text(
         CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
@@ -42,7 +42,7 @@ def test_all_of_it_is_told_at_once(folder: Path) -> None:
     assert answer.returncode == 2 and "Traceback" not in answer.stderr
     for sentence in (
         "rollout.tp_size = 3 does not divide the 2 ranks; set it to 1 or 2",
-        "rollout.tp_size = 3 does not divide the model's 2 attention heads; set it to 1 or 2",
+        "rollout.tp_size = 3 does not divide the model's 4 attention heads; set it to 1, 2 or 4",
         "rollout.sglang.max_prefil_tokens: SGLang 0.5.23 has no such argument; did you mean max_prefill_tokens?",
         "rollout.sglang.mem_fraction_static follows from rollout.memory_fraction; set that instead",
         "rollout.sglang.load_format is not for the user to choose",
