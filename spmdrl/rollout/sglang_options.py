@@ -15,7 +15,7 @@ from spmdrl.config import Config
 from spmdrl.dist.session import World
 from spmdrl.model.load import compute_dtype
 from spmdrl.plan import Plan
-from spmdrl.rollout import sglang_cpu, sglang_process
+from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
 from spmdrl.rollout.sglang_engine import Launch
 
 # Arguments of SGLang that follow from settings of ours, and those that are no one's choice.
@@ -37,6 +37,7 @@ _OTHER_SETTING = {
 _FIXED = {
     "base_gpu_id",
     "custom_sigquit_handler",
+    "custom_weight_loader",
     "device",
     "dist_init_addr",
     "dp_size",
@@ -130,6 +131,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         "trust_remote_code": cfg.model.trust_remote_code,
         "dtype": str(compute_dtype(cfg.model.compute_dtype, world.device.type)).removeprefix("torch."),
         "load_format": "dummy",  # the first refit brings the weights
+        "custom_weight_loader": [sglang_loader.PATH],
         "device": world.device.type,
         "base_gpu_id": world.local_rank,
         "tp_size": rollout.tp_size,

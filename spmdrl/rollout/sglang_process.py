@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_cpu
 from spmdrl.types import UserError
 
@@ -116,24 +115,26 @@ def share_tensors(device_type: str) -> None:
         torch.multiprocessing.set_sharing_strategy("file_system")
 
 
-def serialized(bucket: Bucket, flat: Tensor) -> bytes:
-    """A handle to the bucket's memory with the places of its tensors, for one process, to be opened once."""
+class Handle:
+    """Unpickled in another process, it is a tensor in this process's memory.
+
+    Made once for a tensor on a CUDA device, however often it is sent: torch counts and keeps what it makes for each
+    handle as long as the memory lives.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reduced = torch.multiprocessing.reductions.reduce_tensor(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+def serialized(name: str, handle: Handle) -> bytes:
+    """A named tensor for one process, to be opened once."""
     import_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    places = [
-        FlattenedTensorMetadata(
-            name=entry.name,
-            shape=entry.shape,
-            dtype=entry.dtype,
-            start_idx=entry.start,
-            end_idx=entry.start + entry.num_bytes,
-            numel=entry.num_bytes,
-        )
-        for entry in bucket.flat_entries
-    ]
-    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places})
+    return MultiprocessingSerializer.serialize([(name, handle)])
 
 
 def digest(tensor: Tensor) -> str:
@@ -258,6 +259,7 @@ class SGLangProcess:
             process.kill()
         for process in self._processes.values():
             process.join()
+        self.start(_end_other_tasks()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         if self._engine.send_to_rpc is not None:
@@ -277,6 +279,14 @@ class SGLangProcess:
         for number in self.process_ids:
             for path in Path("/dev/shm").glob(f"sgl_shm_*_{number}_*"):
                 path.unlink(missing_ok=True)
+
+
+async def _end_other_tasks() -> None:
+    """What waits for messages of processes that are gone would otherwise complain when the interpreter ends."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=1.0)
 
 
 def _ending(code: int | None) -> str:
