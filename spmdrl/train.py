@@ -146,7 +146,8 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                     )
             report.memory(step, phases.take_edges())
         if cfg.checkpoint.export:
-            export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
+            with phases.training():
+                export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
         engine.close()
 
 

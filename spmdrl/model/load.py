@@ -179,6 +179,13 @@ def shard_policy(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
+def reshard(policy: Policy) -> None:
+    """Let every parameter be its shard again: a forward pass without gradients leaves the trainable root whole."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that the architecture says must stay whole: its decoder layers."""
     names = set(model._no_split_modules or ())
@@ -233,5 +240,5 @@ def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to a model's weights: those its state dict holds."""
-    names = model.state_dict().keys()
+    names = model.state_dict(keep_vars=True).keys()  # no tensor is touched: parameters may be asleep (offload.py)
     return {name: buffer for name, buffer in model.named_buffers() if name in names}

@@ -2,8 +2,9 @@
 
 What moves is the memory behind tensors, never the tensors: parameters, FSDP's own views of them, and the optimizer's
 state keep their identity, so nothing that holds one has to be told. The storage of a sleeping tensor is empty; its
-bytes are in a host buffer that is kept from one sleep to the next. `to_local()` of a sleeping parameter gives the
-host's copy, which is how a refit and an export read it.
+bytes are in a host buffer that is kept from one sleep to the next. `to_local()` of a sleeping parameter, without
+gradients, gives the host's copy, which is how a refit reads it. Nothing else can be done with it: a DTensor that says
+it is on the device, with its shard on the host, fails in operations as small as `detach`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
 
 BLOCK_BYTES = 2**28
@@ -76,9 +77,7 @@ class TrainerMemory:
         if self._asleep:
             return
         # First: while a module is gathered its parameters are the gathered ones, which FSDP frees here.
-        for module in self._policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._policy)
         if self._moves != "none":
             self._move_to_host()
         if self._device.type == "cuda":

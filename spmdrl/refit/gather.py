@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
-from spmdrl.model.load import persistent_buffers
+from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
 
@@ -30,8 +30,9 @@ class Gatherer:
     def __init__(
         self, policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, bucket_bytes: int, naming: Naming
     ) -> None:
-        self._model = policy.model
+        self._policy, self._model = policy, policy.model
         self._mesh = mesh
+        reshard(policy)
         # Parameters (tied ones once) and the buffers that belong to the weights.
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
         # Where they are, not what they are: asking for all of them anew takes longer than copying a small bucket.
@@ -48,6 +49,7 @@ class Gatherer:
 
         Into the mesh's device as that gets to it; into host memory, before this returns.
         """
+        reshard(self._policy)
         tensors = {weight.name: self._local(weight.name) for weight in bucket.weights}
         shards = self._gather(bucket, tensors)
         for weight, entries in zip(bucket.weights, bucket.entries, strict=True):

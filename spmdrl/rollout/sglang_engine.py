@@ -88,6 +88,7 @@ class SGLangEngine:
                 index, answer = finished.get(timeout=POLL_S)
             except queue.Empty:
                 self._process.require_alive()
+                source.ask_again()
                 continue
             running -= 1
             yield index, _response(answer.result())

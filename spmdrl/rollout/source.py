@@ -8,7 +8,7 @@ from spmdrl.types import Request
 
 
 class Source:
-    """Requests in the order they are asked for. None among them says: nothing to start before the next response."""
+    """Requests in the order they are asked for. None among them says: nothing to start now."""
 
     def __init__(self, requests: Iterable[Request | None]) -> None:
         self._requests = iter(requests)
@@ -33,5 +33,5 @@ class Source:
             self._count += 1
 
     def ask_again(self) -> None:
-        """A response was given, so the caller may have something to start."""
+        """A response was given, or time has passed: the caller may have something to start."""
         self._pausing = False

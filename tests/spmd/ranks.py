@@ -38,9 +38,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, tim
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        process = _CONTEXT.Process(
-            target=_rank, args=(writer, environment, timeout_s, function, arguments), daemon=True
-        )
+        process = _CONTEXT.Process(target=_rank, args=(writer, environment, timeout_s, function, arguments))
         process.start()
         writer.close()
         readers.append(reader)

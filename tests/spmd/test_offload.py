@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from spmdrl import checkpoint
@@ -20,6 +23,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.objective import PolicyObjective
+from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.update import Learner, update
@@ -94,6 +98,20 @@ def test_training_with_sleep_is_bitwise_training_without(qwen3: str, tmp_path: P
             assert torch.equal(whole[name], resumed[name]), (moves, name)
 
 
+class _NoDTensorOps(TorchDispatchMode):
+    """Refuses every operation on a DTensor. On CUDA a sleeping one says it is on the device while its shard is on the
+    host, and operations such as detach, which a state dict is made with, fail."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))), f"{func} on a DTensor"
+        return func(*args, **(kwargs or {}))
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # torch 2.11
+
+
 def _slept(path: str, moves: Moves) -> dict[str, Any]:
     """What is where before, during and after a sleep."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
@@ -122,7 +140,12 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             found["readable"] = all(
                 torch.equal(p.to_local(), x) for p, x in zip(parameters, locals_before, strict=True)
             )
-            refit(version=1)
+            with _NoDTensorOps():
+                refit(version=1)
+                gatherer = Gatherer(
+                    learner.policy, meshes.shard, dtype=torch.bfloat16, bucket_bytes=2**14, naming="checkpoint"
+                )
+                assert sum(len(tensors) for tensors in gatherer.whole_tensors()) == len(parameters)
             found["refitted"] = all(
                 torch.equal(engine.weights()[name.removeprefix("model.")], before[name])
                 for name, _ in learner.policy.named_parameters()
@@ -141,14 +164,14 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             == one.sharded_param._local_tensor.untyped_storage().data_ptr()
             for module in learner.policy.modules()
             if isinstance(module, FSDPModule)
-            for group in module._get_fsdp_state()._fsdp_param_groups
+            for group in _param_groups(module)
             for one in group.fsdp_params
         )
         found["gradients"] = all(torch.equal(p.grad.to_local(), p.to_local() * 2) for p in parameters)
         after = _state(learner)
         found["same_values"] = all(torch.equal(before[name], after[name]) for name in before)
         found["weight_bytes"] = sum(storage.nbytes() for storage in storages)
-        del learner, memory, refit, parameters, storages
+        del learner, memory, refit, gatherer, parameters, storages
         return found
 
 

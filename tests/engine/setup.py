@@ -1,0 +1,118 @@
+"""What the tests of the real engine share: settings, and one rank's policy, engine and refit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmdrl.config import Config
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import World, spmd_session
+from spmdrl.model.load import load_model_config, load_policy, reshard
+from spmdrl.model.policy import Policy
+from spmdrl.plan import make_plan
+from spmdrl.refit.refit import Refit
+from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.start import start_engine
+from spmdrl.types import MicroBatch, Request, Response
+
+
+def settings(path: str, num_ranks: int, *, refit: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    """A run of the model in `path` with SGLang; buckets so small that there are many."""
+    return Config.model_validate(
+        {
+            "run": {"name": "engine", "num_steps": 1},
+            "model": {"path": path, "logits_chunk_tokens": 16},
+            "data": {"max_prompt_tokens": 32, "sources": [{"kind": "reasoning_gym", "task": "chain_sum"}]},
+            "rollout": {
+                "engine": "sglang",
+                "prompts_per_step": num_ranks,
+                "group_size": 2,
+                "max_response_tokens": 96,
+                "max_running": 16,
+            }
+            | rollout,
+            "refit": {"bucket_bytes": 2**14} | (refit or {}),
+            "offload": {"engine": ["kv_cache", "weights"]},
+            "reward": {"terms": [{"kind": "exact"}]},
+            "optim": {"lr": 1e-3},
+            "pack": {"sequences_per_micro_batch": 1},
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank holds."""
+
+    world: World
+    meshes: Meshes
+    policy: Policy
+    engine: RolloutEngine
+    refit: Refit
+
+
+@contextmanager
+def rank_with_engine(cfg: Config) -> Iterator[Rank]:
+    """Join the run, start the engine, load the policy; all of it is ended again."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
+        plan = make_plan(cfg, num_ranks=world.num_ranks)
+        policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
+        engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
+        try:
+            refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=torch.float32)
+            yield Rank(world, meshes, policy, engine, refit)
+        finally:
+            engine.close()
+        del policy, refit
+
+
+@torch.no_grad()
+def change(policy: Policy, amount: float) -> None:
+    """Change every weight, as an update would."""
+    reshard(policy)
+    for parameter in policy.parameters():
+        local = parameter.to_local()
+        local.mul_(1 + amount).add_(amount * local.roll(1))
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    """Different prompts of different lengths."""
+    return [tuple(2 + (7 * i + 3 * j) % 90 for j in range(1 + i % 9)) for i in range(count)]
+
+
+def greedy(prompt: tuple[int, ...], num_tokens: int, *, after: tuple[int, ...] = ()) -> Request:
+    """A request without chance or stop tokens, that may go on after what was sampled before."""
+    return Request(prompt_ids=prompt, seed=0, max_response_tokens=num_tokens, temperature=0.0, response_ids=after)
+
+
+def answers(engine: RolloutEngine, requests: list[Request]) -> list[Response]:
+    """One response for each request, in order; none on a rank that does not lead."""
+    found = dict(engine.generate(requests))
+    assert sorted(found) == list(range(len(requests) if engine.leads else 0))
+    return [found[i] for i in sorted(found)]
+
+
+@torch.no_grad()
+def trainer_logprobs(policy: Policy, sequences: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The trainer's log-probability of every token but the first; every rank must ask for as many sequences."""
+    found = []
+    for ids in sequences:
+        length = len(ids)
+        filler = torch.zeros(length)
+        batch = MicroBatch(
+            token_ids=torch.tensor(ids),
+            positions=torch.arange(length),
+            cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+            loss_mask=torch.ones(length, dtype=torch.bool),
+            loss_weights=filler,
+            advantages=filler,
+            rollout_logprobs=filler,
+        )
+        found.append(policy(batch).logprobs[1:])
+    return found

@@ -1,0 +1,214 @@
+"""The real SGLang, started by gloo ranks: it says what the trainer says, and holds what the trainer holds.
+
+Starting an engine takes longer than everything that is asked of it, so one run of ranks answers several tests.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from spmdrl.dist.collectives import gather_objects
+from spmdrl.refit.refit import RefitMismatch
+from spmdrl.types import Request, Response
+from tests.engine.setup import Rank, answers, change, greedy, prompts, rank_with_engine, settings, trainer_logprobs
+from tests.spmd.ranks import run_ranks
+from tests.tiny import save_qwen3
+
+NUM_REFITS = 50
+START_LIMIT_S = 240.0  # two cores that are busy with other things
+
+
+def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]) -> float:
+    """Largest difference between the engine's log-probabilities and those of the trainer's forward.
+
+    Ranks without an engine of their own run the same forwards on the leading rank's responses.
+    """
+    mine = [r.prompt_ids + a.token_ids for r, a in zip(asked, responses, strict=False)]
+    everyones = [ids for part in gather_objects(rank.meshes.data, mine) for ids in part]
+    forwards = dict(zip(everyones, trainer_logprobs(rank.policy, everyones), strict=True))
+    worst = 0.0
+    for request, answer, ids in zip(asked, responses, mine, strict=False):
+        expected = forwards[ids][len(request.prompt_ids) - 1 :]
+        worst = max(worst, float((torch.tensor(answer.logprobs) - expected).abs().max()))
+    return worst
+
+
+def sampled(count: int, num_tokens: int = 24) -> list[Request]:
+    return [
+        Request(prompt_ids=ids, seed=i, max_response_tokens=num_tokens, stop_token_ids=frozenset({1}))
+        for i, ids in enumerate(prompts(count))
+    ]
+
+
+def resources() -> dict[str, float]:
+    """What a refit could leave behind, of this process and the engine's."""
+    me = psutil.Process()
+    processes = [me, *me.children(recursive=True)]
+    return {
+        "files": sum(process.num_fds() for process in processes),
+        "segments": len(os.listdir("/dev/shm")),
+        "rss_mib": sum(process.memory_info().rss for process in processes) / 2**20,
+    }
+
+
+def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[str, Any]:
+    """Everything that one set of engines is asked, on one rank."""
+    found: dict[str, Any] = {"differences": []}
+    with rank_with_engine(settings(path, num_ranks, tp_size=tp_size)) as rank:
+        engine = rank.engine
+        found["leads"] = engine.leads
+
+        rank.refit(version=0)
+        engine.wake()
+        asked = sampled(20)
+        found["differences"].append(worst_difference(rank, asked, answers(engine, asked)))
+        engine.sleep()
+
+        before = {}
+        for version in range(1, num_refits + 1):
+            change(rank.policy, 0.002)
+            rank.refit(version=version)  # compares every weight by digest
+            if version == 5:
+                before = resources()
+        found["growth"] = {name: value - before[name] for name, value in resources().items()}
+
+        engine.wake()
+        responses = answers(engine, asked)
+        found["differences"].append(worst_difference(rank, asked, responses))
+        found["spans"] = {span.version for answer in responses for span in answer.spans}
+        found["reasons"] = {
+            (answer.finish_reason, answer.token_ids[-1] == 1, len(answer.token_ids)) for answer in responses
+        }
+
+        whole = answers(engine, [greedy(ids, 80) for ids in prompts(8)])
+        found["cuts"] = list(interrupted(rank, whole))
+        engine.sleep()
+
+        found["corrupted"] = corrupted(rank, version=num_refits + 1)
+        rank.refit(version=num_refits + 2)  # and the next is in order again
+    return found
+
+
+def interrupted(rank: Rank, whole: list[Response]) -> Any:
+    """Abort in the middle, go on from there; for each response (tokens before the cut, whether the end is the same)."""
+    if not rank.engine.leads:
+        return
+    asked = [greedy(ids, 80) for ids in prompts(8)]
+    short = greedy((5, 6, 7), 10)
+    first: dict[int, Response] = {}
+    for index, answer in rank.engine.generate([short, *asked]):
+        first[index] = answer
+        if index == 0:
+            rank.engine.abort()
+    parts = [first[i + 1] for i in range(len(asked))]
+    rest = answers(
+        rank.engine, [greedy(r.prompt_ids, 80, after=p.token_ids) for r, p in zip(asked, parts, strict=True)]
+    )
+    for part, end, uncut in zip(parts, rest, whole, strict=True):
+        yield part.finish_reason, len(part.token_ids), part.token_ids + end.token_ids == uncut.token_ids
+
+
+def corrupted(rank: Rank, version: int) -> str:
+    """Flip one bit of the first rank's second bucket after it was gathered; what this rank is told."""
+    load = rank.engine.load
+
+    def flip(number: int) -> None:
+        if number == 1 and rank.world.is_main:
+            rank.refit._buffers[1][40] ^= 1
+        load(number)
+
+    rank.engine.load = flip  # type: ignore[method-assign]
+    try:
+        rank.refit(version=version)
+    except RefitMismatch as error:
+        return str(error)
+    finally:
+        rank.engine.load = load  # type: ignore[method-assign]
+    return "nothing was noticed"
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["an-engine-for-each-rank", "one-engine-for-two-ranks"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = save_qwen3(tmp_path_factory.mktemp("model"))
+    return run_ranks(2, all_of_it, path, request.param, 2, NUM_REFITS, timeout_s=START_LIMIT_S)
+
+
+@pytest.fixture
+def leaders(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [rank for rank in ranks if rank["leads"]]
+
+
+def test_log_probabilities_are_the_trainers_before_and_after_refits(leaders: list[dict[str, Any]]) -> None:
+    assert leaders
+    for rank in leaders:
+        assert max(rank["differences"]) < 1e-5
+
+
+def test_refits_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["growth"]["files"] <= 2
+        assert rank["growth"]["segments"] <= 2
+        assert rank["growth"]["rss_mib"] < 64
+
+
+def test_responses_say_which_weights_sampled_them_and_why_they_ended(leaders: list[dict[str, Any]]) -> None:
+    for rank in leaders:
+        assert rank["spans"] == {NUM_REFITS}
+        for reason, ends_with_stop_token, length in rank["reasons"]:
+            assert (reason == "stop") == ends_with_stop_token
+            assert reason == "stop" or length == 24
+
+
+def test_an_interrupted_response_goes_on_to_the_same_tokens(leaders: list[dict[str, Any]]) -> None:
+    for rank in leaders:
+        assert all(same for _, _, same in rank["cuts"])
+        assert any(reason == "abort" and 0 < length < 80 for reason, length, _ in rank["cuts"])
+
+
+def test_one_flipped_bit_stops_every_rank_and_names_the_weights(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert f"after the refit to version {NUM_REFITS + 1} the engine does not hold" in rank["corrupted"]
+        assert "model.layers.0" in rank["corrupted"]
+
+
+def unfused(path: str) -> list[str]:
+    """Refit a mixture of experts twice; names of weights that differ."""
+    differing: list[str] = []
+    with rank_with_engine(settings(path, 1)) as rank:
+        for version in (0, 1):
+            change(rank.policy, 0.01)
+            try:
+                rank.refit(version=version)
+            except RefitMismatch as error:
+                differing.append(str(error))
+        names = {entry.name for bucket in rank.refit._gatherer.buckets for entry in bucket.flat_entries}
+        assert "model.layers.0.mlp.experts.3.up_proj.weight" in names
+    return differing
+
+
+def test_experts_arrive_bit_for_bit(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    assert run_ranks(1, unfused, str(tmp_path), timeout_s=START_LIMIT_S) == [[]]
