@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -135,7 +136,12 @@ class SGLangEngine:
     def allocate(self, num_bytes: int) -> Tensor:
         """See `WeightSink.allocate`: memory that the engine's processes can open."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return memory if memory.is_cuda else memory.share_memory_()
+        if memory.is_cuda:
+            return memory
+        memory.share_memory_()
+        if self._mesh.device_type == "cuda":
+            _pin(memory)
+        return memory
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """See `WeightSink.begin_update`. One gather brings every rank's handles to the rank that leads."""
@@ -214,6 +220,19 @@ class SGLangEngine:
         """See `RolloutEngine.close`."""
         if self._process is not None:
             self._process.close()
+
+
+def _pin(memory: Tensor) -> None:
+    """Let the device copy straight into it. It stays so to the end of the process.
+
+    Where the system does not allow that, copies take longer and wait for themselves.
+    """
+    runtime = torch.cuda.cudart()
+    if runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) != runtime.cudaError.success:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(
+                1, device="cuda"
+            )  # CUDA keeps an error until someone asks: the next kernel would raise this one
 
 
 def _sampling_params(request: Request) -> dict[str, Any]:
