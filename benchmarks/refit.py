@@ -19,10 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import workload
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -89,7 +90,7 @@ def measure(size: str, mesh: DeviceMesh, *, repeats: int, bucket_bytes: int) -> 
         refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=bucket_bytes, verify=NEVER), dtype=torch.float32)
         first_s = seconds(lambda: refit(version=0))
         refit(version=1)
-        one_by_one = PerTensor(policy, engine)
+        one_by_one = PerTensor(policy, SGLangCalls(engine), memory=engine.allocate, dtype=torch.float32)
         one_by_one()
         copy = Copy()
         spmdrl_s, peer_s, copy_s = [], [], []
@@ -131,28 +132,64 @@ def summary(found: dict[str, Any]) -> str:
     )
 
 
-class PerTensor:
-    """The other way: each tensor is copied into shared memory, and handed to the engine by a call of its own."""
+class Call(Protocol):
+    """An engine that takes one tensor at a time, between `begin` and `end`."""
 
-    def __init__(self, policy: Policy, engine: SGLangEngine) -> None:
-        assert engine._process is not None
-        self.weights = dict(policy.model.named_parameters())
-        self._process = engine._process
-        self._memory = torch.empty(max(parameter.numel() for parameter in self.weights.values())).share_memory_()
+    def begin(self) -> None:
+        """Open a session."""
+
+    def load(self, name: str, tensor: Tensor, is_last: bool) -> None:
+        """Return when the tensor was copied."""
+
+    def end(self) -> None:
+        """Close the session."""
+
+
+class PerTensor:
+    """The other way: each tensor is copied into memory that can be opened, and handed over by a call of its own."""
+
+    def __init__(self, policy: Any, call: Call, *, memory: Callable[[int], Tensor], dtype: torch.dtype) -> None:
+        self.weights: dict[str, Tensor] = dict(policy.model.named_parameters())
+        self._call = call
+        self._memory = memory(max(parameter.numel() for parameter in self.weights.values()) * dtype.itemsize)
+        self._dtype = dtype
 
     @torch.no_grad()
     def __call__(self) -> None:
-        self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+        """All of them, one after the other."""
+        self._call.begin()
         last = list(self.weights)[-1]
         for name, parameter in self.weights.items():
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            tensor = self._memory[: shard.numel()].view(shard.shape).copy_(shard)
-            self._process.ask(
-                "update_weights_from_tensor",
-                "UpdateWeightsFromTensorReqInput",
-                serialized_named_tensors=[sglang_process.serialized(name, sglang_process.Handle(tensor))],
-                flush_cache=name == last,
-            )
+            tensor = self._memory.view(self._dtype)[: shard.numel()].view(shard.shape).copy_(shard)
+            self._call.load(name, tensor, name == last)
+        self._call.end()
+
+
+class SGLangCalls:
+    """SGLang's own interface for named tensors."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        assert engine._process is not None
+        self._process = engine._process
+
+    def begin(self) -> None:
+        """Open an update session."""
+        self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+
+    def load(self, name: str, tensor: Tensor, is_last: bool) -> None:
+        """Pickle a handle, and wait for the answer."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._process.ask(
+            "update_weights_from_tensor",
+            "UpdateWeightsFromTensorReqInput",
+            serialized_named_tensors=[sglang_process.serialized(name, sglang_process.Handle(tensor))],
+            flush_cache=is_last,
+        )
+
+    def end(self) -> None:
+        """Close the session."""
         self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
 
 

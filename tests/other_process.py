@@ -73,7 +73,8 @@ class OtherProcess:
         """Send one tensor, and return when it was copied."""
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._send("load", *self._parcel(bucket_of([(name, tensor)]), tensor.view(-1).view(torch.uint8), 0))
+        description = described(bucket_of([(name, tensor)]), buffer=0, stays_open=False)
+        self._send("load", description, Handle(tensor.view(-1).view(torch.uint8)))
         self._receive()
 
     def end_update(self) -> None:
