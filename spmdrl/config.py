@@ -144,6 +144,9 @@ class RolloutConfig(Section):
     """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
     cuda_graphs: bool = True
     """Whether an SGLang engine captures its decode steps."""
+    restart_engine: bool = False
+    """Start an SGLang engine that has died while sampling again, and sample what it was working on again. Otherwise
+    its death ends the run."""
     sglang: dict[str, Any] = {}
     """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 
@@ -197,6 +200,7 @@ _SGLANG_SETTINGS = (
     "chunked_prefill_tokens",
     "attention_backend",
     "cuda_graphs",
+    "restart_engine",
     "sglang",
 )
 

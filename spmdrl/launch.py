@@ -6,7 +6,8 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import tomlkit
 from transformers.utils import logging as transformers_logging
@@ -19,6 +20,10 @@ from spmdrl.types import TrainingDiverged, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
+EXIT_LOST_RANK = 4
+
+# How torch's backends say that another process is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "was closed")
 
 
 def run_from_command_line(
@@ -29,7 +34,8 @@ def run_from_command_line(
 ) -> int:
     """Read the configuration, open what it names, and `run` it; or only `check` it under --dry-run.
 
-    Returns the process's exit code: 0, 2 when the user must change something, 3 when training diverged.
+    Returns the process's exit code: 0, 2 when the user must change something, 3 when training diverged, 4 when another
+    rank has ended.
     """
     arguments = _parse(argv)
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
@@ -40,14 +46,33 @@ def run_from_command_line(
         if arguments.dry_run:
             _print_dry_run(cfg, inputs, check(cfg, inputs))
             return 0
-        run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume))
+        with _quiet_about_lost_ranks():
+            run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume))
     except UserError as error:
         _tell("cannot start", str(error))
         return EXIT_USER_ERROR
+    except _LostRank:
+        # A second traceback would only hide the first, which names the cause.
+        print(f"rank {os.environ.get('RANK', '0')}: another rank has ended; its own words say why", file=sys.stderr)
+        return EXIT_LOST_RANK
     except TrainingDiverged as error:
         _tell("training diverged", str(error))
         return EXIT_DIVERGED
     return 0
+
+
+class _LostRank(RuntimeError):
+    """Another rank of the run has ended."""
+
+
+@contextmanager
+def _quiet_about_lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error) for words in _LOST):
+            raise _LostRank from error
+        raise
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

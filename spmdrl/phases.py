@@ -69,6 +69,7 @@ class Phases:
         self._span = span
         self._read = read
         self._edges: list[Edge] = []
+        self._version = -1
         self._engine_sleeps = False
         self._engine_has_weights = False
         self._given_back = 0  # bytes, by an engine that went to sleep
@@ -103,8 +104,15 @@ class Phases:
 
     def refit(self, *, version: int) -> None:
         """Give the engine the trainer's weights, and the memory to hold them where it had released that."""
+        self._version = version
         self._pass_edge("refitted", lambda: self._refit(version=version))
         self._engine_has_weights = True
+
+    def revive(self) -> None:
+        """In the middle of sampling: start engines that have died anew, and give all of them their weights again."""
+        self._pass_edge("engine revived", self._engine.revive)
+        self.refit(version=self._version)
+        self._engine.wake()
 
     def take_edges(self) -> list[Edge]:
         """The edges passed since the last call, in order."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
@@ -53,6 +54,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         Judge(cfg.reward, inputs.tokenizer) as judge,
         spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        ExitStack() as at_the_end,
     ):
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         require_same(meshes.data, step, f"the newest checkpoint in {folder.checkpoints}")
@@ -65,6 +67,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
+        at_the_end.enter_context(closing(engine))
         refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
         phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
         engine_index, num_engines = world.rank // cfg.rollout.tp_size, world.num_ranks // cfg.rollout.tp_size
@@ -80,6 +83,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             num_engines=num_engines,
             run_seed=cfg.run.seed,
             tell=report.message,
+            revive=phases.revive if cfg.rollout.restart_engine else None,
         )
         collector.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
         report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
@@ -148,7 +152,6 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         if cfg.checkpoint.export:
             with phases.training():
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
-        engine.close()
 
 
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:

@@ -24,12 +24,13 @@ from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.metrics import Max, Mean, Metrics, Total
 from spmdrl.plan import Plan
 from spmdrl.rewards.judge import Pending
-from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.engine import EngineDied, RolloutEngine
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Request, Response, Rollout, UserError
 
+MAX_REVIVALS = 3  # of engines in one step: what kills one that often will do so again
 POLL_S = 0.1  # how soon an engine sees what others have done
 
 
@@ -109,12 +110,14 @@ class Collector:
         num_engines: int,
         run_seed: int,
         tell: Callable[[str], None],
+        revive: Callable[[], None] | None = None,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line; `revive` starts engines that
+        have died anew and gives all engines their weights, or is None when a death shall end the run."""
         self._engine, self._submit, self._prompts = engine, submit, prompts
         self._sampling, self._drawing, self._mesh, self._store = sampling, drawing, mesh, store
         self._engine_index, self._num_engines = engine_index, num_engines
-        self._run_seed, self._tell = run_seed, tell
+        self._run_seed, self._tell, self._revive = run_seed, tell, revive
         self._cursor = 0  # the first prompt of the stream that no step has used
         self._carried: list[PromptGroup] = []
         self._num_carried = 0  # over all ranks
@@ -139,12 +142,7 @@ class Collector:
             carried=[fresh(group.prompt) if group in stale else group for group in self._carried],
             max_open=self._max_open(),
         )
-        with failing_together(self._mesh):
-            try:
-                part.sample()
-            except BaseException:
-                tickets.cancel()  # the other engines would wait for the groups of this one
-                raise
+        num_revived = self._sample(part, tickets, step)
         summaries = gather_objects(self._mesh, part.summary())
         if self._engine.leads and self._engine_index == 0:
             tickets.close()
@@ -158,10 +156,35 @@ class Collector:
         everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.kept)
         return Collected(
             pending=[pending for group in kept for pending in group.scored_rollouts()],
-            metrics=_metrics(part, stale, drawing, step=step, speaks_for_all=self._mesh.get_local_rank() == 0),
+            metrics=_metrics(part, stale, drawing, step=step, speaks_for_all=self._mesh.get_local_rank() == 0)
+            | ({"rollout/engine_restarts_count": Max(float(num_revived))} if self._revive else {}),
             places={prompt_id: place for place, prompt_id in enumerate(everyones)},
             group_size=self._sampling.group_size,
         )
+
+    def _sample(self, part: _Part, tickets: Tickets, step: int) -> int:
+        """Sample this rank's part; engines that die are started again, where that is wanted. Returns how often."""
+        for num_revived in range(MAX_REVIVALS + 1):
+            death: EngineDied | None = None
+            with failing_together(self._mesh):
+                try:
+                    part.sample()
+                except EngineDied as error:
+                    if self._revive is None or num_revived == MAX_REVIVALS:
+                        tickets.cancel()
+                        raise
+                    death = error
+                    tickets.interrupt()
+                except BaseException:
+                    tickets.cancel()  # the other engines would wait for the groups of this one
+                    raise
+            deaths = gather_objects(self._mesh, str(death) if death else None) if self._revive else []
+            if self._revive is None or not any(deaths):
+                break
+            self._tell(f"step {step}: {'; '.join(filter(None, deaths))}; it is started again")
+            self._revive()
+            tickets.resume()
+        return num_revived
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, in JSON's types, the same on every rank; every rank must call this."""
@@ -280,7 +303,11 @@ class _Part:
         return [*self._unfinished.values(), *self._undecided.values()]
 
     def sample(self) -> None:
-        """Sample until the step has enough groups, or can get no more, and this engine's are kept or dropped."""
+        """Sample until the step has enough groups, or can get no more, and this engine's are kept or dropped.
+
+        After an interruption it can be called again: responses that an engine took with it are asked for once more.
+        """
+        self._asked, self._num_running = [], 0
         requests = self._requests() if self._engine.leads else ()
         with self._aborted_in_time():
             for place, response in self._engine.generate(requests):
@@ -311,7 +338,7 @@ class _Part:
                 group = self._draw(ticket)
                 self._unfinished[_prompt_id(group)] = group
                 yield from self._requests_of(group)
-            elif self._tickets.is_empty():
+            elif self._tickets.is_empty() or self._tickets.is_interrupted():
                 return
             elif self._num_running:
                 yield None

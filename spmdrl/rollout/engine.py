@@ -11,6 +11,10 @@ from spmdrl.refit.bucket import Bucket
 from spmdrl.types import Request, Response
 
 
+class EngineDied(RuntimeError):
+    """A process of the engine has ended, or said that it cannot go on."""
+
+
 class WeightSink(Protocol):
     """The receiving side of a refit. Every rank that holds a part of the engine makes the same calls, in order:
 
@@ -84,6 +88,13 @@ class RolloutEngine(WeightSink, Protocol):
 
     def wake(self) -> None:
         """Take back the memory that sampling needs, but for weights. Does nothing when it was not given back."""
+        ...
+
+    def revive(self) -> None:
+        """Start the engine anew if it has died. Every rank that holds a part of it must call this.
+
+        A new engine is awake and without weights.
+        """
         ...
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import gather_objects, host_barrier
 from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_loader, sglang_process
+from spmdrl.rollout.engine import EngineDied
 from spmdrl.rollout.sglang_layout import Share, held_weights
 from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
 from spmdrl.rollout.source import Source
@@ -107,7 +108,8 @@ class SGLangEngine:
         """See `RolloutEngine.abort`."""
         self._abort = True
         if self._process is not None:
-            self._process.abort_all()
+            with contextlib.suppress(EngineDied):  # `generate` says so
+                self._process.abort_all()
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`: give back the kinds of memory that `offload.engine` names."""
@@ -215,6 +217,18 @@ class SGLangEngine:
             for name in expectation.keys() | held[rank].keys()
             if expectation.get(name) != held[rank].get(name)
         )
+
+    def revive(self) -> None:
+        """See `RolloutEngine.revive`."""
+        if not any(gather_objects(self._mesh, self._process is not None and self._process.is_dead())):
+            return
+        if self._process is not None:
+            self._process.close()
+            self._process = self._start()
+        self.version = -1
+        self._loading, self._is_idle = None, True
+        self._released = set()
+        gather_objects(self._mesh, None)  # the others wait here, on a socket
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""

@@ -55,6 +55,7 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
     """What stands in the way of `rollout.engine = "sglang"`, a sentence each. Raises UserError when it is not
     installed: then nothing else can be said."""
     sglang_process.check_installed()
+    sglang_process.check_orphans()
     yield from _argument_problems(cfg.rollout.sglang)
     yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=num_ranks, device_type=device_type)
     if cfg.refit.transport == "cuda_ipc" and device_type != "cuda":

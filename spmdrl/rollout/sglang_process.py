@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.rollout import sglang_cpu
+from spmdrl.rollout.engine import EngineDied
 from spmdrl.types import UserError
 
 T = TypeVar("T")
@@ -47,10 +48,6 @@ OWNER_VARIABLE = "SPMDRL_ENGINE_OF"  # set in the engine's processes: the id of 
 
 
 _child_failed = threading.Event()  # a rank has one engine
-
-
-class EngineDied(RuntimeError):
-    """A process of the engine has ended, or said that it cannot go on."""
 
 
 def _note_failed_child(*_: Any) -> None:
@@ -101,6 +98,32 @@ def knows_architecture(name: str) -> bool:
     assert spec is not None and spec.submodule_search_locations
     models = Path(spec.submodule_search_locations[0], "srt", "models")
     return any(f"class {name}(" in path.read_text(encoding="utf-8") for path in models.rglob("*.py"))
+
+
+def orphans() -> dict[int, str]:
+    """Processes of engines whose rank is gone, by id with their names; they may hold the memory of a device."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            name = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue  # it has ended, or belongs to someone else
+        mark = OWNER_VARIABLE.encode() + b"="
+        owner = next((value.removeprefix(mark).decode() for value in variables if value.startswith(mark)), None)
+        if owner is not None and not Path("/proc", owner).exists():
+            found[int(folder.name)] = name
+    return found
+
+
+def check_orphans() -> None:
+    """Raise UserError when engines of an earlier run are still there."""
+    if found := orphans():
+        named = ", ".join(f"{number} ({name})" for number, name in sorted(found.items()))
+        numbers = " ".join(map(str, sorted(found)))
+        raise UserError(
+            f"SGLang processes of a run that has ended are still there: {named}; end them: kill -9 {numbers}"
+        )
 
 
 def share_tensors(device_type: str) -> None:
@@ -248,6 +271,14 @@ class SGLangProcess:
         if _child_failed.is_set():
             raise EngineDied("a process of SGLang has failed; its traceback is above")
 
+    def is_dead(self) -> bool:
+        """Whether `require_alive` would raise."""
+        try:
+            self.require_alive()
+        except EngineDied:
+            return True
+        return False
+
     @property
     def process_ids(self) -> list[int]:
         """Of the engine's processes."""
@@ -259,7 +290,7 @@ class SGLangProcess:
             process.kill()
         for process in self._processes.values():
             process.join()
-        self.start(_end_other_tasks()).result()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         if self._engine.send_to_rpc is not None:
@@ -281,12 +312,12 @@ class SGLangProcess:
                 path.unlink(missing_ok=True)
 
 
-async def _end_other_tasks() -> None:
-    """What waits for messages of processes that are gone would otherwise complain when the interpreter ends."""
+async def _cancel_others() -> None:
+    """End every other task of the running loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.wait(others, timeout=1.0)
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _ending(code: int | None) -> str:

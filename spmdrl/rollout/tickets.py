@@ -39,6 +39,18 @@ class Tickets(Protocol):
         """End the step for every engine, because this one cannot go on."""
         ...
 
+    def interrupt(self) -> None:
+        """Let engines that wait for others stop waiting until `resume`: this one cannot go on for now."""
+        ...
+
+    def is_interrupted(self) -> bool:
+        """Whether an engine has interrupted the step since this one last resumed."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after an interruption; every engine does, after each has stopped and before any goes on."""
+        ...
+
     def close(self) -> None:
         """Remove what the step left in the store. One engine calls this, when no other will ask again."""
         ...
@@ -56,6 +68,7 @@ class SharedTickets:
         self._store = PrefixStore(f"tickets/{step}", store)
         self._wanted, self._permits, self._max_draws = wanted, permits, max_draws
         self._known_over = self._known_empty = False  # neither is ever taken back
+        self._seen_interruptions = 0
 
     def draw(self) -> int | None:
         """See `Tickets.draw`."""
@@ -95,9 +108,21 @@ class SharedTickets:
         """See `Tickets.cancel`."""
         self._count("kept", self._wanted)
 
+    def interrupt(self) -> None:
+        """See `Tickets.interrupt`."""
+        self._count("interrupted", 1)
+
+    def is_interrupted(self) -> bool:
+        """See `Tickets.is_interrupted`."""
+        return self._count("interrupted") > self._seen_interruptions
+
+    def resume(self) -> None:
+        """See `Tickets.resume`."""
+        self._seen_interruptions = self._count("interrupted")
+
     def close(self) -> None:
         """See `Tickets.close`."""
-        for name in ("held", "drawn", "kept"):
+        for name in ("held", "drawn", "kept", "interrupted"):
             self._store.delete_key(name)
 
     def _count(self, name: str, change: int = 0) -> int:
@@ -149,6 +174,16 @@ class StaticTickets:
 
     def cancel(self) -> None:
         """Nobody waits for this engine's groups."""
+
+    def interrupt(self) -> None:
+        """Nobody waits for this engine's groups."""
+
+    def is_interrupted(self) -> bool:
+        """Engines have nothing to do with each other."""
+        return False
+
+    def resume(self) -> None:
+        """There was no interruption."""
 
     def close(self) -> None:
         """There is nothing to remove."""

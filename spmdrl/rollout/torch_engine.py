@@ -199,6 +199,9 @@ class TorchEngine:
         """See `WeightSink.differing`."""
         return [name for name, tensor in self._weights.items() if digest(tensor) != expected.get(name)]
 
+    def revive(self) -> None:
+        """It lives as long as this process."""
+
     def close(self) -> None:
         """Nothing outlives the object."""
         self._cache = None
