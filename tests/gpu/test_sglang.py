@@ -22,6 +22,12 @@ from tests.tiny import save_qwen3
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 
 LIMIT_S = 280.0  # kernels are compiled at the first start
+# What a machine without flashinfer can run, too.
+BACKENDS: dict[str, Any] = {
+    "memory_fraction": 0.3,
+    "attention_backend": "triton",
+    "sglang": {"sampling_backend": "pytorch", "grammar_backend": "none"},
+}
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 1024}
 MIB = 2**20
 
@@ -35,13 +41,7 @@ def free_bytes() -> int:
 
 def slept_and_woke(path: str, transport: str) -> dict[str, Any]:
     """Free device memory with the engine awake, asleep and awake again, and greedy tokens before and after."""
-    cfg = settings(
-        path,
-        1,
-        refit={"transport": transport, "bucket_bytes": MIB},
-        memory_fraction=0.3,
-        attention_backend="triton",
-    )
+    cfg = settings(path, 1, refit={"transport": transport, "bucket_bytes": MIB}, **BACKENDS)
     with rank_with_engine(cfg) as rank:
         found: dict[str, Any] = {}
         change(rank.policy, 0.01)
@@ -71,7 +71,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it(tmp_path: Path, transport
 
 def shared_by_two(path: str) -> int:
     """Refit one engine on two devices three times; every weight is compared by digest."""
-    cfg = settings(path, 2, tp_size=2, memory_fraction=0.3, attention_backend="triton")
+    cfg = settings(path, 2, tp_size=2, **BACKENDS)
     with rank_with_engine(cfg) as rank:
         for version in range(3):
             change(rank.policy, 0.01)
@@ -98,6 +98,8 @@ def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
         "rollout.engine=sglang",
         "rollout.memory_fraction=0.3",
         "rollout.attention_backend=triton",
+        "rollout.sglang.sampling_backend=pytorch",
+        "rollout.sglang.grammar_backend=none",
         'offload.engine=["kv_cache", "weights"]',
         "offload.trainer=all",
     ]
