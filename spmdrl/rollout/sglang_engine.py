@@ -87,11 +87,14 @@ class SGLangEngine:
                 assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
                 return
             try:
-                index, answer = finished.get(timeout=POLL_S)
+                ended = finished.get(timeout=POLL_S)
             except queue.Empty:
+                ended = None
+            if ended is None:  # not in `except`: an empty queue is no cause of a death
                 self._process.require_alive()
                 source.ask_again()
                 continue
+            index, answer = ended
             running -= 1
             yield index, _response(answer.result())
             source.ask_again()
