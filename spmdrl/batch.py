@@ -76,7 +76,7 @@ def build_batch(sequences: list[Sequence], plan: Plan, mesh: DeviceMesh, *, aggr
         num_micro_batches = max(len(_bins(part, plan, at_least=1)) for part in share)
         bins = _bins(share[me], plan, at_least=num_micro_batches)
         weights = _loss_weights([size for part in share for size in part], plan, aggregation)
-        mini_batches.append([_micro_batch([mine[i] for i in indices], weights) for indices in bins])
+        mini_batches.append([lay_end_to_end([mine[i] for i in indices], weights) for indices in bins])
         metrics.append(_pack_metrics(mini_batches[-1], share, plan))
     return Batch(mini_batches, merge_all(metrics))
 
@@ -116,8 +116,11 @@ def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> di
     return {size.index: weight for size, weight in zip(sizes, weights, strict=True)}
 
 
-def _micro_batch(sequences: list[Sequence], weights: dict[int, float]) -> MicroBatch:
-    """Lay sequences end to end. None at all gives one token that is not trained: every rank must run the forward."""
+def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float]) -> MicroBatch:
+    """One micro-batch of these sequences, `weights` being what a loss token of each counts.
+
+    No sequence at all gives one token that is not trained: every rank must run the forward.
+    """
     if not sequences:
         sequences = [Sequence(index=-1, token_ids=(0,), loss_mask=(False,), rollout_logprobs=(0.0,), advantage=0.0)]
     seqlens = [len(sequence.token_ids) for sequence in sequences]

@@ -214,6 +214,9 @@ class RefitConfig(Section):
     verify: Literal["every", "first"] | Count = "every"
     """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every so many. A difference stops the run and names the tensors."""
+    probe_prompts: Annotated[int, Field(ge=0)] = 2
+    """Each engine also answers so many prompts, the same in every step, and the trainer scores the answers with the
+    same weights: `refit/probe_...` is the mismatch that is left when nothing is stale."""
 
 
 class OffloadConfig(Section):

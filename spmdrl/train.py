@@ -27,6 +27,7 @@ from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
+from spmdrl.refit.probe import probe_metrics
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (
@@ -83,6 +84,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             num_engines=num_engines,
             run_seed=cfg.run.seed,
             tell=report.message,
+            num_probes=cfg.refit.probe_prompts,
             revive=phases.revive if cfg.rollout.restart_engine else None,
         )
         collector.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
@@ -116,6 +118,8 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
                 batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
             with phases.training():
+                with report.span("probe"):
+                    probed = probe_metrics(policy, collected.probes, meshes.data)
                 with report.span("logprobs"):
                     mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
                 with report.span("update"):
@@ -127,7 +131,7 @@ def train(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
                     evaluate()
             metrics = merge_over(
                 meshes.data,
-                merge_all([collected.metrics, rollout_metrics(scored), batch.metrics, updated])
+                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(world.device),

@@ -7,6 +7,7 @@ seeds belong to the prompt and the sample, so nothing that is sampled depends on
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import threading
 import time
@@ -26,11 +27,12 @@ from spmdrl.plan import Plan
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import EngineDied, RolloutEngine
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sample import Sampling, sample
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Request, Response, Rollout, UserError
 
 MAX_REVIVALS = 3  # of engines in one step: what kills one that often will do so again
+MAX_PROBE_TOKENS = 32  # of one answer, so that the probe does not lengthen the step
 POLL_S = 0.1  # how soon an engine sees what others have done
 
 
@@ -69,6 +71,7 @@ class Collected:
 
     pending: list[Pending]  # whole groups, in order
     metrics: Metrics
+    probes: list[Rollout]  # this rank's answers to the probe's prompts
     places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
     group_size: int
 
@@ -110,14 +113,18 @@ class Collector:
         num_engines: int,
         run_seed: int,
         tell: Callable[[str], None],
+        num_probes: int = 0,
         revive: Callable[[], None] | None = None,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line; `revive` starts engines that
-        have died anew and gives all engines their weights, or is None when a death shall end the run."""
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line. The first `num_probes`
+        prompts of the stream are answered in every step besides. `revive` starts engines that have died anew and gives
+        all engines their weights; without it a death ends the run."""
         self._engine, self._submit, self._prompts = engine, submit, prompts
         self._sampling, self._drawing, self._mesh, self._store = sampling, drawing, mesh, store
         self._engine_index, self._num_engines = engine_index, num_engines
         self._run_seed, self._tell, self._revive = run_seed, tell, revive
+        self._probes = prompts.take(0, num_probes) if engine.leads else []
+        self._probe_tokens = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
         self._cursor = 0  # the first prompt of the stream that no step has used
         self._carried: list[PromptGroup] = []
         self._num_carried = 0  # over all ranks
@@ -143,6 +150,8 @@ class Collector:
             max_open=self._max_open(),
         )
         num_revived = self._sample(part, tickets, step)
+        probe_sampling = dataclasses.replace(self._sampling, group_size=1, max_response_tokens=self._probe_tokens)
+        probes = list(sample(self._engine, self._probes, probe_sampling, run_seed=self._run_seed, step=0))
         summaries = gather_objects(self._mesh, part.summary())
         if self._engine.leads and self._engine_index == 0:
             tickets.close()
@@ -158,6 +167,7 @@ class Collector:
             pending=[pending for group in kept for pending in group.scored_rollouts()],
             metrics=_metrics(part, stale, drawing, step=step, speaks_for_all=self._mesh.get_local_rank() == 0)
             | ({"rollout/engine_restarts_count": Max(float(num_revived))} if self._revive else {}),
+            probes=probes,
             places={prompt_id: place for place, prompt_id in enumerate(everyones)},
             group_size=self._sampling.group_size,
         )

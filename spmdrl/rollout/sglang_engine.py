@@ -86,17 +86,11 @@ class SGLangEngine:
             if not running:
                 assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
                 return
-            try:
-                ended = finished.get(timeout=POLL_S)
-            except queue.Empty:
-                ended = None
-            if ended is None:  # not in `except`: an empty queue is no cause of a death
-                self._process.require_alive()
-                source.ask_again()
-                continue
-            index, answer = ended
-            running -= 1
-            yield index, _response(answer.result())
+            if (answered := _first(finished)) is not None:
+                index, answer = answered
+                running -= 1
+                yield index, _response(answer.result())
+            self._process.require_alive()
             source.ask_again()
 
     def _submit(self, index: int, request: Request, finished: queue.SimpleQueue[Any]) -> None:
@@ -246,10 +240,17 @@ def _pin(memory: Tensor) -> None:
     """
     runtime = torch.cuda.cudart()
     if runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) != runtime.cudaError.success:
+        # CUDA keeps an error until someone asks: the next kernel would raise this one, which is not its own.
         with contextlib.suppress(RuntimeError):
-            torch.zeros(
-                1, device="cuda"
-            )  # CUDA keeps an error until someone asks: the next kernel would raise this one
+            torch.zeros(1, device="cuda")
+
+
+def _first(finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> tuple[int, Future[Any]] | None:
+    """What was finished first, None when nothing is for a while."""
+    try:
+        return finished.get(timeout=POLL_S)
+    except queue.Empty:
+        return None
 
 
 def _sampling_params(request: Request) -> dict[str, Any]:

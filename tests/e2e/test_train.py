@@ -123,6 +123,7 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
             "memory/peak_gib",
         } <= row.keys()
         assert row["mismatch/max_abs_nats"] < 1e-5
+        assert 0 < row["refit/probe_max_abs_nats"] < 1e-5
         assert row["reward/failed_count"] == 0
     assert [row["step"] for row in rows(whole) if "eval/accuracy" in row] == [0, 2, 4]
     assert json.loads((whole / "plan.json").read_text())["prompts_per_rank"] == 4
