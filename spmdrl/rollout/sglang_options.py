@@ -159,7 +159,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         sampling_backend="pytorch" if on_cpu else None,
         grammar_backend="none" if on_cpu else None,
     )
-    environment = {"PYTHONWARNINGS": "ignore"}
+    environment = {"PYTHONWARNINGS": "ignore", "PYTHONPATH": sglang_cpu.startup_path()}
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     elif "cuda_graph" in release:
