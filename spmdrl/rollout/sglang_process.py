@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_cpu
 from spmdrl.rollout.engine import EngineDied
 from spmdrl.types import UserError
@@ -142,24 +141,26 @@ def share_tensors(device_type: str) -> None:
         torch.multiprocessing.set_sharing_strategy("file_system")
 
 
-def serialized(bucket: Bucket, flat: Tensor) -> bytes:
-    """A handle to the bucket's memory with the places of its tensors, for one process, to be opened once."""
+class Handle:
+    """Unpickled in another process, it is a tensor in this process's memory.
+
+    Made once for a tensor on a CUDA device, however often it is sent: torch counts and keeps what it makes for each
+    handle as long as the memory lives.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reduced = torch.multiprocessing.reductions.reduce_tensor(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+def serialized(name: str, handle: Handle) -> bytes:
+    """A named tensor for one process, to be opened once."""
     import_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    places = [
-        FlattenedTensorMetadata(
-            name=entry.name,
-            shape=entry.shape,
-            dtype=entry.dtype,
-            start_idx=entry.start,
-            end_idx=entry.start + entry.num_bytes,
-            numel=entry.num_bytes,
-        )
-        for entry in bucket.flat_entries
-    ]
-    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places})
+    return MultiprocessingSerializer.serialize([(name, handle)])
 
 
 def digest(tensor: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from spmdrl.config import Config
@@ -25,18 +26,31 @@ def check_engine(cfg: Config, model_config: Any, *, num_ranks: int, device_type:
         raise UserError("\n".join(problems))
 
 
-def start_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshes: Meshes) -> RolloutEngine:
-    """Start this rank's engine, or join the ranks that share one; its weights are undefined until the first refit."""
+def start_engine(
+    cfg: Config,
+    model_config: Any,
+    plan: Plan,
+    world: World,
+    meshes: Meshes,
+    *,
+    tell: Callable[[str], None] = print,
+) -> RolloutEngine:
+    """Start this rank's engine, or join the ranks that share one; its weights are undefined until the first refit.
+
+    `tell` gets what the user should know and can do without. Raises UserError when refits could not reach the engine.
+    """
     if cfg.rollout.engine == "sglang":
         # Here, not above: whoever uses the other engine need not have installed it.
         from spmdrl.rollout.sglang_engine import SGLangEngine
-        from spmdrl.rollout.sglang_options import launch_options, transport_for
+        from spmdrl.rollout.sglang_options import launch_options
+        from spmdrl.rollout.transport import choose_transport
 
+        transport = choose_transport(cfg, model_config, world.device, meshes.data, tell=tell)
         return SGLangEngine(
             launch_options(cfg, plan, world),
             meshes.engine,
             model_config=model_config,
-            transport=transport_for(cfg, world.device),
+            transport=transport,
         )
     dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
     return TorchEngine(
