@@ -86,8 +86,8 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
 def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
     if not given:
         return
-    known = sglang_process.known_arguments()
-    for name in given:
+    known = sglang_process.argument_types()
+    for name, value in given.items():
         if name in _OTHER_SETTING:
             yield f"rollout.sglang.{name} follows from {_OTHER_SETTING[name]}; set that instead"
         elif name in _FIXED:
@@ -96,6 +96,8 @@ def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield f"rollout.sglang.{name}: SGLang {sglang_process.SUPPORTED_VERSION} has no such argument{hint}"
+        elif problem := sglang_process.type_problem(value, known[name]):
+            yield f"rollout.sglang.{name} = {value!r}: {problem[0].lower()}{problem[1:]}"
 
 
 def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:

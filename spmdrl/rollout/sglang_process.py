@@ -84,13 +84,29 @@ def import_sglang() -> None:
     asyncio.set_event_loop_policy(policy)
 
 
-def known_arguments() -> set[str]:
-    """Names of the arguments that sglang's engine takes."""
+def argument_types() -> dict[str, Any]:
+    """The arguments that sglang's engine takes: names and types."""
     import_sglang()
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
-    return {field.name for field in msgspec.structs.fields(ServerArgs)}
+    return {field.name: field.type for field in msgspec.structs.fields(ServerArgs)}
+
+
+def type_problem(value: Any, kind: Any) -> str | None:
+    """What keeps a value from being of one of `argument_types`, None when nothing does, or when it cannot be told."""
+    import msgspec
+
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return str(error)
+    except TypeError:  # a type that msgspec cannot check
+        return None
+    choices = next((found for x in getattr(kind, "__metadata__", ()) if (found := getattr(x, "choices", None))), None)
+    if choices and isinstance(value, str) and value not in choices:
+        return f"Expected one of {', '.join(map(str, choices))}"
+    return None
 
 
 def knows_architecture(name: str) -> bool:

@@ -37,6 +37,9 @@ def test_all_of_it_is_told_at_once(folder: Path) -> None:
         "rollout.sglang.max_prefil_tokens=5",
         "rollout.sglang.mem_fraction_static=0.5",
         "rollout.sglang.load_format=auto",
+        "rollout.sglang.chunked_prefill_size=64",
+        "rollout.sglang.page_size=many",
+        "rollout.sglang.schedule_policy=nonsense",
         "rollout.stop_token_ids=[5]",
     )
     assert answer.returncode == 2 and "Traceback" not in answer.stderr
@@ -46,6 +49,9 @@ def test_all_of_it_is_told_at_once(folder: Path) -> None:
         "rollout.sglang.max_prefil_tokens: SGLang 0.5.23 has no such argument; did you mean max_prefill_tokens?",
         "rollout.sglang.mem_fraction_static follows from rollout.memory_fraction; set that instead",
         "rollout.sglang.load_format is not for the user to choose",
+        "rollout.sglang.chunked_prefill_size follows from rollout.chunked_prefill_tokens; set that instead",
+        "rollout.sglang.page_size = 'many': expected `int | null`, got `str`",
+        "rollout.sglang.schedule_policy = 'nonsense': expected one of lpm",
         "rollout.stop_token_ids = [5] leaves out [1]",
         "run.deterministic = true cannot be kept",
     ):
