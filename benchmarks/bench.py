@@ -16,6 +16,11 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `spmdrl_s` and `peer_s` (N durations each, of calls that alternated), `response_tokens` (a call), `load_average`,
   `versions`.
 - `load_memory.py`: `anon_over_limit`, `within_limit`, `ranks`, `versions`.
+- `refit.py --sizes S ... --repeats N`: `sizes`, by size: `parameters`, `tensors`, `buckets`, `gb` (10^9 bytes that the
+  engine gets), `spmdrl_s` and `peer_s` (N refits each, that alternated), `ratios` (of those), `gb_per_s` (median),
+  `copy_gb_per_s` (of a plain copy, median), `shares_of_copy` (the first over the second, N times), `digests_s` (what
+  comparing them adds), or `left_out` (why); `bucket_mib`, `load_average`, `versions`. The file's own ratio is that of
+  the 200m model; `notes` has the others, with their goals.
 
 To each, `cores_used_by_others` (mean, while it ran) is added. Whatever else such an object holds is kept in the result
 file as it is.
@@ -69,6 +74,7 @@ class Measurement:
     commands: list[str]
     outputs: list[Json]  # what the programs printed, in the order in which they ran
     phase_fractions: dict[str, dict[str, float]] = field(default_factory=dict)  # by side, median over its runs
+    notes: list[str] = field(default_factory=list)  # what else was found, a line each
 
     @property
     def ratios(self) -> list[float]:
@@ -191,12 +197,43 @@ def load_memory(settings: Settings) -> Measurement:
     )
 
 
+def refit(settings: Settings) -> Measurement:
+    """SGLang refitted in buckets beside one call for each tensor, in one process."""
+    command = ["python", "benchmarks/refit.py", "--repeats", str(settings.repeats * 3)]  # refits are short
+    output = run(command)
+    middle = output["sizes"]["200m"]
+    return Measurement(
+        unit="s",
+        spmdrl=middle["spmdrl_s"],
+        peer=middle["peer_s"],
+        peer_name="by tensor",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"{size}: {refit_note(size, found)}" for size, found in output["sizes"].items()],
+    )
+
+
+def refit_note(size: str, found: Json) -> str:
+    """What one model's refits took, beside what is asked of it."""
+    if "left_out" in found:
+        return f"left out: {found['left_out']}"
+    ratio, share = (statistics.median(found[name]) for name in ("ratios", "shares_of_copy"))
+    asked = {"10m": f" (goal 0.33 {'met' if ratio <= 1 / 3 else 'missed'})"}.get(size, "")
+    of_copy = {"200m": f" (goal 0.33 {'met' if share >= 1 / 3 else 'missed'})"}.get(size, "")
+    return (
+        f"{found['tensors']} tensors in {found['buckets']} buckets, {found['spmdrl_median_s'] * 1e3:.0f} ms beside "
+        f"{found['peer_median_s'] * 1e3:.0f}: {ratio:.2f}{asked}; {found['gb_per_s']:.1f} GB/s, {share:.2f} of a "
+        f"copy's {found['copy_gb_per_s']:.1f}{of_copy}; digests +{found['digests_s'] * 1e3:.0f} ms"
+    )
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine-fixed": Benchmark(about="128 requests x 32 tokens", goal=1.0, measure=engine("fixed")),
     "engine-tail": Benchmark(about="128 requests, lognormal lengths", goal=1 / 3, measure=engine("tail")),
     "step-fixed": Benchmark(about="a step of 128 x 32 tokens", goal=1.0, measure=step("fixed", beta=0.0)),
     "step-fixed-kl": Benchmark(about="the same with a reference", goal=1.0, measure=step("fixed", beta=0.04)),
     "step-tail": Benchmark(about="a step, lognormal lengths", goal=1 / 3, measure=step("tail", beta=0.0)),
+    "refit": Benchmark(about="SGLang, 200M float32 parameters", goal=1.0, measure=refit),
     "load-memory": Benchmark(about="anonymous memory, 1e9 on 2 ranks", goal=1.0, measure=load_memory),
 }
 
@@ -262,6 +299,7 @@ def write_result(
         "goal_met": ratio <= benchmark.goal,
         "ratios": measurement.ratios,
         "phase_fractions": measurement.phase_fractions,
+        "notes": measurement.notes,
         "commands": measurement.commands,
         "outputs": measurement.outputs,
     }
@@ -305,6 +343,8 @@ def print_table(table: Sequence[tuple[str, Benchmark, Measurement]]) -> None:
         for side, phases in found.phase_fractions.items():
             shares = ", ".join(f"{phase} {fraction:.2f}" for phase, fraction in phases.items())
             print(f"{'':<14}{side}: {shares}")
+        for note in found.notes:
+            print(f"{'':<14}{note}")
         if (others := max(output["cores_used_by_others"] for output in found.outputs)) > QUIET_CORES:
             print(f"{'':<14}not quiet: other programs used up to {others:.2f} cores; threads that wait for each other")
             print(f"{'':<14}then lose far more than their share. Measure again before believing this.")

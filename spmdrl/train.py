@@ -97,7 +97,8 @@ def train(
         objective = PolicyObjective(cfg.loss)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
-        engine = at_the_end.enter_context(closing(start_engine(cfg, inputs.model_config, plan, world, meshes)))
+        engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
+        at_the_end.enter_context(closing(engine))
         refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
         phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
         sampler = start_sampler(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -32,7 +32,12 @@ class Gatherer:
     ) -> None:
         self._policy, self._model = policy, policy.model
         self._mesh = mesh
-        weights = [_weight(policy, name, x, dtype, naming) for name, x in self._tensors().items()]
+        reshard(policy)
+        # Parameters (tied ones once) and the buffers that belong to the weights.
+        tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
+        # Where they are, not what they are: asking for all of them anew takes longer than copying a small bucket.
+        self._owners = {name: _owner(self._model, name) for name in tensors}
+        weights = [_weight(policy, name, x, dtype, naming) for name, x in tensors.items()]
         self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
         self.largest_bytes = max(bucket.num_bytes for bucket in self.buckets)
         self._send: Tensor | None = None
@@ -40,12 +45,16 @@ class Gatherer:
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, flat: Tensor) -> None:
-        """Write the bucket's tensors into `flat` [bucket.num_bytes] uint8; every rank of the mesh must call this."""
-        tensors = {name: _local(tensor) for name, tensor in self._tensors().items()}
+        """Write the bucket's tensors into `flat` [bucket.num_bytes] uint8; every rank of the mesh must call this.
+
+        Into the mesh's device as that gets to it; into host memory, before this returns.
+        """
+        reshard(self._policy)
+        tensors = {weight.name: self._local(weight.name) for weight in bucket.weights}
         shards = self._gather(bucket, tensors)
         for weight, entries in zip(bucket.weights, bucket.entries, strict=True):
             in_place = weight.sent_as == ((weight.name, weight.shape),)
-            whole = entries[0].view(flat) if in_place else _new(weight, flat.device)
+            whole = entries[0].view(flat) if in_place else self._new(weight)
             if weight in shards:
                 _join(whole, shards[weight])
             else:
@@ -53,7 +62,9 @@ class Gatherer:
             if not in_place:
                 parts = revert_weight_conversion(self._model, {weight.name: whole})
                 for entry in entries:
-                    entry.view(flat).copy_(parts[entry.name])
+                    entry.view(flat).copy_(parts[entry.name], non_blocking=True)
+        if self._mesh.device_type == "cuda" and not flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # whoever reads host memory does not wait for the device
 
     def whole_tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Each bucket's (name, full tensor) pairs, on the mesh's device; they are valid until the next bucket."""
@@ -63,10 +74,14 @@ class Gatherer:
             self.fill(bucket, flat)
             yield [(entry.name, entry.view(flat)) for entry in bucket.flat_entries]
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters (tied ones once), as shards, and the buffers that belong to the weights."""
-        reshard(self._policy)
-        return dict(self._model.named_parameters()) | persistent_buffers(self._model)
+    def _new(self, weight: Weight) -> Tensor:
+        return torch.empty(weight.shape, dtype=weight.dtype, device=self._mesh.device_type)
+
+    def _local(self, name: str) -> Tensor:
+        """This rank's part of a weight."""
+        module, attribute = self._owners[name]
+        tensor = getattr(module, attribute)
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _gather(self, bucket: Bucket, tensors: dict[str, Tensor]) -> dict[Weight, Tensor]:
         """All ranks' shards of each sharded weight, [R, n] in the dtype to send; padded where ranks have fewer rows."""
@@ -123,20 +138,17 @@ def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, namin
     return Weight(name, tensor.shape, sent_dtype, is_sharded, sent_as)
 
 
-def _new(weight: Weight, device: torch.device) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, attribute = name.rpartition(".")
+    return model.get_submodule(module), attribute
 
 
 def _join(whole: Tensor, shards: Tensor) -> None:
     """Lay the rows of `shards` [R, n], padded at the end, one after the other in `whole`."""
     if whole.shape[0] % shards.shape[0] == 0:
-        whole.view(shards.shape).copy_(shards)
+        whole.view(shards.shape).copy_(shards, non_blocking=True)
         return
     flat, per_rank = whole.view(-1), shards.shape[1]
     for rank, shard in enumerate(shards):
         part = flat[rank * per_rank : (rank + 1) * per_rank]
-        part.copy_(shard[: part.numel()])
+        part.copy_(shard[: part.numel()], non_blocking=True)

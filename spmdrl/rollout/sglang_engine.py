@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.collectives import gather_objects, host_barrier
 from spmdrl.refit.bucket import Bucket
-from spmdrl.rollout import sglang_process
+from spmdrl.rollout import sglang_loader, sglang_process
 from spmdrl.rollout.engine import EngineDied
 from spmdrl.rollout.sglang_layout import Share, held_weights
 from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
@@ -53,6 +53,8 @@ class SGLangEngine:
         self._device = torch.device(mesh.device_type if transport == "cuda_ipc" else "cpu")
         self._released: set[str] = set()
         self._buckets: Sequence[Bucket] = ()
+        self._buffers: Sequence[Tensor] = ()
+        self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._next_version = -1
         self._loading: Future[Any] | None = None
@@ -133,25 +135,40 @@ class SGLangEngine:
     def allocate(self, num_bytes: int) -> Tensor:
         """See `WeightSink.allocate`: memory that the engine's processes can open."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return memory if memory.is_cuda else memory.share_memory_()
+        if memory.is_cuda:
+            return memory
+        memory.share_memory_()
+        if self._mesh.device_type == "cuda":
+            _pin(memory)
+        return memory
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """See `WeightSink.begin_update`. One gather brings every rank's handles to the rank that leads."""
         self._settle()
         self._resume(self._released & {"weights"})
-        self._buckets, self._next_version = buckets, version
-        # Anew for each refit: a handle counts how often its memory was opened, and may be opened once.
-        mine = [
-            sglang_process.serialized(bucket, buffers[number % len(buffers)][: bucket.num_bytes])
-            for number, bucket in enumerate(buckets)
-        ]
+        if buckets is not self._buckets or buffers is not self._buffers:
+            self._buckets, self._buffers = buckets, buffers
+            self._parcels = [self._parcel(number) for number in range(len(buckets))]
+        self._next_version = version
+        # Anew for each refit: a handle to host memory counts how often it was opened, and may be opened once.
+        mine = [sglang_process.serialized(*parcel) for parcel in self._parcels]
         self._payloads = gather_objects(self._mesh, mine)
         if self._process is not None:
             self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
 
+    def _parcel(self, number: int) -> tuple[str, sglang_process.Handle]:
+        bucket, buffer = self._buckets[number], number % len(self._buffers)
+        stays_open = self._device.type == self._mesh.device_type
+        description = sglang_loader.described(bucket, buffer=buffer, stays_open=stays_open)
+        return description, sglang_process.Handle(self._buffers[buffer][: bucket.num_bytes])
+
     def load(self, number: int) -> None:
         """See `WeightSink.load`. The last bucket brings the version, and drops the cache of the old weights."""
         assert self._loading is None, "wait for the bucket before"
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # another process cannot see what this one's stream has yet to do
+        # Every rank has filled its buffer, and the rank that leads has waited for the bucket before.
+        host_barrier(self._mesh)
         is_last = number == len(self._buckets) - 1
         if self._process is not None:
             self._loading = self._process.start(
@@ -159,7 +176,7 @@ class SGLangEngine:
                     "update_weights_from_tensor",
                     "UpdateWeightsFromTensorReqInput",
                     serialized_named_tensors=[payloads[number] for payloads in self._payloads],
-                    load_format="flattened_bucket",
+                    load_format=sglang_loader.PATH,
                     flush_cache=is_last,
                     weight_version=str(self._next_version) if is_last else None,
                 )
@@ -180,7 +197,9 @@ class SGLangEngine:
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         """See `WeightSink.digests_of`."""
         whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
-        return {name: sglang_process.digest(held) for name, held in held_weights(whole, self._share).items()}
+        held = held_weights(whole, self._share)
+        # SGLang's digest of a tensor on a device is another than on the host.
+        return {name: sglang_process.digest(tensor.to(self._mesh.device_type)) for name, tensor in held.items()}
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """See `WeightSink.differing`: what each device of the engine holds against what its rank expects."""
@@ -212,6 +231,18 @@ class SGLangEngine:
         """See `RolloutEngine.close`."""
         if self._process is not None:
             self._process.close()
+
+
+def _pin(memory: Tensor) -> None:
+    """Let the device copy straight into it. It stays so to the end of the process.
+
+    Where the system does not allow that, copies take longer and wait for themselves.
+    """
+    runtime = torch.cuda.cudart()
+    if runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) != runtime.cudaError.success:
+        # CUDA keeps an error until someone asks: the next kernel would raise this one, which is not its own.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
 
 
 def _first(finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> tuple[int, Future[Any]] | None:

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from spmdrl.config import Config
 from spmdrl.dist.session import World
 from spmdrl.model.load import compute_dtype
 from spmdrl.plan import Plan
-from spmdrl.rollout import sglang_cpu, sglang_process
+from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
 from spmdrl.rollout.sglang_engine import Launch
+from spmdrl.rollout.transport import shared_memory_problem, wanted_transport
 
 # Arguments of SGLang that follow from settings of ours, and those that are no one's choice.
 _OTHER_SETTING = {
@@ -37,6 +36,7 @@ _OTHER_SETTING = {
 _FIXED = {
     "base_gpu_id",
     "custom_sigquit_handler",
+    "custom_weight_loader",
     "device",
     "dist_init_addr",
     "dp_size",
@@ -60,6 +60,14 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
     engine_ranks = cfg.rollout.num_ranks or num_ranks
     yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=engine_ranks, device_type=device_type)
     yield from _placement_problems(cfg.rollout.tp_size, first=num_ranks - engine_ranks, num_ranks=num_ranks)
+    if cfg.refit.transport == "cuda_ipc" and device_type != "cuda":
+        yield 'refit.transport = "cuda_ipc" needs a CUDA device, and there is none; set it to "auto"'
+    elif (
+        cfg.rollout.placement == "colocated"
+        and wanted_transport(cfg.refit.transport, device_type) == "shared_memory"
+        and (problem := shared_memory_problem(cfg, model_config))
+    ):
+        yield problem
     architecture = (model_config.architectures or ["of unknown name"])[0]
     if not sglang_process.knows_architecture(architecture):
         yield (
@@ -82,8 +90,8 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
 def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
     if not given:
         return
-    known = sglang_process.known_arguments()
-    for name in given:
+    known = sglang_process.argument_types()
+    for name, value in given.items():
         if name in _OTHER_SETTING:
             yield f"rollout.sglang.{name} follows from {_OTHER_SETTING[name]}; set that instead"
         elif name in _FIXED:
@@ -92,6 +100,8 @@ def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield f"rollout.sglang.{name}: SGLang {sglang_process.SUPPORTED_VERSION} has no such argument{hint}"
+        elif problem := sglang_process.type_problem(value, known[name]):
+            yield f"rollout.sglang.{name} = {value!r}: {problem[0].lower()}{problem[1:]}"
 
 
 def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
@@ -145,6 +155,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         "trust_remote_code": cfg.model.trust_remote_code,
         "dtype": str(compute_dtype(cfg.model.compute_dtype, world.device.type)).removeprefix("torch."),
         "load_format": "dummy",  # the first refit brings the weights
+        "custom_weight_loader": [sglang_loader.PATH],
         "device": world.device.type,
         "base_gpu_id": world.local_rank,
         "tp_size": rollout.tp_size,
@@ -166,7 +177,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         sampling_backend="pytorch" if on_cpu else None,
         grammar_backend="none" if on_cpu else None,
     )
-    environment = {"PYTHONWARNINGS": "ignore"}
+    environment = {"PYTHONWARNINGS": "ignore", "PYTHONPATH": sglang_cpu.startup_path()}
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     elif "cuda_graph" in release:
@@ -190,10 +201,3 @@ def _cores(num_local_ranks: int) -> str:
     per_rank = max(1, len(cores) // num_local_ranks)
     shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(num_local_ranks)]
     return "|".join(",".join(map(str, share)) for share in shares)
-
-
-def transport_for(cfg: Config, device: torch.device) -> str:
-    """ "cuda_ipc" or "shared_memory": what `refit.transport` means on this device."""
-    if cfg.refit.transport != "auto":
-        return cfg.refit.transport
-    return "cuda_ipc" if device.type == "cuda" else "shared_memory"

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_cpu
 from spmdrl.rollout.engine import EngineDied
 from spmdrl.types import UserError
@@ -39,6 +38,7 @@ from spmdrl.types import UserError
 T = TypeVar("T")
 
 SUPPORTED_VERSION = "0.5.23"
+ORPHAN_GRACE_S = 3.0
 POLL_S = 0.5  # how soon the death of a process is noticed
 
 # What torchrun tells its ranks is not meant for the engine's processes; with TORCHELASTIC_USE_AGENT_STORE they would
@@ -85,13 +85,29 @@ def import_sglang() -> None:
     asyncio.set_event_loop_policy(policy)
 
 
-def known_arguments() -> set[str]:
-    """Names of the arguments that sglang's engine takes."""
+def argument_types() -> dict[str, Any]:
+    """The arguments that sglang's engine takes: names and types."""
     import_sglang()
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
-    return {field.name for field in msgspec.structs.fields(ServerArgs)}
+    return {field.name: field.type for field in msgspec.structs.fields(ServerArgs)}
+
+
+def type_problem(value: Any, kind: Any) -> str | None:
+    """What keeps a value from being of one of `argument_types`, None when nothing does, or when it cannot be told."""
+    import msgspec
+
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return str(error)
+    except TypeError:  # a type that msgspec cannot check
+        return None
+    choices = next((found for x in getattr(kind, "__metadata__", ()) if (found := getattr(x, "choices", None))), None)
+    if choices and isinstance(value, str) and value not in choices:
+        return f"Expected one of {', '.join(map(str, choices))}"
+    return None
 
 
 def knows_architecture(name: str) -> bool:
@@ -119,7 +135,9 @@ def orphans() -> dict[int, str]:
 
 
 def check_orphans() -> None:
-    """Raise UserError when engines of an earlier run are still there."""
+    """Raise UserError when engines of an earlier run are still there, and are not just about to end."""
+    if orphans():
+        time.sleep(ORPHAN_GRACE_S)
     if found := orphans():
         named = ", ".join(f"{number} ({name})" for number, name in sorted(found.items()))
         numbers = " ".join(map(str, sorted(found)))
@@ -140,24 +158,26 @@ def share_tensors(device_type: str) -> None:
         torch.multiprocessing.set_sharing_strategy("file_system")
 
 
-def serialized(bucket: Bucket, flat: Tensor) -> bytes:
-    """A handle to the bucket's memory with the places of its tensors, for one process, to be opened once."""
+class Handle:
+    """Unpickled in another process, it is a tensor in this process's memory.
+
+    Made once for a tensor on a CUDA device, however often it is sent: torch counts and keeps what it makes for each
+    handle as long as the memory lives.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reduced = torch.multiprocessing.reductions.reduce_tensor(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+def serialized(name: str, handle: Handle) -> bytes:
+    """A named tensor for one process, to be opened once."""
     import_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    places = [
-        FlattenedTensorMetadata(
-            name=entry.name,
-            shape=entry.shape,
-            dtype=entry.dtype,
-            start_idx=entry.start,
-            end_idx=entry.start + entry.num_bytes,
-            numel=entry.num_bytes,
-        )
-        for entry in bucket.flat_entries
-    ]
-    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places})
+    return MultiprocessingSerializer.serialize([(name, handle)])
 
 
 def digest(tensor: Tensor) -> str:

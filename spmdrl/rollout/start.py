@@ -33,10 +33,19 @@ def check_engine(cfg: Config, model_config: Any, *, num_ranks: int, device_type:
         raise UserError("\n".join(problems))
 
 
-def start_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshes: Meshes) -> RolloutEngine:
+def start_engine(
+    cfg: Config,
+    model_config: Any,
+    plan: Plan,
+    world: World,
+    meshes: Meshes,
+    *,
+    tell: Callable[[str], None] = print,
+) -> RolloutEngine:
     """Start this rank's engine, or join the ranks that share one; its weights are undefined until the first refit.
 
     On ranks that hold none: what stands for the engines of other ranks.
+    `tell` gets what the user should know and can do without. Raises UserError when refits could not reach the engine.
     """
     if not meshes.samples:
         return _remote_engine(cfg, model_config, plan, world, meshes)
@@ -44,15 +53,17 @@ def start_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshe
         # Here, not above: whoever uses the other engine need not have installed it.
         from spmdrl.rollout.sglang_engine import SGLangEngine
         from spmdrl.rollout.sglang_listen import ListeningSGLangEngine
-        from spmdrl.rollout.sglang_options import launch_options, transport_for
+        from spmdrl.rollout.sglang_options import launch_options
+        from spmdrl.rollout.transport import choose_transport
 
         if meshes.weights is not None:
             return ListeningSGLangEngine(launch_options(cfg, plan, world), meshes, model_config=model_config)
+        transport = choose_transport(cfg, model_config, world.device, meshes.data, tell=tell)
         return SGLangEngine(
             launch_options(cfg, plan, world),
             meshes.engine,
             model_config=model_config,
-            transport=transport_for(cfg, world.device),
+            transport=transport,
         )
     dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
     settings: dict[str, Any] = {

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,3 +91,32 @@ def test_greedy_tokens_are_those_of_a_forward(tmp_path: Path) -> None:
             logprobs = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         assert tokens == logprobs.argmax(-1).tolist()
         torch.testing.assert_close(torch.tensor([lp for _, lp in answer]), logprobs.amax(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rank_lives", [True, False])
+def test_processes_of_an_engine_end_with_their_rank_from_the_first_moment(tmp_path: Path, rank_lives: bool) -> None:
+    """Also those that their rank has not lived to see begin."""
+    child = "import time; print('running', flush=True); time.sleep(60)"
+    rank = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=sys.stdout); "
+    rank += "print(p.pid, flush=True); time.sleep(60)"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = os.environ | child_environment()
+    if not rank_lives:
+        late = subprocess.run(
+            [sys.executable, "-c", child], env=environment | {"SPMDRL_ENGINE_OF": str(gone.pid)}, timeout=60
+        )
+        assert late.returncode == 1
+        return
+    parent = f"import os, sys; os.environ['SPMDRL_ENGINE_OF'] = str(os.getpid()); exec({rank!r})"
+    process = subprocess.Popen([sys.executable, "-c", parent], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = {process.stdout.readline().strip() for _ in range(2)}
+    assert "running" in lines
+    child_id = int((lines - {"running"}).pop())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while Path("/proc", str(child_id)).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path("/proc", str(child_id)).exists()

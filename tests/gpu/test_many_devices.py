@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmdrl.config import RefitConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_policy
+from spmdrl.refit.refit import Refit
+from spmdrl.rollout.transport import cuda_ipc_problem
+from tests.other_process import OtherProcess
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import _trained, assert_same_change, initial
 from tests.spmd.test_refit import _refitted
-from tests.tiny import save_qwen3
+from tests.tiny import model_config, save_qwen3
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -26,3 +33,28 @@ def test_two_devices_give_the_gradients_of_one(tmp_path: Path) -> None:
 def test_engine_weights_equal_trainer_weights(tmp_path: Path) -> None:
     for differences in run_ranks(2, _refitted, save_qwen3(tmp_path), torch.bfloat16, 1024):
         assert differences == [0.0, 0.0]
+
+
+def _opened_by_another_process(path: str) -> list[str]:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        engine = OtherProcess(world.device, transport="cuda_ipc")
+        cfg = RefitConfig(bucket_bytes=2**14, verify="every")
+        refit = Refit(policy, engine, mesh, cfg, dtype=torch.bfloat16)
+        for version in range(3):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.to_local().mul_(1.01).add_(0.001)
+            refit(version=version)
+        held = engine.weights()
+        whole = {name: parameter.full_tensor().bfloat16().cpu() for name, parameter in policy.model.named_parameters()}
+        engine.close()
+        del policy, refit
+        return [name for name in whole if not torch.equal(held[name], whole[name])]
+
+
+def test_each_ranks_buckets_are_opened_on_its_own_device(tmp_path: Path) -> None:
+    if problem := cuda_ipc_problem(torch.device("cuda", 0)):
+        pytest.skip(problem)
+    assert run_ranks(2, _opened_by_another_process, save_qwen3(tmp_path)) == [[], []]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from spmdrl.batch import build_batch
-from spmdrl.config import OffloadConfig, OptimConfig
+from spmdrl.config import OffloadConfig, OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.memory import GIB, MemoryPlan
@@ -136,7 +136,13 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         engine.sleep()
         assert held - allocated() >= weights
         memory.sleep()
-        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.bfloat16, bucket_bytes=16 * MIB, verify="every")
+        refit = Refit(
+            learner.policy,
+            engine,
+            meshes.shard,
+            RefitConfig(bucket_bytes=16 * MIB, verify="every"),
+            dtype=torch.bfloat16,
+        )
         refit(version=1)  # compares digests
         assert len(dict(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=4)]))) == 1
         memory.wake()
@@ -152,7 +158,13 @@ def test_the_phases_catch_a_leak(qwen3: str) -> None:
         memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
         memory.sleep()
         engine = engine_for(qwen3, world)
-        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.bfloat16, bucket_bytes=16 * MIB, verify="every")
+        refit = Refit(
+            learner.policy,
+            engine,
+            meshes.shard,
+            RefitConfig(bucket_bytes=16 * MIB, verify="every"),
+            dtype=torch.bfloat16,
+        )
         free = read_memory(CUDA).free_bytes
         sizes = dict.fromkeys(
             ("weights", "optimizer", "buckets", "asleep", "engine_weights", "free_at_launch", "engine_keeps"), 0
@@ -181,7 +193,13 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
         learner = start(qwen3, meshes)
         memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="none")
         engine = engine_for(qwen3, world)
-        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.bfloat16, bucket_bytes=16 * MIB, verify="first")
+        refit = Refit(
+            learner.policy,
+            engine,
+            meshes.shard,
+            RefitConfig(bucket_bytes=16 * MIB, verify="first"),
+            dtype=torch.bfloat16,
+        )
         phases = Phases(memory, engine, refit, meshes.data, OffloadConfig(), plan=None, span=no_span)
         phases.refit(version=0)
         torch.cuda.manual_seed(5)

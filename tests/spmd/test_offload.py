@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch
-from spmdrl.config import OptimConfig
+from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
@@ -129,7 +129,9 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
         engine = TorchEngine(
             AutoConfig.from_pretrained(path), device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4
         )
-        refit = Refit(learner.policy, engine, meshes.shard, dtype=torch.float32, bucket_bytes=2**14, verify="every")
+        refit = Refit(
+            learner.policy, engine, meshes.shard, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32
+        )
         found: dict[str, Any] = {"host": []}
         for _ in range(3):
             memory.sleep()

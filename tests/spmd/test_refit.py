@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit, RefitMismatch, load_whole
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import Request
+from tests.other_process import OtherProcess
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, save_llama, save_qwen3
 
@@ -99,3 +101,35 @@ def test_one_flipped_bit_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(2, _corrupted, save_qwen3(tmp_path))
     assert first == second
     assert "after the refit to version 3" in first and "model.layers.0" in first
+
+
+def _opened(path: str, num_refits: int) -> tuple[list[str], int]:
+    """Refit another process through shared memory; what differs there, and files that refits after the first left."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        engine = OtherProcess(world.device, transport="shared_memory")
+        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=2**14, verify=num_refits), dtype=torch.float32)
+        refit(version=0)
+        before = len(os.listdir("/dev/shm"))
+        for version in range(1, num_refits + 1):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.to_local().mul_(1.01).add_(0.001)
+            refit(version=version)  # the last one compares digests
+        growth = len(os.listdir("/dev/shm")) - before
+        held = engine.weights()
+        differing = [
+            name
+            for name, parameter in policy.model.named_parameters()
+            if not torch.equal(held[name], parameter.full_tensor())
+        ]
+        engine.close()
+        del policy, refit
+        return differing, growth
+
+
+def test_another_process_opens_the_buckets_and_leaves_nothing(tmp_path: Path) -> None:
+    for differing, growth in run_ranks(2, _opened, save_qwen3(tmp_path), 10):
+        assert differing == []
+        assert growth <= 2  # of other programs

@@ -22,7 +22,8 @@ import spmdrl.rollout.collect
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.collect import Collected, Collector, Drawing
+from spmdrl.rollout.collect import MAX_REVIVALS, Collected, Collector, Drawing
+from spmdrl.rollout.engine import EngineDied
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
@@ -203,6 +204,7 @@ def start(
     sampling: Sampling = SAMPLING,
     prompts: list[FakePrompts] | None = None,
     store: HashStore | None = None,
+    revive: bool = False,
 ) -> Run:
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
     collectors = [
@@ -218,6 +220,7 @@ def start(
             num_engines=len(engines),
             run_seed=11,
             tell=messages.append if rank == 0 else lambda text: None,
+            revive=(lambda: None) if revive else None,
         )
         for rank, engine in enumerate(engines)
     ]
@@ -240,6 +243,21 @@ def prompt_ids(samples: Samples) -> list[int]:
 
 def only_samples(results: list[tuple[Samples, dict[str, float]]]) -> list[Samples]:
     return [samples for samples, _ in results]
+
+
+class MortalEngine(FakeEngine):
+    """Dies after so many responses, with what it was sampling, as often as it is told to."""
+
+    def __init__(self, *, responses: int, deaths: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        self._responses, self._deaths = responses, deaths
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+        for number, answer in enumerate(super().generate(requests)):
+            if self._deaths and number == self._responses:
+                self._deaths -= 1
+                raise EngineDied("the fake engine was killed")
+            yield answer
 
 
 def fast_and_slow() -> list[FakeEngine]:
@@ -452,3 +470,30 @@ def test_a_rank_that_fails_ends_the_step_of_all(drawing: Drawing) -> None:
         for future in [pool.submit(collector.collect, 1) for collector in run.collectors]:
             with pytest.raises(UserError, match="prompt 3 is broken"):
                 future.result(timeout=30)
+
+
+@pytest.mark.parametrize("drawing", [PLAIN, DYNAMIC], ids=["plain", "dynamic"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
+def test_what_a_dead_engine_was_sampling_is_sampled_again(drawing: Drawing, shared: bool) -> None:
+    alone = start(drawing, [FakeEngine()]).steps(1, 2)
+    for responses in (0, 1, 7):
+        engines = [MortalEngine(responses=responses), FakeEngine(max_running=2, tick_s=0.001)]
+        run = start(drawing, engines, shared=shared, revive=True)
+        survived = run.steps(1, 2)
+        if shared:  # a static split drops other groups than one engine alone
+            assert only_samples(survived) == only_samples(alone)
+        else:
+            assert only_samples(survived) == only_samples(start(drawing, fast_and_slow(), shared=False).steps(1, 2))
+        assert [metrics["rollout/engine_restarts_count"] for _, metrics in survived] == [1, 0]
+        assert run.messages[0] == "step 1: the fake engine was killed; it is started again"
+
+
+def test_a_death_ends_the_step_unless_it_shall_be_repaired_and_when_it_comes_too_often() -> None:
+    for revive, deaths in ((False, 1), (True, MAX_REVIVALS + 1)):
+        engines = [MortalEngine(responses=2, deaths=deaths), FakeEngine(max_running=2, tick_s=0.001)]
+        run = start(DYNAMIC, engines, revive=revive)
+        for rank in run.collectors:  # the other rank waits in a collective, which the end of this one breaks
+            rank._mesh.ranks.barrier = threading.Barrier(2, timeout=5)
+        with pytest.raises((EngineDied, threading.BrokenBarrierError)):
+            run.step(1)
+        assert len(run.messages) == (MAX_REVIVALS if revive else 0)

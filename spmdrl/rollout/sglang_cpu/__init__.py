@@ -19,7 +19,7 @@ from pathlib import Path
 
 from spmdrl.rollout.sglang_cpu import on_import
 
-__all__ = ["child_environment", "enable"]
+__all__ = ["child_environment", "enable", "startup_path"]
 
 _STARTUP = Path(__file__).resolve().parent / "startup"
 
@@ -38,5 +38,10 @@ def enable() -> None:
 
 def child_environment() -> dict[str, str]:
     """The environment variables that must be set around `Engine(...)`, for the processes that it starts."""
+    return {"PYTHONPATH": startup_path(), **_VARIABLES}
+
+
+def startup_path() -> str:
+    """PYTHONPATH for processes that shall run our `sitecustomize.py` first; on a GPU it ties them to their rank."""
     rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(_STARTUP)]
-    return {"PYTHONPATH": os.pathsep.join([str(_STARTUP), *rest]), **_VARIABLES}
+    return os.pathsep.join([str(_STARTUP), *rest])

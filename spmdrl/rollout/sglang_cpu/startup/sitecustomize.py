@@ -1,9 +1,14 @@
 """Runs when Python starts with this folder on PYTHONPATH: in the processes that SGLang starts.
 
-There is one sitecustomize to a process, so this one then runs the one that it hides, if any.
+They end with the rank that started the engine, from their first moment on: SGLang's own tie to its parent comes after
+its imports, which take long enough for a rank to die meanwhile. On a CPU they see the stubs. There is one sitecustomize
+to a process, so this one then runs the one that it hides, if any.
 """
 
+import ctypes
 import importlib.util
+import os
+import signal
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -17,8 +22,21 @@ def _run(spec):
     return module
 
 
-# By path: `import spmdrl...` would load torch into helper processes that need neither.
-_run(importlib.util.spec_from_file_location("spmdrl_sglang_on_import", _HERE.parent / "on_import.py")).install()
+def _end_with(owner):
+    """A process that a process of the engine started has that one to follow, and only looks whether it is too late."""
+    if os.getppid() == owner:
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of Linux's prctl
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if not Path("/proc", str(owner)).exists():
+        os._exit(1)
+
+
+if "SPMDRL_ENGINE_OF" in os.environ:
+    _end_with(int(os.environ["SPMDRL_ENGINE_OF"]))
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    # By path: `import spmdrl...` would load torch into helper processes that need neither.
+    _run(importlib.util.spec_from_file_location("spmdrl_sglang_on_import", _HERE.parent / "on_import.py")).install()
 
 _hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if Path(path).resolve() != _HERE])
 if _hidden is not None and _hidden.loader is not None:

@@ -1,0 +1,283 @@
+"""Time a refit of SGLang in buckets beside one call of the engine for each tensor: one process, the same transport.
+
+    python benchmarks/refit.py --sizes 10m 200m 1b --repeats 7
+
+Random Qwen3-shaped models in float32 on one rank, and SGLang in processes of its own. The two ways alternate; each
+opens one update session. Digests are off, and what they cost is timed apart. After each pair the limit is timed: a
+`copy_` of half a GiB on one thread, between buffers that no cache holds. Prints one JSON object;
+`benchmarks/bench.py` says what is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import workload
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from spmdrl.config import ModelConfig, RefitConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_policy
+from spmdrl.model.policy import Policy
+from spmdrl.refit.refit import Refit
+from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
+from spmdrl.rollout.sglang_engine import Launch, SGLangEngine
+
+MIB = 2**20
+GIB = 2**30
+COPY_BYTES = 512 * MIB
+NEVER = 2**31  # verify every so many refits: the first one, and no other
+SIZES: dict[str, dict[str, int]] = {
+    "10m": {"hidden_size": 256, "num_hidden_layers": 22, "head_dim": 32, "vocab_size": 4096, "intermediate_size": 288},
+    "200m": {"hidden_size": 1024, "num_hidden_layers": 13, "head_dim": 128, "vocab_size": 32768},
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 21, "head_dim": 128, "vocab_size": 32768},
+}
+BYTES_PER_PARAMETER = 14  # of host memory: policy and engine 4 each, the checkpoint 2, as much again for a moment
+
+
+def main() -> None:
+    """Measure every size that fits, print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of refits of each model")
+    parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
+    args = parser.parse_args()
+    load_average = os.getloadavg()
+    sizes: dict[str, Any] = {}
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        for size in args.sizes:
+            needed = BYTES_PER_PARAMETER * count(model_config(size)) + 2 * GIB
+            if (available := available_bytes()) < needed:
+                sizes[size] = {"left_out": f"needs {needed / GIB:.1f} GiB, {available / GIB:.1f} are available"}
+            else:
+                sizes[size] = measure(size, mesh, repeats=args.repeats, bucket_bytes=args.bucket_mib * MIB)
+            print(size, "left out" if "left_out" in sizes[size] else summary(sizes[size]), file=sys.stderr, flush=True)
+    result = {
+        "bucket_mib": args.bucket_mib,
+        "threads": torch.get_num_threads(),
+        "sizes": sizes,
+        "load_average": load_average[0],
+        "load_average_after": os.getloadavg()[0],
+        "versions": workload.versions(["torch", "transformers", "sglang"]),
+    }
+    print(json.dumps(result))
+
+
+def measure(size: str, mesh: DeviceMesh, *, repeats: int, bucket_bytes: int) -> dict[str, Any]:
+    """Both ways, alternating, into one engine."""
+    config = model_config(size)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        policy = load_policy(ModelConfig(path=folder), mesh, temperature=1.0)
+        engine = SGLangEngine(launch(folder), mesh, model_config=config, transport="shared_memory")
+    try:
+        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=bucket_bytes, verify=NEVER), dtype=torch.float32)
+        first_s = seconds(lambda: refit(version=0))
+        refit(version=1)
+        one_by_one = PerTensor(policy, SGLangCalls(engine), memory=engine.allocate, dtype=torch.float32)
+        one_by_one()
+        copy = Copy()
+        spmdrl_s, peer_s, copy_s = [], [], []
+        for version in range(2, 2 + repeats):
+            spmdrl_s.append(seconds(lambda version=version: refit(version=version)))
+            peer_s.append(seconds(one_by_one))
+            copy_s.append(statistics.median(seconds(copy) for _ in range(3)))
+        num_bytes = 4 * count(config)
+        rates = [num_bytes / 1e9 / duration for duration in spmdrl_s]
+        copy_rates = [COPY_BYTES / 1e9 / duration for duration in copy_s]
+        return {
+            "parameters": count(config),
+            "tensors": len(one_by_one.weights),
+            "buckets": len(plan_of(refit)),
+            "gb": num_bytes / 1e9,
+            "spmdrl_s": spmdrl_s,
+            "peer_s": peer_s,
+            "spmdrl_median_s": statistics.median(spmdrl_s),
+            "peer_median_s": statistics.median(peer_s),
+            "ratios": [ours / theirs for ours, theirs in zip(spmdrl_s, peer_s, strict=True)],
+            "gb_per_s": statistics.median(rates),
+            "copy_gb_per_s": statistics.median(copy_rates),
+            "shares_of_copy": [ours / limit for ours, limit in zip(rates, copy_rates, strict=True)],
+            "first_with_digests_s": first_s,
+            "digests_s": digest_seconds(policy, engine, mesh, bucket_bytes) - statistics.median(spmdrl_s),
+        }
+    finally:
+        engine.close()
+
+
+def summary(found: dict[str, Any]) -> str:
+    """One line."""
+    return (
+        f"({found['parameters'] / 1e6:.0f}M in {found['tensors']} tensors, {found['buckets']} buckets): "
+        f"{found['spmdrl_median_s'] * 1e3:.1f} ms, tensor by tensor {found['peer_median_s'] * 1e3:.1f} ms, ratio "
+        f"{statistics.median(found['ratios']):.3f}; {found['gb_per_s']:.2f} GB/s, "
+        f"{statistics.median(found['shares_of_copy']):.2f} of a copy's {found['copy_gb_per_s']:.1f} GB/s; "
+        f"digests {found['digests_s'] * 1e3:.0f} ms"
+    )
+
+
+class Call(Protocol):
+    """An engine that takes one tensor at a time, between `begin` and `end`."""
+
+    def begin(self) -> None:
+        """Open a session."""
+
+    def load(self, name: str, tensor: Tensor, is_last: bool) -> None:
+        """Return when the tensor was copied."""
+
+    def end(self) -> None:
+        """Close the session."""
+
+
+class PerTensor:
+    """The other way: each tensor is copied into memory that can be opened, and handed over by a call of its own."""
+
+    def __init__(self, policy: Any, call: Call, *, memory: Callable[[int], Tensor], dtype: torch.dtype) -> None:
+        self.weights: dict[str, Tensor] = dict(policy.model.named_parameters())
+        self._call = call
+        self._memory = memory(max(parameter.numel() for parameter in self.weights.values()) * dtype.itemsize)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """All of them, one after the other."""
+        self._call.begin()
+        last = list(self.weights)[-1]
+        for name, parameter in self.weights.items():
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            tensor = self._memory.view(self._dtype)[: shard.numel()].view(shard.shape).copy_(shard)
+            self._call.load(name, tensor, name == last)
+        self._call.end()
+
+
+class SGLangCalls:
+    """SGLang's own interface for named tensors."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        assert engine._process is not None
+        self._process = engine._process
+
+    def begin(self) -> None:
+        """Open an update session."""
+        self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+
+    def load(self, name: str, tensor: Tensor, is_last: bool) -> None:
+        """Pickle a handle, and wait for the answer."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._process.ask(
+            "update_weights_from_tensor",
+            "UpdateWeightsFromTensorReqInput",
+            serialized_named_tensors=[sglang_process.serialized(name, sglang_process.Handle(tensor))],
+            flush_cache=is_last,
+        )
+
+    def end(self) -> None:
+        """Close the session."""
+        self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
+
+
+def digest_seconds(policy: Policy, engine: SGLangEngine, mesh: DeviceMesh, bucket_bytes: int) -> float:
+    """A refit that compares digests, after one that did."""
+    checked = RefitConfig(bucket_bytes=bucket_bytes, verify="every")
+    refit = Refit(policy, engine, mesh, checked, dtype=torch.float32)
+    refit(version=10**6)
+    return seconds(lambda: refit(version=10**6 + 1))
+
+
+def plan_of(refit: Refit) -> tuple[Any, ...]:
+    """Its buckets."""
+    return refit._gatherer.buckets
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long it takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Copy:
+    """A `copy_` whose source and target are too large for any cache; their pages have been touched."""
+
+    def __init__(self) -> None:
+        self._source, self._target = (torch.full((COPY_BYTES,), value, dtype=torch.uint8) for value in (1, 2))
+
+    def __call__(self) -> None:
+        self._target.copy_(self._source)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def model_config(size: str) -> Qwen3Config:
+    """Qwen3 with tied embeddings, half as many key heads as heads."""
+    shape = {"intermediate_size": 3 * SIZES[size]["hidden_size"]} | SIZES[size]
+    heads = shape["hidden_size"] // shape["head_dim"]
+    return Qwen3Config(
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+        **shape,
+    )
+
+
+def count(config: Qwen3Config) -> int:
+    """Parameters, tied ones once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Qwen3ForCausalLM(config).parameters())
+
+
+def launch(folder: str) -> Launch:
+    """SGLang on a CPU with one device and little room for requests: nothing is sampled."""
+    arguments = {
+        "model_path": folder,
+        "dtype": "float32",
+        "load_format": "dummy",
+        "custom_weight_loader": [sglang_loader.PATH],
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": True,
+        "context_length": 256,
+        "max_total_tokens": 512,
+        "max_running_requests": 4,
+        "mem_fraction_static": 0.9,
+        "sleep_on_idle": True,
+        "log_level": "error",
+    }
+    environment = {"PYTHONWARNINGS": "ignore", **sglang_cpu.child_environment()}
+    return Launch(
+        arguments=arguments, environment=environment, owner=f"{os.getpid()}", release=frozenset(), max_running=4
+    )
+
+
+if __name__ == "__main__":
+    main()

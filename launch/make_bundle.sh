@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Pack SGLang and what it imports for a GPU machine without network: one archive, in pieces of 64 MiB.
+#   usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]    the packages that this machine lacks besides, as wheels
+#   PYTHON=python3.11    an interpreter with pip; it need not be the one of the other machine
+# For Linux on x86-64, CPython 3.12, a Hopper GPU and torch 2.11. docs/gpu.md says what else must be there, and what to
+# do with the pieces.
+set -euo pipefail
+
+out=${1:?usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]}
+shift
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+mkdir -p "$out"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+site=$work/site
+mkdir "$site"
+
+# sglang-kernel 0.4.5 is the newest that is built for torch 2.11; SGLang asks for a newer one, and can be told not to.
+needed=(sglang==0.5.23 sglang-kernel==0.4.5 torch_memory_saver==0.0.10)
+imported=(
+    annotated-doc annotated-types apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro fastapi gguf httpcore2
+    httpx httpx2 jiter loguru msgspec openai opentelemetry-api orjson partial_json_parser pybase64 pydantic==2.14.3
+    pydantic_core==2.50.4 pyzmq setproctitle sniffio starlette truststore typing-inspection uvicorn xgrammar==0.2.7
+)
+ours=(
+    antlr4-python3-runtime==4.13.2 iniconfig latex2sympy2_extended math-verify==0.9.0 pluggy pytest==9.2.0
+    pytest-timeout==2.4.0 tomlkit==0.15.2
+)
+
+platforms=()
+for glibc in 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
+platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+
+wheel() {
+    "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: \
+        --implementation cp --python-version 3.12 "${platforms[@]}" --dest "$work/wheels" "$1"
+}
+
+for package in "${needed[@]}" "$@"; do wheel "$package"; done
+# One at a time, so that a missing wheel is named; whether it matters depends on what the other machine has.
+for package in "${imported[@]}" "${ours[@]}"; do
+    wheel "$package" 2>/dev/null || echo "no wheel of $package; take it along if the other machine lacks it" >&2
+done
+
+for file in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$file" "$site"; done
+# Three quarters of it are kernels of other GPUs, fa3, and parts of SGLang that serve no rollouts.
+rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/rust_extensions/*.so "$site/triton_kernels"
+find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
+cp -r "$here/spmdrl/rollout/sglang_cpu/stubs/IPython" "$site"
+find "$site" -name __pycache__ -prune -exec rm -rf {} +
+
+rm -f "$out"/site.tar.xz.*
+tar cJ -C "$site" . | split --bytes=64M --numeric-suffixes - "$out/site.tar.xz."
+(cd "$out" && sha256sum site.tar.xz.* >SHA256SUMS)
+ls -lh "$out"

@@ -1,0 +1,99 @@
+"""Settings of SGLang that cannot work: every problem in one answer, exit code 2, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.rollout import sglang_process
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.types import UserError
+from tests.e2e.test_train import CONFIG, REWARD
+
+
+def dry_run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spmdrl.train", str(folder / "c.toml"), "--dry-run", "--ranks", "2"]
+    return subprocess.run([*command, "rollout.engine=sglang", *overrides], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", hidden_size=128, num_layers=1)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "c.toml").write_text(
+        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
+    )
+    return tmp_path
+
+
+def test_all_of_it_is_told_at_once(folder: Path) -> None:
+    answer = dry_run(
+        folder,
+        "rollout.tp_size=3",
+        "rollout.sglang.max_prefil_tokens=5",
+        "rollout.sglang.mem_fraction_static=0.5",
+        "rollout.sglang.load_format=auto",
+        "rollout.sglang.chunked_prefill_size=64",
+        "rollout.sglang.page_size=many",
+        "rollout.sglang.schedule_policy=nonsense",
+        "rollout.stop_token_ids=[5]",
+    )
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+    for sentence in (
+        "rollout.tp_size = 3 does not divide the 2 ranks; set it to 1 or 2",
+        "rollout.tp_size = 3 does not divide the model's 4 attention heads; set it to 1, 2 or 4",
+        "rollout.sglang.max_prefil_tokens: SGLang 0.5.23 has no such argument; did you mean max_prefill_tokens?",
+        "rollout.sglang.mem_fraction_static follows from rollout.memory_fraction; set that instead",
+        "rollout.sglang.load_format is not for the user to choose",
+        "rollout.sglang.chunked_prefill_size follows from rollout.chunked_prefill_tokens; set that instead",
+        "rollout.sglang.page_size = 'many': expected `int | null`, got `str`",
+        "rollout.sglang.schedule_policy = 'nonsense': expected one of lpm",
+        "rollout.stop_token_ids = [5] leaves out [1]",
+        "run.deterministic = true cannot be kept",
+    ):
+        assert sentence in answer.stderr, answer.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_settings_that_work_pass(folder: Path) -> None:
+    answer = dry_run(folder, "run.deterministic=false", "rollout.tp_size=2", "rollout.sglang.max_prefill_tokens=4096")
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_model_that_sglang_does_not_know(folder: Path) -> None:
+    path = folder / "model/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"architectures": ["UnheardOfForCausalLM"]}))
+    answer = dry_run(folder, "run.deterministic=false")
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+    assert "is a UnheardOfForCausalLM, which SGLang 0.5.23 does not know" in answer.stderr
+
+
+def test_sglang_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_process.check_installed()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.17")
+    with pytest.raises(UserError, match=r"works with SGLang 0.5.23, but 0.5.17 is installed; run: make setup-sglang"):
+        sglang_process.check_installed()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="not installed; run: make setup-sglang"):
+        sglang_process.check_installed()
+
+
+def test_processes_of_an_earlier_run_are_named() -> None:
+    sglang_process.check_orphans()
+    program = "import time; time.sleep(60)"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    orphan = subprocess.Popen([sys.executable, "-c", program], env={sglang_process.OWNER_VARIABLE: str(gone.pid)})
+    owned = subprocess.Popen([sys.executable, "-c", program], env={sglang_process.OWNER_VARIABLE: str(orphan.pid)})
+    try:
+        with pytest.raises(UserError, match=rf"still there: {orphan.pid} \(.*\); end them: kill -9 {orphan.pid}$"):
+            sglang_process.check_orphans()
+    finally:
+        for process in (orphan, owned):
+            process.kill()
+            process.wait()

@@ -1,0 +1,119 @@
+"""Weights reach another process through CUDA IPC and through host memory bit for bit, and refits leave nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from spmdrl.config import RefitConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_policy
+from spmdrl.model.policy import Policy
+from spmdrl.refit.refit import Refit, RefitMismatch
+from spmdrl.rollout.transport import cuda_ipc_problem
+from tests.other_process import OtherProcess
+from tests.tiny import model_config, save_qwen3
+
+MIB = 2**20
+NUM_REFITS = 50
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """About 24 million parameters, so that a bucket left behind would be seen."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128}
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), **sizes)
+
+
+@contextmanager
+def refitted(path: str, transport: str, verify: str) -> Iterator[tuple[Policy, OtherProcess, Refit]]:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).shard
+        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        engine = OtherProcess(world.device, transport=transport)
+        cfg = RefitConfig(bucket_bytes=8 * MIB, verify=verify)  # type: ignore[arg-type]
+        refit = Refit(policy, engine, mesh, cfg, dtype=torch.bfloat16)
+        try:
+            yield policy, engine, refit
+        finally:
+            engine.close()
+            del policy, refit
+
+
+@torch.no_grad()
+def change(policy: Policy) -> None:
+    for parameter in policy.parameters():
+        parameter.to_local().mul_(1.01).add_(0.001)
+
+
+def skip_without(transport: str) -> None:
+    if transport == "cuda_ipc" and (problem := cuda_ipc_problem(torch.device("cuda", 0))):
+        pytest.skip(problem)
+
+
+def test_the_check_answers() -> None:
+    problem = cuda_ipc_problem(torch.device("cuda", 0))
+    assert problem is None or problem.startswith("one process cannot open another's device memory (")
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
+def test_another_process_holds_the_weights_bit_for_bit(qwen3: str, transport: str) -> None:
+    skip_without(transport)
+    with refitted(qwen3, transport, "every") as (policy, engine, refit):
+        for version in range(4):
+            change(policy)
+            refit(version=version)
+        held = engine.weights()
+        for name, parameter in policy.model.named_parameters():
+            assert torch.equal(held[name], parameter.full_tensor().bfloat16().cpu()), name
+
+
+def test_a_bucket_is_not_read_before_it_is_complete(qwen3: str) -> None:
+    """Work that the stream has still to do when a bucket is handed over belongs to it."""
+    skip_without("cuda_ipc")
+    with refitted(qwen3, "cuda_ipc", "every") as (policy, _, refit):
+        fill = refit._gatherer.fill
+
+        def late(bucket, flat) -> None:
+            torch.cuda._sleep(200_000_000)  # clock cycles: a tenth of a second
+            fill(bucket, flat)
+
+        refit._gatherer.fill = late  # type: ignore[method-assign]
+        for version in range(2):
+            change(policy)
+            refit(version=version)
+
+
+def test_a_flipped_bit_is_noticed(qwen3: str) -> None:
+    skip_without("cuda_ipc")
+    with refitted(qwen3, "cuda_ipc", "every") as (_, engine, refit):
+        load = engine.load
+
+        def corrupt(number: int) -> None:
+            if number == 1:
+                refit._buffers[1][40] ^= 1
+            load(number)
+
+        engine.load = corrupt  # type: ignore[method-assign]
+        with pytest.raises(RefitMismatch):
+            refit(version=0)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
+def test_refits_take_no_more_device_memory(qwen3: str, transport: str) -> None:
+    skip_without(transport)
+    with refitted(qwen3, transport, "first") as (policy, _, refit):
+        for version in range(5):
+            refit(version=version)
+        torch.cuda.synchronize()
+        allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+        for version in range(5, 5 + NUM_REFITS):
+            change(policy)
+            refit(version=version)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= allocated + MIB
+        assert torch.cuda.mem_get_info()[0] >= free - 8 * MIB  # of both processes; a bucket that stayed would be 8 MiB

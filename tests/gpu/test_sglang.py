@@ -1,0 +1,118 @@
+"""The real SGLang on CUDA devices: refits, sleep and wake, a whole run. They skip where it cannot be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmdrl.tools.tiny_model import save_tiny_model
+from tests.e2e.test_train import CONFIG, REWARD
+from tests.engine.setup import answers, change, greedy, prompts, rank_with_engine, settings
+from tests.spmd.ranks import run_ranks
+from tests.tiny import save_qwen3
+
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+
+LIMIT_S = 280.0  # kernels are compiled at the first start
+# What a machine without flashinfer can run, too.
+BACKENDS: dict[str, Any] = {
+    "memory_fraction": 0.3,
+    "attention_backend": "triton",
+    "sglang": {"sampling_backend": "pytorch", "grammar_backend": "none"},
+}
+SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 1024}
+MIB = 2**20
+
+
+def free_bytes() -> int:
+    """Of the device, with nothing of this process's that is not in use."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def slept_and_woke(path: str, transport: str) -> dict[str, Any]:
+    """Free device memory with the engine awake, asleep and awake again, and greedy tokens before and after."""
+    cfg = settings(path, 1, refit={"transport": transport, "bucket_bytes": MIB}, **BACKENDS)
+    with rank_with_engine(cfg) as rank:
+        found: dict[str, Any] = {}
+        change(rank.policy, 0.01)
+        rank.refit(version=0)  # compares every weight by digest
+        rank.engine.wake()
+        asked = [greedy(ids, 16) for ids in prompts(4)]
+        found["before"] = [answer.token_ids for answer in answers(rank.engine, asked)]
+        found["awake"] = free_bytes()
+        rank.engine.sleep()
+        found["asleep"] = free_bytes()
+        rank.refit(version=1)  # brings the memory of the weights back
+        rank.engine.wake()
+        found["awake again"] = free_bytes()
+        found["after"] = [answer.token_ids for answer in answers(rank.engine, asked)]
+        return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["auto", "shared_memory"])
+def test_sleep_gives_the_memory_back_and_wake_takes_it(tmp_path: Path, transport: str) -> None:
+    (found,) = run_ranks(1, slept_and_woke, save_qwen3(tmp_path, **SHAPE), transport, timeout_s=LIMIT_S)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert found["asleep"] - found["awake"] > 0.2 * total  # the cache had 0.3 of what was free
+    assert abs(found["awake again"] - found["awake"]) < 512 * MIB
+    assert found["before"] == found["after"]
+
+
+def shared_by_two(path: str) -> int:
+    """Refit one engine on two devices three times; every weight is compared by digest."""
+    cfg = settings(path, 2, tp_size=2, **BACKENDS)
+    with rank_with_engine(cfg) as rank:
+        for version in range(3):
+            change(rank.policy, 0.01)
+            rank.refit(version=version)
+        return rank.engine.version
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) -> None:
+    assert run_ranks(2, shared_by_two, save_qwen3(tmp_path, **SHAPE), timeout_s=LIMIT_S) == [2, 2]
+
+
+@pytest.mark.timeout(600)
+def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", hidden_size=64, num_layers=2)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "c.toml").write_text(
+        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
+    )
+    overrides = [
+        "run.num_steps=10",
+        "run.deterministic=false",
+        "rollout.engine=sglang",
+        "rollout.memory_fraction=0.3",
+        "rollout.attention_backend=triton",
+        "rollout.sglang.sampling_backend=pytorch",
+        "rollout.sglang.grammar_backend=none",
+        'offload.engine=["kv_cache", "weights"]',
+        "offload.trainer=all",
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        [*torchrun, "-m", "spmdrl.train", str(tmp_path / "c.toml"), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(11))
+    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
+    assert all(row["mismatch/max_abs_nats"] < 0.5 for row in rows[1:])

@@ -1,0 +1,86 @@
+"""The devices of an engine together hold every weight of a checkpoint, fused and padded as SGLang keeps them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmdrl.rollout.sglang_layout import Share, held_weights
+
+HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+        f"{layer}.self_attn.k_proj.weight": (KEY_HEADS * HEAD_DIM, HIDDEN),
+        f"{layer}.self_attn.v_proj.weight": (KEY_HEADS * HEAD_DIM, HIDDEN),
+        f"{layer}.self_attn.q_proj.bias": (HEADS * HEAD_DIM,),
+        f"{layer}.self_attn.k_proj.bias": (KEY_HEADS * HEAD_DIM,),
+        f"{layer}.self_attn.v_proj.bias": (KEY_HEADS * HEAD_DIM,),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        f"{layer}.mlp.gate_proj.weight": (INNER, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
+        f"{layer}.mlp.down_proj.bias": (HIDDEN,),
+        f"{layer}.mlp.gate.weight": (EXPERTS, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    for expert in range(EXPERTS):
+        shapes[f"{layer}.mlp.experts.{expert}.gate_proj.weight"] = (INNER, HIDDEN)
+        shapes[f"{layer}.mlp.experts.{expert}.up_proj.weight"] = (INNER, HIDDEN)
+        shapes[f"{layer}.mlp.experts.{expert}.down_proj.weight"] = (HIDDEN, INNER)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def held(size: int, device_type: str = "cuda") -> list[dict[str, torch.Tensor]]:
+    class Model:
+        num_attention_heads, num_key_value_heads = HEADS, KEY_HEADS
+
+    weights = checkpoint()
+    shares = [Share.of(Model, rank=rank, size=size, device_type=device_type) for rank in range(size)]
+    return [held_weights(weights, share) for share in shares]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_parts_of_all_devices_make_the_whole(size: int) -> None:
+    weights, devices = checkpoint(), held(size)
+    layer = "model.layers.0"
+    replicas = max(1, size // KEY_HEADS)  # devices that hold the same key heads
+    q, k, v = (weights[f"{layer}.self_attn.{n}_proj.weight"] for n in "qkv")
+    fused = [d[f"{layer}.self_attn.qkv_proj.weight"] for d in devices]
+    sizes = [q.shape[0] // size] + [k.shape[0] * replicas // size] * 2
+    parts = [part.split(sizes) for part in fused]
+    assert torch.equal(torch.cat([part[0] for part in parts]), q)
+    assert torch.equal(torch.cat([part[1] for part in parts[::replicas]]), k)
+    assert torch.equal(torch.cat([part[2] for part in parts[::replicas]]), v)
+    assert all(torch.equal(parts[i][1], parts[i - i % replicas][1]) for i in range(size))
+    gate_up = [d[f"{layer}.mlp.gate_up_proj.weight"].chunk(2) for d in devices]
+    for number, name in enumerate(("gate", "up")):
+        assert torch.equal(torch.cat([part[number] for part in gate_up]), weights[f"{layer}.mlp.{name}_proj.weight"])
+    for name in (f"{layer}.self_attn.o_proj.weight", f"{layer}.mlp.down_proj.weight"):
+        assert torch.equal(torch.cat([d[name] for d in devices], dim=1), weights[name])
+    for name in ("model.norm.weight", f"{layer}.mlp.gate.weight", f"{layer}.mlp.down_proj.bias"):
+        assert all(torch.equal(d[name], weights[name]) for d in devices)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        whole = torch.cat([d[name] for d in devices])
+        assert whole.shape[0] % 64 == 0
+        assert torch.equal(whole[:VOCABULARY], weights[name]) and not whole[VOCABULARY:].any()
+    for expert in range(EXPERTS):
+        down = torch.cat([d[f"{layer}.mlp.experts.w2_weight"][expert] for d in devices], dim=1)
+        assert torch.equal(down, weights[f"{layer}.mlp.experts.{expert}.down_proj.weight"])
+        both = [d[f"{layer}.mlp.experts.w13_weight"][expert].chunk(2) for d in devices]
+        for number, name in enumerate(("gate", "up")):
+            whole = torch.cat([part[number] for part in both])
+            assert torch.equal(whole, weights[f"{layer}.mlp.experts.{expert}.{name}_proj.weight"])
+
+
+def test_on_a_cpu_the_inner_size_is_padded_with_zeros() -> None:
+    weights, devices = checkpoint(), held(2, "cpu")
+    down = torch.cat([d["model.layers.0.mlp.down_proj.weight"] for d in devices], dim=1)
+    assert down.shape[1] == 64
+    assert torch.equal(down[:, :INNER], weights["model.layers.0.mlp.down_proj.weight"]) and not down[:, INNER:].any()
