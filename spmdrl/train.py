@@ -28,7 +28,7 @@ from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
-from spmdrl.refit.probe import probe_metrics
+from spmdrl.probe import probe_metrics
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.resources import (

@@ -10,7 +10,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.gather import Gatherer
-from spmdrl.rollout.engine import WeightSink
+from spmdrl.refit.sink import WeightSink
 
 
 class RefitMismatch(RuntimeError):
