@@ -151,8 +151,8 @@ class RolloutConfig(Section):
     cuda_graphs: bool = True
     """Whether an SGLang engine captures its decode steps."""
     restart_engine: bool = False
-    """Start an SGLang engine that has died while sampling again, and sample what it was working on again. Otherwise
-    its death ends the run."""
+    """Start an SGLang engine that has died while it sampled a step's rollouts again, and sample what it was working on
+    again. Otherwise, and when it dies elsewhere, its death ends the run."""
     sglang: dict[str, Any] = {}
     """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 
@@ -493,11 +493,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_travel_where_there_is_a_way(self) -> Config:
+        if self.rollout.engine == "torch" and self.refit.transport != "auto":
+            raise ValueError(f'refit.transport = "{self.refit.transport}" has no meaning for rollout.engine = "torch"')
+        return self
+
+    @model_validator(mode="after")
     def _the_engine_has_what_it_gives_back(self) -> Config:
         if self.rollout.engine == "torch" and "cuda_graph" in self.offload.engine:
             raise ValueError(
                 'offload.engine names "cuda_graph", but rollout.engine = "torch" has no CUDA graphs; leave it out'
             )
+        if not self.rollout.cuda_graphs and "cuda_graph" in self.offload.engine:
+            raise ValueError('offload.engine names "cuda_graph", but rollout.cuda_graphs = false; leave it out')
         return self
 
 

@@ -70,7 +70,6 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:
         problems.refuse()
-    problems.attempt(lambda: _check_engine(cfg, model_config, num_ranks))
     if plan is not None:
         problems.attempt(lambda: _check_length(plan, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
@@ -79,6 +78,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     memory = problems.attempt(lambda: _memory(cfg, model_config, num_ranks))
     problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
+    problems.attempt(lambda: _check_engine(cfg, model_config, stops, num_ranks))
     kept_apart = cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
     prompts = problems.attempt(
         lambda: make_training_stream(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer)
@@ -89,6 +89,21 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems.refuse()
     assert plan and stops and prompts and held_out is not None
     return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What an evaluation needs, without a plan to train."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: frozenset[int]
+    prompts: list[Prompt]
+
+
+def open_held_out(cfg: Config) -> HeldOut:
+    """Open what the evaluation of a run's model reads. Raises UserError when something is not there."""
+    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), _held_out(cfg, cfg.eval, tokenizer))
 
 
 def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
@@ -102,10 +117,10 @@ def _check_attention(cfg: ModelConfig) -> None:
     choose_kernel(cfg.attention, device_type, compute_dtype(cfg.compute_dtype, device_type))
 
 
-def _check_engine(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> None:
+def _check_engine(cfg: Config | SftConfig, model_config: Any, stops: frozenset[int] | None, num_ranks: int) -> None:
     if isinstance(cfg, Config):
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        check_engine(cfg, model_config, num_ranks=num_ranks, device_type=device_type)
+        check_engine(cfg, model_config, stops, num_ranks=num_ranks, device_type=device_type)
 
 
 def _check_length(plan: Plan, model_config: Any) -> None:

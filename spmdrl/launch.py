@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import tomlkit
+import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, SectionT, SftConfig, read_config
@@ -70,7 +71,8 @@ def _quiet_about_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(words in str(error) for words in _LOST):
+        of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        if of_torch and any(words in str(error) for words in _LOST):
             raise _LostRank from error
         raise
 

@@ -122,6 +122,7 @@ class Phases:
     def _sleep_engine(self) -> None:
         """The engine gives back what it holds and was told to release."""
         self._settle()
+        host_barrier(self._mesh)  # the rank that leads an engine releases what the others read here
         before = self._read(self._device).free_bytes
         self._pass_edge("engine asleep", self._engine.sleep, self._to_wake_trainer)
         if not self._engine_sleeps:  # else all of it was asleep before, and a refit had taken the weights back

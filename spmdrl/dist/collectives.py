@@ -24,13 +24,6 @@ def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return total
 
 
-def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
-    """True everywhere if it is True anywhere."""
-    vote = torch.tensor(int(flag), device=mesh.device_type)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    return bool(vote)
-
-
 def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
     """Each rank's small picklable value, in mesh order, on every rank."""
     gathered: list[Any] = [None] * mesh.size()

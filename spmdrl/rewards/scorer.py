@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,8 @@ class Scorer:
         self._timeout_s = cfg.timeout_s
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        # As it is now: while an engine is started again, in another thread, it holds what is meant for the engine.
+        self._environment = os.environ | _ONE_THREAD
         started: list[Future[None]] = [Future() for _ in range(cfg.num_workers)]
         # A worker lives as long as the thread that started it: Linux's parent-death signal is about threads.
         self._threads = [
@@ -99,7 +101,7 @@ class Scorer:
     def _serve(self, started: Future[None]) -> None:
         """The life of one thread: keep one worker, which nobody else touches, and hand it one item at a time."""
         try:
-            worker = _Worker(self._terms, self._closed)
+            worker = _Worker(self._terms, self._closed, self._environment)
         except Exception as error:
             started.set_exception(error)
             return
@@ -108,7 +110,7 @@ class Scorer:
             try:
                 if not worker.is_ready() and not self._closed.is_set():
                     worker.kill()
-                    worker = _Worker(self._terms, self._closed)
+                    worker = _Worker(self._terms, self._closed, self._environment)
                 reply = worker.ask(task.item, self._timeout_s)
             except Exception as error:  # the item cannot be pickled, or no worker can be started
                 reply = Reply(parts={}, failure=f"{type(error).__name__}: {error}")
@@ -137,7 +139,7 @@ class _Task:
 class _Worker:
     """One reward process, seen from the thread that owns it."""
 
-    def __init__(self, terms: Sequence[Term], closed: threading.Event) -> None:
+    def __init__(self, terms: Sequence[Term], closed: threading.Event, environment: Mapping[str, str]) -> None:
         self._closed = closed
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
@@ -145,7 +147,7 @@ class _Worker:
                 [sys.executable, "-u", "-c", PROGRAM, str(os.getpid()), str(theirs.fileno()), *sys.path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | _ONE_THREAD,
+                env=environment,
                 start_new_session=True,  # a terminal's Ctrl-C stays away, and its own children can be killed with it
             )
         problem = self.ask(list(terms), START_LIMIT_S)

@@ -190,8 +190,8 @@ class Collector:
             if self._revive is None or not any(deaths):
                 break
             self._tell(f"step {step}: {'; '.join(filter(None, deaths))}; it is started again")
+            tickets.resume()  # on all ranks before any goes on: to revive is a collective
             self._revive()
-            tickets.resume()
         return num_revived
 
     def state(self) -> dict[str, Any]:
@@ -341,12 +341,14 @@ class _Part:
                 return
             yield from self._requests_of(group)
         while not self._is_over():
+            if self._tickets.is_interrupted():
+                return
             if len(self._unfinished) < self._max_open and (ticket := self._tickets.draw()) is not None:
                 self.num_drawn, self.tickets_end = self.num_drawn + 1, ticket + 1
                 group = self._draw(ticket)
                 self._unfinished[_prompt_id(group)] = group
                 yield from self._requests_of(group)
-            elif self._tickets.is_empty() or self._tickets.is_interrupted():
+            elif self._tickets.is_empty():
                 return
             elif self._num_running:
                 yield None

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.dist.collectives import gather_objects, host_barrier
+from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
 from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_loader, sglang_process
 from spmdrl.rollout.engine import EngineDied
 from spmdrl.rollout.sglang_layout import Share, held_weights
 from spmdrl.rollout.sglang_process import POLL_S, SGLangProcess
 from spmdrl.rollout.source import Source
-from spmdrl.types import FinishReason, Request, Response, Span
+from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 SETTLE_LIMIT_S = 60.0
 
@@ -35,6 +35,7 @@ class Launch:
     owner: str  # says whose processes they are
     release: frozenset[str]  # kinds of memory given back while the trainer works: kv_cache, weights, cuda_graph
     max_running: int  # requests in flight
+    longest_tokens: int  # of a prompt and its response
 
 
 class SGLangEngine:
@@ -62,12 +63,21 @@ class SGLangEngine:
         self._is_idle = True
         self._names = itertools.count()
         sglang_process.share_tensors(self._device.type)
-        self._process = self._start() if self.leads else None
-        gather_objects(mesh, None)  # the others wait here, on a socket
+        with failing_together(mesh):  # the others wait here, on a socket
+            self._process = self._start() if self.leads else None
 
     def _start(self) -> SGLangProcess:
         launch = self._launch
-        return SGLangProcess(launch.arguments, environment=launch.environment, owner=launch.owner)
+        process = SGLangProcess(launch.arguments, environment=launch.environment, owner=launch.owner)
+        if process.longest_tokens < launch.longest_tokens:
+            process.close()
+            # SGLang would cut responses short and say that they reached their length.
+            raise UserError(
+                f"SGLang has room for sequences of {process.longest_tokens} tokens, but a prompt and its response may "
+                f"have {launch.longest_tokens}; raise rollout.memory_fraction or rollout.max_kv_tokens, or lower "
+                "data.max_prompt_tokens or rollout.max_response_tokens"
+            )
+        return process
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
         """See `RolloutEngine.generate`. Raises EngineDied, within seconds, when a process of the engine ends."""
@@ -89,7 +99,10 @@ class SGLangEngine:
             if (answered := _first(finished)) is not None:
                 index, answer = answered
                 running -= 1
-                yield index, _response(answer.result())
+                response = _response(answer.result())
+                if response.finish_reason == "abort" and not self._abort:
+                    raise RuntimeError(f"SGLang gave up a request by itself: {answer.result()['meta_info']}")
+                yield index, response
             self._process.require_alive()
             source.ask_again()
 
@@ -219,13 +232,13 @@ class SGLangEngine:
         """See `RolloutEngine.revive`."""
         if not any(gather_objects(self._mesh, self._process is not None and self._process.is_dead())):
             return
-        if self._process is not None:
-            self._process.close()
-            self._process = self._start()
+        with failing_together(self._mesh):  # the others wait here, on a socket
+            if self._process is not None:
+                self._process.close()
+                self._process = self._start()
         self.version = -1
         self._loading, self._is_idle = None, True
         self._released = set()
-        gather_objects(self._mesh, None)  # the others wait here, on a socket
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -274,5 +287,10 @@ def _response(answer: Mapping[str, Any]) -> Response:
         token_ids=tuple(answer["output_ids"]),
         logprobs=tuple(logprob for logprob, *_ in logprobs),
         finish_reason=reason,
-        spans=tuple(Span(int(x["version"]), x["end"] - x["start"]) for x in about.get("weight_versions") or ()),
+        # A request that was aborted while it waited has a span without tokens.
+        spans=tuple(
+            Span(int(x["version"]), x["end"] - x["start"])
+            for x in about.get("weight_versions") or ()
+            if x["end"] > x["start"]
+        ),
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
+import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.dist.session import World
+from spmdrl.dist.session import World, local_rank
 from spmdrl.model.load import compute_dtype
 from spmdrl.plan import Plan
 from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
 from spmdrl.rollout.sglang_engine import Launch
 from spmdrl.rollout.transport import shared_memory_problem, wanted_transport
+from spmdrl.types import UserError
 
 # Arguments of SGLang that follow from settings of ours, and those that are no one's choice.
 _OTHER_SETTING = {
@@ -33,14 +37,18 @@ _OTHER_SETTING = {
     "disable_cuda_graph": "rollout.cuda_graphs",
     "enable_memory_saver": "offload.engine",
 }
+_ROOM_TOKENS = 8  # SGLang ends responses a little before its limits
 _FIXED = {
     "base_gpu_id",
+    "context_length",
     "custom_sigquit_handler",
     "custom_weight_loader",
     "device",
     "dist_init_addr",
     "dp_size",
+    "gpu_id_step",
     "load_format",
+    "nccl_port",
     "nnodes",
     "node_rank",
     "pp_size",
@@ -51,11 +59,14 @@ _FIXED = {
 }
 
 
-def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
+def sglang_problems(
+    cfg: Config, model_config: Any, stop_token_ids: frozenset[int] | None, *, num_ranks: int, device_type: str
+) -> Iterator[str]:
     """What stands in the way of `rollout.engine = "sglang"`, a sentence each. Raises UserError when it is not
     installed: then nothing else can be said."""
     sglang_process.check_installed()
-    sglang_process.check_orphans()
+    if local_rank() == 0:  # one rank of each machine looks, and speaks
+        sglang_process.check_orphans()
     yield from _argument_problems(cfg.rollout.sglang)
     engine_ranks = cfg.rollout.num_ranks or num_ranks
     yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=engine_ranks, device_type=device_type)
@@ -65,7 +76,7 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
     elif (
         cfg.rollout.placement == "colocated"
         and wanted_transport(cfg.refit.transport, device_type) == "shared_memory"
-        and (problem := shared_memory_problem(cfg, model_config))
+        and (problem := shared_memory_problem(cfg, model_config, num_ranks=num_ranks))
     ):
         yield problem
     architecture = (model_config.architectures or ["of unknown name"])[0]
@@ -80,11 +91,23 @@ def sglang_problems(cfg: Config, model_config: Any, *, num_ranks: int, device_ty
             'seeds; set it to false, or rollout.engine = "torch"'
         )
     ends = _own_end_tokens(cfg, model_config)
-    if cfg.rollout.stop_token_ids and (missing := ends - set(cfg.rollout.stop_token_ids)):
+    if stop_token_ids is not None and (missing := ends - stop_token_ids):
         yield (
-            f"rollout.stop_token_ids = {list(cfg.rollout.stop_token_ids)} leaves out {sorted(missing)}, the model's "
-            "own end-of-sequence tokens, at which SGLang always stops; add them"
+            f"responses end at {sorted(stop_token_ids)}, but SGLang always stops at {sorted(missing)} as well, "
+            f"end-of-sequence tokens of the model; set rollout.stop_token_ids = {sorted(ends | stop_token_ids)}"
         )
+    eval_tokens = (cfg.eval.max_response_tokens if cfg.eval else None) or 0
+    longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_response_tokens, eval_tokens)
+    if cfg.rollout.max_kv_tokens is not None and cfg.rollout.max_kv_tokens < longest + _ROOM_TOKENS:
+        yield (
+            f"rollout.max_kv_tokens = {cfg.rollout.max_kv_tokens} cannot hold one prompt and its response of together "
+            f"{longest} tokens; set it to {longest + _ROOM_TOKENS} or more"
+        )
+    backend = cfg.rollout.attention_backend
+    if backend and (
+        problem := sglang_process.type_problem(backend, sglang_process.argument_types()["attention_backend"])
+    ):
+        yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
 
 
 def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
@@ -149,7 +172,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
     on_cpu = world.device.type == "cpu"
     rollout, release = cfg.rollout, frozenset(cfg.offload.engine)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
-    kv_tokens = rollout.max_kv_tokens or (rollout.max_running * longest if on_cpu else None)
+    kv_tokens = rollout.max_kv_tokens or (rollout.max_running * longest + _ROOM_TOKENS if on_cpu else None)
     arguments = {
         "model_path": cfg.model.path,
         "trust_remote_code": cfg.model.trust_remote_code,
@@ -161,7 +184,8 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         "tp_size": rollout.tp_size,
         "random_seed": cfg.run.seed % 2**31 + world.rank,  # of an engine; where requests' own seeds count, unused
         "skip_tokenizer_init": True,  # tokens in, tokens out
-        "context_length": longest + 8,  # SGLang keeps some room free
+        "context_length": longest + _ROOM_TOKENS,
+        "nccl_port": _free_port(world.local_rank),
         "max_running_requests": rollout.max_running,
         "mem_fraction_static": rollout.memory_fraction,
         "sleep_on_idle": True,  # otherwise its processes would spin while the trainer works
@@ -188,7 +212,19 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         owner=f"{os.getpid()}",
         release=release,
         max_running=rollout.max_running,
+        longest_tokens=longest,
     )
+
+
+def _free_port(local_rank: int) -> int:
+    """Where the processes of this rank's engine meet, on loopback. Engines that start together look in different
+    places: a port that is free now is taken seconds later."""
+    first = 20_000 + local_rank % 64 * 128
+    for port in random.Random(os.getpid()).sample(range(first, first + 128), 128):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError(f"no port from {first} to {first + 127} is free for SGLang's processes")
 
 
 def _set(**arguments: Any) -> dict[str, Any]:

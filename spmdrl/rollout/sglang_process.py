@@ -8,7 +8,6 @@ of one of its processes is an exception, and ending it ends nothing else.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -39,6 +38,7 @@ T = TypeVar("T")
 
 SUPPORTED_VERSION = "0.5.23"
 ORPHAN_GRACE_S = 3.0
+CLOSE_LIMIT_S = 10.0
 POLL_S = 0.5  # how soon the death of a process is noticed
 
 # What torchrun tells its ranks is not meant for the engine's processes; with TORCHELASTIC_USE_AGENT_STORE they would
@@ -69,6 +69,11 @@ def check_installed() -> None:
         raise UserError(
             f'rollout.engine = "sglang" works with SGLang {SUPPORTED_VERSION}, but {installed} is installed; '
             f"run: make setup-sglang"
+        )
+    if torch.cuda.is_available() and importlib.util.find_spec("torch_memory_saver") is None:
+        raise UserError(
+            'rollout.engine = "sglang" needs torch_memory_saver on a GPU, to give memory back to the trainer; '
+            "run: make setup-sglang TORCH=cuda"
         )
 
 
@@ -128,10 +133,20 @@ def orphans() -> dict[int, str]:
         except OSError:
             continue  # it has ended, or belongs to someone else
         mark = OWNER_VARIABLE.encode() + b"="
+        if not _shares_our_processes(folder):
+            continue
         owner = next((value.removeprefix(mark).decode() for value in variables if value.startswith(mark)), None)
         if owner is not None and not Path("/proc", owner).exists():
             found[int(folder.name)] = name
     return found
+
+
+def _shares_our_processes(folder: Path) -> bool:
+    """Whether ids mean the same to a process as to this one; seen from a host, those in containers have others."""
+    try:
+        return os.readlink(folder / "ns/pid") == os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False
 
 
 def check_orphans() -> None:
@@ -213,17 +228,19 @@ class SGLangProcess:
         import_sglang()
         from sglang.srt.entrypoints.engine import Engine
 
+        class OwnEngine(Engine):
+            def shutdown(self) -> None:
+                """The original, at the end of a process, kills its every child, also those that are not the engine's."""
+
         _child_failed.clear()
         before = set(multiprocessing.active_children())
         try:
             with _launch_surroundings(dict(environment) | {OWNER_VARIABLE: owner}):
-                self._engine = Engine(**arguments, custom_sigquit_handler=_note_failed_child)
-        except RuntimeError as error:
+                self._engine = OwnEngine(**arguments, custom_sigquit_handler=_note_failed_child)
+        except Exception as error:  # whatever sglang's own checks raise
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            raise EngineDied(f"SGLang did not start: {error}") from error
-        # Its own end would kill every child of this process, also those that are not the engine's.
-        atexit.unregister(self._engine.shutdown)
+            raise EngineDied(f"SGLang did not start: {type(error).__name__}: {error}") from error
         self._manager = self._engine.tokenizer_manager
         watchdog = self._manager._subprocess_watchdog
         watchdog.stop()  # it would ask for a SIGQUIT; `require_alive` looks itself
@@ -311,6 +328,12 @@ class SGLangProcess:
         return False
 
     @property
+    def longest_tokens(self) -> int:
+        """The longest sequence that can be sampled to its end: what the KV cache and the context length allow."""
+        # SGLang's limit is 5 tokens beyond what it allows a prompt, and a response ends one before that.
+        return self._engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"] + 5 - 1
+
+    @property
     def process_ids(self) -> list[int]:
         """Of the engine's processes."""
         return [process.pid for process in self._processes.values()]
@@ -321,7 +344,7 @@ class SGLangProcess:
             process.kill()
         for process in self._processes.values():
             process.join()
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=CLOSE_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         if self._engine.send_to_rpc is not None:

@@ -23,13 +23,20 @@ from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import Prompt, Rollout, UserError
 
 
-def check_engine(cfg: Config, model_config: Any, *, num_ranks: int, device_type: str) -> None:
-    """Raise UserError, a line for each problem, when the engine could not be started."""
+def check_engine(
+    cfg: Config, model_config: Any, stop_token_ids: frozenset[int] | None, *, num_ranks: int, device_type: str
+) -> None:
+    """Raise UserError, a line for each problem, when the engine could not be started, or would not do what is asked.
+
+    `stop_token_ids` are those that end a response, None when they could not be found.
+    """
     if cfg.rollout.engine == "torch":
         return
     from spmdrl.rollout.sglang_options import sglang_problems
 
-    if problems := list(sglang_problems(cfg, model_config, num_ranks=num_ranks, device_type=device_type)):
+    if problems := list(
+        sglang_problems(cfg, model_config, stop_token_ids, num_ranks=num_ranks, device_type=device_type)
+    ):
         raise UserError("\n".join(problems))
 
 

@@ -56,7 +56,7 @@ def choose_transport(
             f'refit.transport = "cuda_ipc" does not work here: {problem}; start the container with --cap-add '
             'SYS_PTRACE and --ipc host, or set refit.transport to "auto" or "shared_memory"'
         )
-    shortages = gather_objects(mesh, shared_memory_problem(cfg, model_config))
+    shortages = gather_objects(mesh, shared_memory_problem(cfg, model_config, num_ranks=mesh.size()))
     for shortage in shortages:
         if shortage is not None:
             raise UserError(f"{problem}, so weights have to go through host memory. {shortage}")
@@ -86,8 +86,11 @@ def _because(reason: str) -> str:
     return f"one process cannot open another's device memory ({lines[0]})"
 
 
-def shared_memory_problem(cfg: Config, model_config: Any) -> str | None:
-    """Why this machine's ranks cannot all have their two buckets in shared memory; None when they can."""
+def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> str | None:
+    """Why this machine's ranks cannot all have their two buckets in shared memory; None when they can.
+
+    Before a run is started, its `num_ranks` are taken to be on machines of 8 at most.
+    """
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -100,7 +103,7 @@ def shared_memory_problem(cfg: Config, model_config: Any) -> str | None:
     return shortage(
         largest_bytes=_largest_bytes(weights, cfg.refit.bucket_bytes),
         smallest_bytes=_largest_bytes(weights, 1),
-        num_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", min(num_ranks, 8))),
         free_bytes=free,
     )
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, read_config
 from spmdrl.evaluate import eval_metrics
-from spmdrl.inputs import open_inputs
+from spmdrl.inputs import open_held_out
 from spmdrl.metrics import scalars
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
@@ -31,7 +31,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
     if not (run / "hf" / "config.json").is_file():
         raise UserError(f"{run}/hf holds no exported model; it is written after the last step")
-    inputs = open_inputs(cfg, num_ranks=1 + (cfg.rollout.num_ranks or 0))
+    held_out = open_held_out(cfg)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=dtype)
@@ -43,9 +43,9 @@ def evaluate_export(run: Path) -> dict[str, float]:
         max_running=cfg.rollout.max_running,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    with Judge(cfg.reward, inputs.tokenizer) as judge:
-        sampling = eval_sampling(cfg, inputs.stop_token_ids)
-        rollouts = sample(engine, inputs.held_out, sampling, run_seed=cfg.run.seed, step=0)
+    with Judge(cfg.reward, held_out.tokenizer) as judge:
+        sampling = eval_sampling(cfg, held_out.stop_token_ids)
+        rollouts = sample(engine, held_out.prompts, sampling, run_seed=cfg.run.seed, step=0)
         outcomes = judge.collect([judge.submit(rollout) for rollout in rollouts])
     return scalars(eval_metrics(outcomes, cfg.reward))
 

@@ -12,7 +12,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.model.load import load_model_config, load_policy, reshard
+from spmdrl.model.load import compute_dtype, load_model_config, load_policy, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.plan import make_plan
 from spmdrl.refit.refit import Refit
@@ -65,7 +65,8 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
         policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
         engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
         try:
-            refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=torch.float32)
+            dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
+            refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
             yield Rank(world, meshes, policy, engine, refit)
         finally:
             engine.close()

@@ -154,6 +154,7 @@ def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, mode
     with job(tmp_path, model, num_steps=6, restart=True) as run:
         run.wait_for_step(2)
         processes, scheduler = run.descendants(), run.scheduler()
+        time.sleep(0.3)  # into the next rollout, which takes longer than a second
         scheduler.kill()
         assert run.process.wait(START_LIMIT_S) == 0, run.output
         assert gone(processes), "processes are left"

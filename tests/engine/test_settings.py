@@ -40,6 +40,8 @@ def test_all_of_it_is_told_at_once(folder: Path) -> None:
         "rollout.sglang.chunked_prefill_size=64",
         "rollout.sglang.page_size=many",
         "rollout.sglang.schedule_policy=nonsense",
+        "rollout.attention_backend=fa33",
+        "rollout.max_kv_tokens=20",
         "rollout.stop_token_ids=[5]",
     )
     assert answer.returncode == 2 and "Traceback" not in answer.stderr
@@ -50,9 +52,11 @@ def test_all_of_it_is_told_at_once(folder: Path) -> None:
         "rollout.sglang.mem_fraction_static follows from rollout.memory_fraction; set that instead",
         "rollout.sglang.load_format is not for the user to choose",
         "rollout.sglang.chunked_prefill_size follows from rollout.chunked_prefill_tokens; set that instead",
+        'rollout.attention_backend = "fa33": expected one of ',
+        "rollout.max_kv_tokens = 20 cannot hold one prompt and its response of together 30 tokens; set it to 38",
         "rollout.sglang.page_size = 'many': expected `int | null`, got `str`",
         "rollout.sglang.schedule_policy = 'nonsense': expected one of lpm",
-        "rollout.stop_token_ids = [5] leaves out [1]",
+        "responses end at [5], but SGLang always stops at [1] as well",
         "run.deterministic = true cannot be kept",
     ):
         assert sentence in answer.stderr, answer.stderr
