@@ -103,11 +103,10 @@ def sglang_problems(
             f"rollout.max_kv_tokens = {cfg.rollout.max_kv_tokens} cannot hold one prompt and its response of together "
             f"{longest} tokens; set it to {longest + _ROOM_TOKENS} or more"
         )
-    backend = cfg.rollout.attention_backend
-    if backend and (
-        problem := sglang_process.type_problem(backend, sglang_process.argument_types()["attention_backend"])
-    ):
-        yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
+    if (backend := cfg.rollout.attention_backend) is not None:
+        kind = sglang_process.argument_types()["attention_backend"]
+        if problem := sglang_process.type_problem(backend, kind):
+            yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
 
 
 def _argument_problems(given: dict[str, Any]) -> Iterator[str]:

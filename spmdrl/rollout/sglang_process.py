@@ -230,7 +230,7 @@ class SGLangProcess:
 
         class OwnEngine(Engine):
             def shutdown(self) -> None:
-                """The original, at the end of a process, kills its every child, also those that are not the engine's."""
+                """The original kills every child of its process when that ends, also those that are not its own."""
 
         _child_failed.clear()
         before = set(multiprocessing.active_children())

@@ -34,10 +34,9 @@ def check_engine(
         return
     from spmdrl.rollout.sglang_options import sglang_problems
 
-    if problems := list(
-        sglang_problems(cfg, model_config, stop_token_ids, num_ranks=num_ranks, device_type=device_type)
-    ):
-        raise UserError("\n".join(problems))
+    problems = sglang_problems(cfg, model_config, stop_token_ids, num_ranks=num_ranks, device_type=device_type)
+    if sentences := list(problems):
+        raise UserError("\n".join(sentences))
 
 
 def start_engine(

@@ -56,7 +56,7 @@ def choose_transport(
             f'refit.transport = "cuda_ipc" does not work here: {problem}; start the container with --cap-add '
             'SYS_PTRACE and --ipc host, or set refit.transport to "auto" or "shared_memory"'
         )
-    shortages = gather_objects(mesh, shared_memory_problem(cfg, model_config, num_ranks=mesh.size()))
+    shortages = gather_objects(mesh, shared_memory_problem(cfg, model_config, num_ranks=1))
     for shortage in shortages:
         if shortage is not None:
             raise UserError(f"{problem}, so weights have to go through host memory. {shortage}")
@@ -89,7 +89,7 @@ def _because(reason: str) -> str:
 def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> str | None:
     """Why this machine's ranks cannot all have their two buckets in shared memory; None when they can.
 
-    Before a run is started, its `num_ranks` are taken to be on machines of 8 at most.
+    Under torchrun it says how many those are; before, the run's `num_ranks` are taken to be on machines of 8 at most.
     """
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free

@@ -60,12 +60,12 @@ def test_the_largest_weight_counts_even_when_buckets_are_small(tmp_path: Path, m
     largest = max(VOCABULARY * 48, 2 * 80 * 48) * torch.float32.itemsize  # embedding; gate and up stay together
     config = load_model_config(cfg.model)
     free_bytes(monkeypatch, 2 * largest)
-    assert shared_memory_problem(cfg, config) is None
+    assert shared_memory_problem(cfg, config, num_ranks=1) is None
     free_bytes(monkeypatch, 2 * largest - 1)
-    assert "the rank of this machine" in str(shared_memory_problem(cfg, config))
+    assert "the rank of this machine" in str(shared_memory_problem(cfg, config, num_ranks=1))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     free_bytes(monkeypatch, 2 * largest)
-    assert "the 2 ranks of this machine" in str(shared_memory_problem(cfg, config))
+    assert "the 2 ranks of this machine" in str(shared_memory_problem(cfg, config, num_ranks=1))
 
 
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, *, others: str | None) -> tuple[Any, list]:
