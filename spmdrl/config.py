@@ -46,6 +46,9 @@ class RunConfig(Section):
     """`auto` goes on from the newest checkpoint in the run's folder; `never` refuses a folder that holds a run."""
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
+    patience_minutes: Count = 180
+    """A rank that has waited so long for the others ends the run: longer than the longest rollout phase or evaluation,
+    in which ranks that share an engine wait for the one that leads it."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 

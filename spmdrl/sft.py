@@ -41,7 +41,11 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
     plan = inputs.plan
     step = checkpoint.newest_step(folder.checkpoints)
     with (
-        spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
+        spmd_session(
+            threads_per_rank=cfg.run.threads_per_rank,
+            deterministic=cfg.run.deterministic,
+            patience_minutes=cfg.run.patience_minutes,
+        ) as world,
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
         meshes = build_meshes(world)

@@ -53,7 +53,11 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
     step = checkpoint.newest_step(folder.checkpoints)
     with (
         Judge(cfg.reward, inputs.tokenizer) as judge,
-        spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=cfg.run.deterministic) as world,
+        spmd_session(
+            threads_per_rank=cfg.run.threads_per_rank,
+            deterministic=cfg.run.deterministic,
+            patience_minutes=cfg.run.patience_minutes,
+        ) as world,
     ):
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
         require_same(meshes.world, step, f"the newest checkpoint in {folder.checkpoints}")

@@ -68,7 +68,7 @@ def _keep_gloo_single_threaded(num_threads: int) -> None:
 
 
 @contextmanager
-def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[World]:
+def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes: int = 30) -> Iterator[World]:
     """Join the run's process group (gloo for host tensors, NCCL for CUDA ones) and leave it at the end.
 
     Outside torchrun the run is one rank. `threads_per_rank` 0 shares the cores among this machine's ranks.
@@ -91,7 +91,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool) -> Iterator[Worl
         store=None if "RANK" in os.environ else dist.HashStore(),
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(minutes=30),
+        timeout=timedelta(minutes=patience_minutes),
         device_id=device if cuda else None,
     )
     if not cuda:
