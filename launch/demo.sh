@@ -20,7 +20,7 @@ for setting in "$@"; do
 done
 case ${ENGINE:-torch} in
     torch) engine=() ;;
-    sglang) engine=(rollout.engine=sglang run.num_steps=260) ;;
+    sglang) engine=(rollout.engine=sglang run.num_steps=230) ;;
     *)
         echo "ENGINE=$ENGINE: use ENGINE=torch or ENGINE=sglang" >&2
         exit 2
