@@ -240,7 +240,12 @@ def sglang_launch(folder: str, device_type: str) -> Launch:
     }
     environment = {"PYTHONWARNINGS": "ignore"} | (sglang_cpu.child_environment() if on_cpu else {})
     return Launch(
-        arguments=arguments, environment=environment, owner=f"{os.getpid()}", release=frozenset(), max_running=4
+        arguments=arguments,
+        environment=environment,
+        owner=f"{os.getpid()}",
+        release=frozenset(),
+        max_running=4,
+        longest_tokens=1,
     )
 
 

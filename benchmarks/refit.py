@@ -275,7 +275,12 @@ def launch(folder: str) -> Launch:
     }
     environment = {"PYTHONWARNINGS": "ignore", **sglang_cpu.child_environment()}
     return Launch(
-        arguments=arguments, environment=environment, owner=f"{os.getpid()}", release=frozenset(), max_running=4
+        arguments=arguments,
+        environment=environment,
+        owner=f"{os.getpid()}",
+        release=frozenset(),
+        max_running=4,
+        longest_tokens=1,
     )
 
 
