@@ -7,13 +7,14 @@ import pickle
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.refit.bucket import Bucket, bucket_of
 from spmdrl.refit.digest import digest
+from spmdrl.refit.sink import Naming
 from spmdrl.rollout.sglang_loader import described, load_bucket
 from spmdrl.rollout.sglang_process import Handle
 
@@ -23,7 +24,7 @@ LIMIT_S = 120.0
 class OtherProcess:
     """A `WeightSink`. Holds its weights on `device`; buckets lie there too, or in host memory."""
 
-    naming: Literal["model", "checkpoint"] = "model"
+    naming: Naming = "model"
 
     def __init__(self, device: torch.device, *, transport: str) -> None:
         self.version = -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
-
-Naming = Literal["model", "checkpoint"]
+from spmdrl.refit.sink import Naming
 
 
 class Gatherer:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from spmdrl.refit.bucket import Bucket
 
+Naming = Literal["model", "checkpoint"]  # whose tensor names: the model's own, or those of its files
+
 
 class WeightSink(Protocol):
     """The receiving side of a refit. Every rank that holds a part of the engine makes the same calls, in order:
@@ -17,7 +19,7 @@ class WeightSink(Protocol):
     """
 
     version: int  # optimizer steps behind the weights now loaded; -1 before the first refit
-    naming: Literal["model", "checkpoint"]  # whose tensor names it loads
+    naming: Naming  # whose tensor names it loads
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory [num_bytes] uint8 that buckets can be handed over in."""

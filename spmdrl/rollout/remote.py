@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from spmdrl.dist.session import shared_store
 from spmdrl.metrics import Metrics, merge_all
 from spmdrl.plan import Plan
 from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.sink import Naming
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.collect import Collected
 from spmdrl.types import RewardOutcome, Rollout
@@ -76,14 +77,14 @@ class RemoteEngine:
         plan: Plan,
         meshes: Meshes,
         *,
-        naming: Literal["model", "checkpoint"],
+        naming: Naming,
         group: dist.ProcessGroup | None,
         digests: Callable[[Mapping[str, Tensor]], list[Digests]],
         device: torch.device,
     ) -> None:
         """`group` is the sender, as rank 0, and the receivers; None on ranks that do not send. `digests` says what
         each rank of an engine must hold of some whole tensors."""
-        self.naming: Literal["model", "checkpoint"] = naming
+        self.naming: Naming = naming
         self.version = -1
         self._group, self._digests, self._device = group, digests, device
         self._sends = meshes.data.get_local_rank() == 0

@@ -8,7 +8,7 @@ import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
 from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.sink import Naming
 from spmdrl.rollout import sglang_loader, sglang_process
 from spmdrl.rollout.engine import EngineDied
 from spmdrl.rollout.sglang_layout import Share, held_weights
@@ -41,7 +42,7 @@ class Launch:
 class SGLangEngine:
     """See `RolloutEngine`. Every rank of the mesh makes one; the first rank's has the processes behind it."""
 
-    naming: Literal["model", "checkpoint"] = "checkpoint"
+    naming: Naming = "checkpoint"
 
     def __init__(self, launch: Launch, mesh: DeviceMesh, *, model_config: Any, transport: str) -> None:
         """Start the engine; returns on every rank of the mesh when it is ready. Raises EngineDied on the first rank

@@ -9,7 +9,7 @@ import copy
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.load import persistent_buffers
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
+from spmdrl.refit.sink import Naming
 from spmdrl.rollout.draw import NOISE_PLACES, RowSampling, draw_tokens
 from spmdrl.rollout.source import Source
 from spmdrl.types import FinishReason, Request, Response, Span
@@ -60,7 +61,7 @@ class _Running:
 class TorchEngine:
     """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
 
-    naming: Literal["model", "checkpoint"] = "model"
+    naming: Naming = "model"
     leads = True
 
     def __init__(
