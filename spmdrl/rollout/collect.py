@@ -20,17 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.data.stream import PromptStream
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.metrics import Max, Mean, Metrics, Total
 from spmdrl.plan import Plan
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import EngineDied, RolloutEngine
 from spmdrl.rollout.group import PromptGroup
+from spmdrl.rollout.restart import Restarts
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Request, Response, Rollout, UserError
 
-MAX_REVIVALS = 3  # of engines in one step: what kills one that often will do so again
 POLL_S = 0.1  # how soon an engine sees what others have done
 
 
@@ -118,14 +118,13 @@ class Collector:
         num_engines: int,
         run_seed: int,
         tell: Callable[[str], None],
-        revive: Callable[[], None] | None = None,
+        restarts: Restarts,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line. `revive` starts
-        engines that have died anew and gives all engines their weights; without it a death ends the run."""
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
         self._engine, self._submit, self._prompts = engine, submit, prompts
         self._sampling, self._drawing, self._mesh, self._store = sampling, drawing, mesh, store
         self._engine_index, self._num_engines = engine_index, num_engines
-        self._run_seed, self._tell, self._revive = run_seed, tell, revive
+        self._run_seed, self._tell, self._restarts = run_seed, tell, restarts
         self._cursor = 0  # the first prompt of the stream that no step has used
         self._carried: list[PromptGroup] = []
         self._num_carried = 0  # over all ranks
@@ -150,7 +149,7 @@ class Collector:
             carried=[fresh(group.prompt) if group in stale else group for group in self._carried],
             max_open=self._max_open(),
         )
-        num_revived = self._sample(part, tickets, step)
+        self._sample(part, tickets, step)
         summaries = gather_objects(self._mesh, part.summary())
         if self._engine.leads and self._engine_index == 0:
             tickets.close()
@@ -164,35 +163,25 @@ class Collector:
         everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.kept)
         return Collected(
             pending=[pending for group in kept for pending in group.scored_rollouts()],
-            metrics=_metrics(part, stale, drawing, step=step, speaks_for_all=self._mesh.get_local_rank() == 0)
-            | ({"rollout/engine_restarts_count": Max(float(num_revived))} if self._revive else {}),
+            metrics=_metrics(part, stale, drawing, step=step, speaks_for_all=self._mesh.get_local_rank() == 0),
             places={prompt_id: place for place, prompt_id in enumerate(everyones)},
             group_size=self._sampling.group_size,
         )
 
-    def _sample(self, part: _Part, tickets: Tickets, step: int) -> int:
-        """Sample this rank's part; engines that die are started again, where that is wanted. Returns how often."""
-        for num_revived in range(MAX_REVIVALS + 1):
-            death: EngineDied | None = None
-            with failing_together(self._mesh):
-                try:
-                    part.sample()
-                except EngineDied as error:
-                    if self._revive is None or num_revived == MAX_REVIVALS:
-                        tickets.cancel()
-                        raise
-                    death = error
-                    tickets.interrupt()
-                except BaseException:
-                    tickets.cancel()  # the other engines would wait for the groups of this one
-                    raise
-            deaths = gather_objects(self._mesh, str(death) if death else None) if self._revive else []
-            if self._revive is None or not any(deaths):
-                break
-            self._tell(f"step {step}: {'; '.join(filter(None, deaths))}; it is started again")
-            tickets.resume()  # on all ranks before any goes on: to revive is a collective
-            self._revive()
-        return num_revived
+    def _sample(self, part: _Part, tickets: Tickets, step: int) -> None:
+        """Sample this rank's part, so that an engine whose part ends early keeps no other waiting."""
+
+        def sample() -> None:
+            try:
+                part.sample()
+            except EngineDied:
+                tickets.interrupt()
+                raise
+            except BaseException:
+                tickets.cancel()
+                raise
+
+        self._restarts.carry(sample, during=f"step {step}", before_revival=tickets.resume)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, in JSON's types, the same on every rank; every rank must call this."""

@@ -10,10 +10,12 @@ from spmdrl.config import Config
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
+from spmdrl.metrics import Max
 from spmdrl.plan import Plan
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.collect import Collected, Collector, training_drawing
 from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.restart import Restarts
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.types import Prompt, Rollout
 
@@ -57,9 +59,10 @@ class LocalSampler:
         tell: Callable[[str], None],
         revive: Callable[[], None] | None = None,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line; `revive` is the
-        collector's."""
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line; `revive` is that of
+        `Restarts`."""
         self._cfg, self._engine, self._submit = cfg, engine, submit
+        self._restarts = Restarts(meshes.engines, revive, tell=tell)
         self._held_out = held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = stop_token_ids
         self._collector = Collector(
@@ -74,13 +77,18 @@ class LocalSampler:
             num_engines=meshes.num_engines,
             run_seed=cfg.run.seed,
             tell=tell,
-            revive=revive,
+            restarts=self._restarts,
         )
         self._probes = prompts.take(0, cfg.refit.probe_prompts) if engine.leads else []
 
     def collect(self, step: int) -> Collected:
         """See `Sampler.collect`."""
-        return dataclasses.replace(self.collect_alone(step), probes=self.answer_probes())
+        collected = self.collect_alone(step)
+        probes = self._restarts.carry(self.answer_probes, during=f"the probe of step {step}")
+        metrics = dict(collected.metrics)
+        if self._restarts.wanted:
+            metrics["rollout/engine_restarts_count"] = Max(float(self._restarts.take_count()))
+        return dataclasses.replace(collected, probes=probes, metrics=metrics)
 
     def collect_alone(self, step: int) -> Collected:
         """The same without the probe."""
@@ -96,9 +104,13 @@ class LocalSampler:
     def sample_held_out(self) -> list[Pending]:
         """See `Sampler.sample_held_out`."""
         sampling = eval_sampling(self._cfg, self._stop_token_ids)
-        # Step 0: the same noise at every evaluation.
-        rollouts = sample(self._engine, self._held_out, sampling, run_seed=self._cfg.run.seed, step=0)
-        return [self._submit(rollout) for rollout in rollouts]
+
+        def answer() -> list[Pending]:
+            # Step 0: the same noise at every evaluation.
+            rollouts = sample(self._engine, self._held_out, sampling, run_seed=self._cfg.run.seed, step=0)
+            return [self._submit(rollout) for rollout in rollouts]
+
+        return self._restarts.carry(answer, during="an evaluation")
 
     def state(self) -> Mapping[str, Any]:
         """See `Sampler.state`; the same on every rank."""

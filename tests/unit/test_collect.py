@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import spmdrl.dist.collectives
 import spmdrl.rollout.collect
+import spmdrl.rollout.restart
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.collect import MAX_REVIVALS, Collected, Collector, Drawing
+from spmdrl.rollout.collect import Collected, Collector, Drawing
 from spmdrl.rollout.engine import EngineDied
+from spmdrl.rollout.restart import MAX_RESTARTS, Restarts
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
@@ -134,7 +136,7 @@ class Mesh:
 
 @pytest.fixture(autouse=True)
 def _threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect):
+    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect, spmdrl.rollout.restart):
         monkeypatch.setattr(module, "gather_objects", lambda mesh, value: mesh.gather(value))
 
 
@@ -170,6 +172,7 @@ class Run:
     collectors: list[Collector]
     engines: list[Any]
     messages: list[str]
+    restarts: list[Restarts]
 
     def step(self, step: int) -> list[Collected]:
         """What each rank collected."""
@@ -207,6 +210,11 @@ def start(
     revive: bool = False,
 ) -> Run:
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
+    meshes: list[Any] = [Mesh(ranks, rank) for rank in range(len(engines))]
+    restarts = [
+        Restarts(mesh, (lambda: None) if revive else None, tell=messages.append if rank == 0 else lambda text: None)
+        for rank, mesh in enumerate(meshes)
+    ]
     collectors = [
         Collector(
             engine,
@@ -214,17 +222,17 @@ def start(
             prompts[rank] if prompts else FakePrompts(),  # type: ignore[arg-type]
             sampling,
             drawing,
-            Mesh(ranks, rank),  # type: ignore[arg-type]
+            meshes[rank],
             store=store if shared else None,
             engine_index=rank,
             num_engines=len(engines),
             run_seed=11,
             tell=messages.append if rank == 0 else lambda text: None,
-            revive=(lambda: None) if revive else None,
+            restarts=restarts[rank],
         )
         for rank, engine in enumerate(engines)
     ]
-    return Run(collectors, engines, messages)
+    return Run(collectors, engines, messages, restarts)
 
 
 def samples_of(everyones: list[Collected]) -> Samples:
@@ -479,21 +487,23 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again(drawing: Drawing, shar
     for responses in (0, 1, 7):
         engines = [MortalEngine(responses=responses), FakeEngine(max_running=2, tick_s=0.001)]
         run = start(drawing, engines, shared=shared, revive=True)
-        survived = run.steps(1, 2)
+        survived = run.steps(1, 1)
+        assert [rank.take_count() for rank in run.restarts] == [1, 1]
+        survived += run.steps(2, 2)
+        assert [rank.take_count() for rank in run.restarts] == [0, 0]
         if shared:  # a static split drops other groups than one engine alone
             assert only_samples(survived) == only_samples(alone)
         else:
             assert only_samples(survived) == only_samples(start(drawing, fast_and_slow(), shared=False).steps(1, 2))
-        assert [metrics["rollout/engine_restarts_count"] for _, metrics in survived] == [1, 0]
         assert run.messages[0] == "step 1: the fake engine was killed; it is started again"
 
 
 def test_a_death_ends_the_step_unless_it_shall_be_repaired_and_when_it_comes_too_often() -> None:
-    for revive, deaths in ((False, 1), (True, MAX_REVIVALS + 1)):
+    for revive, deaths in ((False, 1), (True, MAX_RESTARTS + 1)):
         engines = [MortalEngine(responses=2, deaths=deaths), FakeEngine(max_running=2, tick_s=0.001)]
         run = start(DYNAMIC, engines, revive=revive)
         for rank in run.collectors:  # the other rank waits in a collective, which the end of this one breaks
             rank._mesh.ranks.barrier = threading.Barrier(2, timeout=5)
         with pytest.raises((EngineDied, threading.BrokenBarrierError)):
             run.step(1)
-        assert len(run.messages) == (MAX_REVIVALS if revive else 0)
+        assert len(run.messages) == (MAX_RESTARTS if revive else 0)
