@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import RefitConfig
-from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout import sglang_cpu, sglang_loader
@@ -70,12 +70,12 @@ def main() -> None:
     receivers = [name for name in args.into if name == "process" or find_spec("sglang") is not None]
     commit, rows = commit_id(), []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
+        meshes = build_meshes(world)
         for size in args.sizes:
-            policy = random_policy(model_config(size), mesh)
+            policy = random_policy(model_config(size), meshes.training)
             for name in receivers:
-                with RECEIVERS[name](model_config(size), mesh, args.transport) as (engine, call):
-                    rows.append({"size": size, "into": name, **measure(policy, engine, call, mesh, args)})
+                with RECEIVERS[name](model_config(size), meshes.training, args.transport) as (engine, call):
+                    rows.append({"size": size, "into": name, **measure(policy, engine, call, meshes, args)})
                 print(summary(rows[-1]), flush=True)
             del policy
     result = {
@@ -95,20 +95,22 @@ def main() -> None:
         (RESULTS / "gpu-refit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(policy: Any, engine: Any, call: Call, mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, Any]:
+def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways, alternating, into one receiver."""
     cfg = RefitConfig(bucket_bytes=args.bucket_mib * MIB, verify=NEVER)
-    refit = Refit(policy, engine, mesh, cfg, dtype=DTYPE)
-    first_s = timed(mesh, lambda: refit(version=0))  # compares digests
+    refit = Refit(policy, engine, meshes, cfg, dtype=DTYPE)
+    first_s = timed(meshes.training, lambda: refit(version=0))  # compares digests
     refit(version=1)
     one_by_one = PerTensor(policy, call, memory=engine.allocate, dtype=DTYPE)
     one_by_one()
-    source, target = (torch.full((GIB,), value, dtype=torch.uint8, device=mesh.device_type) for value in (1, 2))
+    source, target = (
+        torch.full((GIB,), value, dtype=torch.uint8, device=meshes.training.device_type) for value in (1, 2)
+    )
     bucketed, by_tensor, copies = [], [], []
     for version in range(2, 2 + args.repeats):
-        bucketed.append(timed(mesh, lambda version=version: refit(version=version)))
-        by_tensor.append(timed(mesh, one_by_one))
-        copies.append(statistics.median(timed(mesh, lambda: target.copy_(source)) for _ in range(5)))
+        bucketed.append(timed(meshes.training, lambda version=version: refit(version=version)))
+        by_tensor.append(timed(meshes.training, one_by_one))
+        copies.append(statistics.median(timed(meshes.training, lambda: target.copy_(source)) for _ in range(5)))
     gb = sum(parameter.numel() for parameter in one_by_one.weights.values()) * DTYPE.itemsize / 1e9
     shares = [(gb / ours) / (GIB / 1e9 / limit) for ours, limit in zip(bucketed, copies, strict=True)]
     return {

@@ -42,7 +42,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def load_on_this_rank(path: Path, world: World) -> list[Tensor]:
     """What is measured: load the model at `path` as training does, and return this rank's shard of each parameter."""
-    policy = load_policy(ModelConfig(path=str(path)), build_meshes(world).shard, temperature=1.0)
+    policy = load_policy(ModelConfig(path=str(path)), build_meshes(world).model, temperature=1.0)
     return [parameter.to_local() for parameter in policy.parameters() if isinstance(parameter, DTensor)]
 
 

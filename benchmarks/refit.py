@@ -24,12 +24,11 @@ from typing import Any, Protocol
 import torch
 import workload
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import ModelConfig, RefitConfig
-from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
@@ -59,13 +58,13 @@ def main() -> None:
     load_average = os.getloadavg()
     sizes: dict[str, Any] = {}
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
+        meshes = build_meshes(world)
         for size in args.sizes:
             needed = BYTES_PER_PARAMETER * count(model_config(size)) + 2 * GIB
             if (available := available_bytes()) < needed:
                 sizes[size] = {"left_out": f"needs {needed / GIB:.1f} GiB, {available / GIB:.1f} are available"}
             else:
-                sizes[size] = measure(size, mesh, repeats=args.repeats, bucket_bytes=args.bucket_mib * MIB)
+                sizes[size] = measure(size, meshes, repeats=args.repeats, bucket_bytes=args.bucket_mib * MIB)
             print(size, "left out" if "left_out" in sizes[size] else summary(sizes[size]), file=sys.stderr, flush=True)
     result = {
         "bucket_mib": args.bucket_mib,
@@ -78,16 +77,16 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure(size: str, mesh: DeviceMesh, *, repeats: int, bucket_bytes: int) -> dict[str, Any]:
+def measure(size: str, meshes: Meshes, *, repeats: int, bucket_bytes: int) -> dict[str, Any]:
     """Both ways, alternating, into one engine."""
     config = model_config(size)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
-        policy = load_policy(ModelConfig(path=folder), mesh, temperature=1.0)
-        engine = SGLangEngine(launch(folder), mesh, model_config=config, transport="shared_memory")
+        policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
+        engine = SGLangEngine(launch(folder), meshes.engine, model_config=config, transport="shared_memory")
     try:
-        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=bucket_bytes, verify=NEVER), dtype=torch.float32)
+        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=bucket_bytes, verify=NEVER), dtype=torch.float32)
         first_s = seconds(lambda: refit(version=0))
         refit(version=1)
         one_by_one = PerTensor(policy, SGLangCalls(engine), memory=engine.allocate, dtype=torch.float32)
@@ -115,7 +114,7 @@ def measure(size: str, mesh: DeviceMesh, *, repeats: int, bucket_bytes: int) -> 
             "copy_gb_per_s": statistics.median(copy_rates),
             "shares_of_copy": [ours / limit for ours, limit in zip(rates, copy_rates, strict=True)],
             "first_with_digests_s": first_s,
-            "digests_s": digest_seconds(policy, engine, mesh, bucket_bytes) - statistics.median(spmdrl_s),
+            "digests_s": digest_seconds(policy, engine, meshes, bucket_bytes) - statistics.median(spmdrl_s),
         }
     finally:
         engine.close()
@@ -193,10 +192,10 @@ class SGLangCalls:
         self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
 
 
-def digest_seconds(policy: Policy, engine: SGLangEngine, mesh: DeviceMesh, bucket_bytes: int) -> float:
+def digest_seconds(policy: Policy, engine: SGLangEngine, meshes: Meshes, bucket_bytes: int) -> float:
     """A refit that compares digests, after one that did."""
     checked = RefitConfig(bucket_bytes=bucket_bytes, verify="every")
-    refit = Refit(policy, engine, mesh, checked, dtype=torch.float32)
+    refit = Refit(policy, engine, meshes, checked, dtype=torch.float32)
     refit(version=10**6)
     return seconds(lambda: refit(version=10**6 + 1))
 

@@ -7,15 +7,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.packing import balance, pack
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
+from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Mean, Metrics, Total, merge_all
 from spmdrl.plan import Plan
 from spmdrl.types import MicroBatch, Rollout, ScoredRollout, Sequence, TrainingDiverged
 
+FILLING = -1  # the index of a sequence that is there to fill a micro-batch up
 MiniBatch = list[MicroBatch]  # this rank's share of the rollouts behind one optimizer step
 
 
@@ -51,21 +52,23 @@ def _require_finite_logprobs(rollout: Rollout) -> None:
         )
 
 
-def build_batch(sequences: list[Sequence], plan: Plan, mesh: DeviceMesh, *, aggregation: str) -> Batch:
-    """Give every rank its micro-batches of every mini-batch of the step.
+def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggregation: str) -> Batch:
+    """Give every rank its micro-batches of every mini-batch of the step: ranks of a share the same.
 
     The result depends on the step's sequences and not on which rank sampled them: every rank knows all sizes and
     computes the same plan. Each `MicroBatch.loss_weights` already carries the global denominator. A step may have fewer
     prompt groups than planned: whole groups are cut into mini-batches as evenly as they can be.
     """
-    sizes = gather_sizes(sequences, mesh)
-    num_ranks, me = mesh.size(), mesh.get_local_rank()
-    shares: list[list[list[SequenceSize]]] = []  # of each mini-batch, of each rank
+    sizes = gather_sizes(sequences, meshes.training)
+    me = meshes.data.get_local_rank()
+    shares: list[list[list[SequenceSize]]] = []  # of each mini-batch, of each place on the data mesh
     for mini_batch in _mini_batches(sizes, plan):
-        parts = balance([size.num_tokens for size in mini_batch], num_ranks)
+        parts = balance([size.num_tokens for size in mini_batch], meshes.data.size())
         shares.append([[mini_batch[i] for i in part] for part in parts])
-    goes_to = {size.index: rank for share in shares for rank, part in enumerate(share) for size in part}
-    mine = {sequence.index: sequence for sequence in exchange(sequences, sizes, goes_to, mesh)}
+    goes_to = {size.index: place for share in shares for place, part in enumerate(share) for size in part}
+    received = exchange(sequences, sizes, goes_to, meshes.training, ranks_per_share=meshes.ranks_per_share)
+    mine = {sequence.index: sequence for sequence in received}
+    multiple = meshes.model.cp.size()
 
     mini_batches: list[MiniBatch] = []
     metrics: list[Metrics] = [{"pack/loss_tokens": Total(0.0)}]
@@ -76,9 +79,11 @@ def build_batch(sequences: list[Sequence], plan: Plan, mesh: DeviceMesh, *, aggr
         num_micro_batches = max(len(_bins(part, plan, at_least=1)) for part in share)
         bins = _bins(share[me], plan, at_least=num_micro_batches)
         weights = _loss_weights([size for part in share for size in part], plan, aggregation)
-        mini_batches.append([lay_end_to_end([mine[i] for i in indices], weights) for indices in bins])
+        mini_batches.append(
+            [lay_end_to_end([mine[i] for i in indices], weights, multiple=multiple) for indices in bins]
+        )
         metrics.append(_pack_metrics(mini_batches[-1], share, plan))
-    return Batch(mini_batches, merge_all(metrics))
+    return Batch(mini_batches, merge_all(metrics) if meshes.speaks_for_data else {})
 
 
 def _mini_batches(sizes: list[SequenceSize], plan: Plan) -> list[list[SequenceSize]]:
@@ -116,13 +121,22 @@ def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> di
     return {size.index: weight for size, weight in zip(sizes, weights, strict=True)}
 
 
-def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float]) -> MicroBatch:
+def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1) -> MicroBatch:
     """One micro-batch of these sequences, `weights` being what a loss token of each counts.
 
-    No sequence at all gives one token that is not trained: every rank must run the forward.
+    Its tokens are filled up to a multiple of `multiple` with one more sequence, which is not trained. No sequence at
+    all gives a micro-batch of filling: every rank must run the forward.
     """
-    if not sequences:
-        sequences = [Sequence(index=-1, token_ids=(0,), loss_mask=(False,), rollout_logprobs=(0.0,), advantage=0.0)]
+    filling = -sum(len(sequence.token_ids) for sequence in sequences) % multiple if sequences else multiple
+    if filling:
+        empty = Sequence(
+            index=FILLING,
+            token_ids=(0,) * filling,
+            loss_mask=(False,) * filling,
+            rollout_logprobs=(0.0,) * filling,
+            advantage=0.0,
+        )
+        sequences = [*sequences, empty]
     seqlens = [len(sequence.token_ids) for sequence in sequences]
     loss_mask = torch.tensor([masked for sequence in sequences for masked in sequence.loss_mask])
 
@@ -143,7 +157,12 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float]) -> Micr
 
 def _pack_metrics(mini_batch: MiniBatch, share: list[list[SequenceSize]], plan: Plan) -> Metrics:
     tokens = [sum(size.num_tokens for size in part) for part in share]
-    filled = sum(float(m.token_ids.numel()) for m in mini_batch if m.sequence_index != (-1,))
+    filled = sum(
+        float(length)
+        for m in mini_batch
+        for index, length in zip(m.sequence_index, m.seqlens, strict=True)
+        if index != FILLING
+    )
     longest = max(m.token_ids.numel() for m in mini_batch)
     room = float((plan.max_tokens_per_micro_batch or longest) * len(mini_batch))
     return {

@@ -72,6 +72,25 @@ class ModelConfig(Section):
     """Run Python code that comes with the model directory."""
 
 
+class ParallelConfig(Section):
+    dp_replicate: Count = 1
+    """Copies of the policy, each sharded over the other ranks that train; gradients are summed over them (HSDP)."""
+    dp_shard: Count | None = None
+    """Ranks that share a copy and work on different sequences (FSDP). Unset: as many as there are, after the other
+    settings."""
+    cp: Count = 1
+    """Context parallelism: neighbours that each compute a chunk of the same packed tokens. A copy is sharded over them
+    too."""
+    cp_style: Literal["all_gather", "ulysses"] = "all_gather"
+    """`all_gather` gathers keys and values, a few heads at a time; `ulysses` exchanges tokens for heads, which cp must
+    divide. See `docs/context.md`."""
+    tp: Count = 1
+    """Tensor parallelism: neighbours that each hold a part of every layer and compute the same tokens."""
+    ep: Count = 1
+    """Expert parallelism: the experts of a layer are dealt to so many neighbours, and tokens travel to them. It
+    regroups the ranks of a copy and needs none of its own."""
+
+
 class FileData(Section):
     kind: Literal["jsonl", "parquet"]
     """File format."""
@@ -460,6 +479,7 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
     refit: RefitConfig = RefitConfig()
@@ -524,6 +544,7 @@ class SftConfig(Section):
 
     run: RunConfig
     model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     sft: PairsConfig
     optim: OptimConfig

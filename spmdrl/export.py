@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.dist.collectives import barrier
+from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import Policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
@@ -30,7 +30,7 @@ def export_hf(
     policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     destination: Path,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     *,
     dtype: torch.dtype,
     bucket_bytes: int = 256 * 2**20,
@@ -39,9 +39,9 @@ def export_hf(
 
     The directory appears whole or not at all; one that was there before is replaced.
     """
-    writes = mesh.get_local_rank() == 0
+    writes = meshes.training.get_local_rank() == 0
     # The model's own names: saving turns them into a checkpoint's.
-    gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=bucket_bytes, naming="model")
+    gatherer = Gatherer(policy, meshes.model.copy, dtype=dtype, bucket_bytes=bucket_bytes, naming="model")
     weights: dict[str, torch.Tensor] = {}
     for bucket in gatherer.whole_tensors():
         if writes:
@@ -56,4 +56,4 @@ def export_hf(
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(destination, ignore_errors=True)
         unfinished.rename(destination)
-    barrier(mesh)
+    barrier(meshes.training)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import Config, OptimConfig, PackConfig, SftConfig
+from spmdrl.config import Config, OptimConfig, PackConfig, ParallelConfig, SftConfig
 from spmdrl.types import UserError
 
 
@@ -35,6 +35,7 @@ class Plan:
     checkpoint_every: int  # steps; 0: never
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
     max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
+    ranks_per_share: int = 1  # neighbours that train on the same sequences
     engine_ranks: int = 0  # the last so many ranks only hold engines; 0: every rank trains and holds one
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
 
@@ -42,6 +43,11 @@ class Plan:
     def training_ranks(self) -> int:
         """Ranks that hold a part of the policy."""
         return self.num_ranks - self.engine_ranks
+
+    @property
+    def num_shares(self) -> int:
+        """Parts that a step's sequences are dealt into, each to neighbours that work on it together."""
+        return self.training_ranks // self.ranks_per_share
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -80,8 +86,9 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     num_sampling, num_training = engine_ranks or num_ranks, training_ranks(cfg, num_ranks)
     split = f"split over {num_sampling} ranks" + (" that hold engines" if engine_ranks else "")
     steps_ahead = _steps_ahead(cfg)
+    ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
     _refuse(
-        *_nobody_trains(cfg, num_ranks),
+        *(_nobody_trains(cfg, num_ranks) or parallel_problems(cfg.parallel, num_training)),
         *_ahead_by_chance(cfg, steps_ahead),
         *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps * updates),
         *_not_divisible("rollout.prompts_per_step", prompts, num_sampling, split, updates),
@@ -105,7 +112,9 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_response_tokens=cfg.rollout.max_response_tokens,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
-        max_micro_batches_per_update=_max_micro_batches(cfg.pack, rollouts // updates, num_training, max_sequence),
+        max_micro_batches_per_update=_max_micro_batches(
+            cfg.pack, rollouts // updates, num_training // ranks_per_share, max_sequence
+        ),
         max_eval_sequence_tokens=cfg.data.max_prompt_tokens + eval_response,
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
         eval_every=cfg.eval.every if cfg.eval else 0,
@@ -114,6 +123,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_draws=(
             int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
         ),
+        ranks_per_share=ranks_per_share,
         engine_ranks=engine_ranks,
         steps_ahead=steps_ahead,
     )
@@ -123,7 +133,9 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     """Derive the plan of a fine-tuning run: a step is one update on `sft.sequences_per_step` pairs."""
     sequences = cfg.sft.sequences_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.sft.max_response_tokens
+    ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
     _refuse(
+        *parallel_problems(cfg.parallel, num_ranks),
         *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps),
         *_not_divisible("sft.sequences_per_step", sequences, num_ranks, f"split over {num_ranks} ranks", 1),
         *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + sft.max_response_tokens"),
@@ -141,11 +153,14 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         max_response_tokens=cfg.sft.max_response_tokens,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
-        max_micro_batches_per_update=_max_micro_batches(cfg.pack, sequences, num_ranks, max_sequence),
+        max_micro_batches_per_update=_max_micro_batches(
+            cfg.pack, sequences, num_ranks // ranks_per_share, max_sequence
+        ),
         max_eval_sequence_tokens=0,
         eval_prompts=0,
         eval_every=0,
         checkpoint_every=cfg.checkpoint.every,
+        ranks_per_share=ranks_per_share,
     )
 
 
@@ -189,14 +204,39 @@ def _too_small_budget(pack: PackConfig, max_sequence: int, sum_of: str) -> Itera
         )
 
 
-def _nobody_trains(cfg: Config, num_ranks: int) -> Iterator[str]:
-    engine_ranks = cfg.rollout.num_ranks or 0
-    if engine_ranks and engine_ranks >= num_ranks:
-        fewer = f"set it to {num_ranks - 1} or less, or " if num_ranks > 1 else ""
+def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[str]:
+    """Sentences about settings of [parallel] that so many ranks that train cannot be laid out by."""
+    replicate, cp, tp, ep = parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep
+    others = replicate * cp * tp
+    product = f"parallel.dp_replicate x cp x tp = {replicate} x {cp} x {tp} = {others}"
+    if parallel.dp_shard is None and num_training % others:
+        yield f"{product} does not divide the {num_training} ranks that train; lower one of them, or start other ranks"
+        return
+    if parallel.dp_shard is not None and others * parallel.dp_shard != num_training:
+        shard = parallel.dp_shard
+        fitting = f"set dp_shard to {num_training // others}" if num_training % others == 0 else "change one of them"
         yield (
-            f"rollout.num_ranks = {engine_ranks} leaves none of the {num_ranks} ranks to train; {fewer}start "
-            f"{engine_ranks + 1} ranks or more"
+            f"parallel.dp_replicate x dp_shard x cp x tp = {replicate} x {shard} x {cp} x {tp} = {others * shard}, but "
+            f"{num_training} ranks train; {fitting}, or start {others * shard} ranks that train"
         )
+        return
+    in_a_copy = num_training // replicate
+    if in_a_copy % ep:
+        yield (
+            f"parallel.ep = {ep} does not divide the {in_a_copy} ranks that hold one copy of the policy "
+            f"({num_training} that train / dp_replicate = {replicate}); set it to a divisor of {in_a_copy}"
+        )
+
+
+def _nobody_trains(cfg: Config, num_ranks: int) -> list[str]:
+    engine_ranks = cfg.rollout.num_ranks or 0
+    if not engine_ranks or engine_ranks < num_ranks:
+        return []
+    fewer = f"set it to {num_ranks - 1} or less, or " if num_ranks > 1 else ""
+    return [
+        f"rollout.num_ranks = {engine_ranks} leaves none of the {num_ranks} ranks to train; {fewer}start "
+        f"{engine_ranks + 1} ranks or more"
+    ]
 
 
 def _ahead_by_chance(cfg: Config, steps_ahead: int) -> Iterator[str]:

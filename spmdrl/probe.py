@@ -9,31 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.batch import lay_end_to_end, to_sequence
 from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Mean, Metrics
 from spmdrl.model.policy import Policy
 from spmdrl.types import RewardOutcome, Rollout, ScoredRollout
 
 
 @torch.no_grad()
-def probe_metrics(policy: Policy, probes: Sequence[Rollout], mesh: DeviceMesh) -> Metrics:
-    """Score this rank's probes, sampled with the weights that the policy has now; every rank must call this, also one
-    without probes. One forward pass for each probe: together they could exceed the token budget."""
+def probe_metrics(policy: Policy, probes: Sequence[Rollout], meshes: Meshes) -> Metrics:
+    """Score the probes of all ranks, sampled with the weights that the policy has now; every rank that trains must call
+    this with its own. One forward pass for each probe: together they could exceed the token budget."""
     unscored = RewardOutcome(reward=0.0, parts={})
-    with failing_together(mesh):
-        sequences = [
-            to_sequence(ScoredRollout(rollout=rollout, outcome=unscored, advantage=0.0), index)
-            for index, rollout in enumerate(probes)
-        ]
-    distances = []
-    for number in range(max(gather_objects(mesh, len(sequences)))):
-        batch = lay_end_to_end(sequences[number : number + 1], {}).to(torch.device(mesh.device_type))
+    with failing_together(meshes.training):
+        mine = [to_sequence(ScoredRollout(rollout=x, outcome=unscored, advantage=0.0), 0) for x in probes]
+    sequences = [sequence for part in gather_objects(meshes.training, mine) for sequence in part]
+    num_shares, multiple = meshes.data.size(), meshes.model.cp.size()
+    device = torch.device(meshes.training.device_type)
+    distances = [torch.empty(0, device=device)]
+    for first in range(0, len(sequences), num_shares):
+        share = sequences[first : first + num_shares][meshes.data.get_local_rank() :][:1]
+        batch = lay_end_to_end(share, {}, multiple=multiple).to(device)
         distances.append((policy(batch).logprobs - batch.rollout_logprobs).abs()[batch.loss_mask])
-    distance = torch.cat(distances) if distances else torch.empty(0)
-    if not distance.numel():
+    distance = torch.cat(distances)
+    if not distance.numel() or not meshes.speaks_for_data:
         return {}
     return {
         "refit/probe_mean_abs_nats": Mean(float(distance.sum()), float(distance.numel())),

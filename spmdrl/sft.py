@@ -48,14 +48,14 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         ) as world,
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
     ):
-        meshes = build_meshes(world)
-        require_same(meshes.data, step, f"the newest checkpoint in {folder.checkpoints}")
+        meshes = build_meshes(world, cfg.parallel)
+        require_same(meshes.training, step, f"the newest checkpoint in {folder.checkpoints}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-        policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
+        policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, learner, meshes.data, step=step)
-        report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
+        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
+        report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
         while step < plan.num_steps:
@@ -63,17 +63,17 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             passed_over = inputs.prompts.dropped
             with report.span("pack"):
                 first = plan.first_rollout(world.rank)
-                with failing_together(meshes.data):
+                with failing_together(meshes.training):
                     pairs = inputs.prompts.pairs(plan.first_prompt(step, world.rank), plan.prompts_per_rank)
                     sequences = [
                         to_sequence(prompt, response, index, inputs.tokenizer, cfg.sft.max_response_tokens)
                         for index, (prompt, response) in enumerate(pairs, start=first)
                     ]
-                batch = build_batch(sequences, plan, meshes.data, aggregation="token_mean")
+                batch = build_batch(sequences, plan, meshes, aggregation="token_mean")
             with report.span("update"):
-                updated = update(learner, batch.mini_batches, objective, meshes.data, step=step)
+                updated = update(learner, batch.mini_batches, objective, meshes, step=step)
             metrics = merge_over(
-                meshes.data,
+                meshes.training,
                 merge_all([batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
@@ -88,9 +88,9 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             with report.span("save"):
                 if plan.saves_after(step):
                     keep = cfg.checkpoint.keep_last
-                    checkpoint.save(folder.checkpoints, learner, meshes.data, step=step, keep_last=keep)
+                    checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
         if cfg.checkpoint.export:
-            export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
+            export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
 
 def to_sequence(

@@ -59,7 +59,7 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
     ):
-        meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
+        meshes = build_meshes(world, cfg.parallel, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
         require_same(meshes.world, step, f"the newest checkpoint in {folder.checkpoints}")
         take_part = train if meshes.trains else sample_for_others
         take_part(cfg, inputs, folder, world, meshes, judge, step)
@@ -94,17 +94,17 @@ def train(
         ExitStack() as at_the_end,
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-        policy = load_policy(cfg.model, meshes.shard, temperature=cfg.rollout.temperature)
-        reference = load_reference(cfg.model, cfg.loss, meshes.shard, temperature=cfg.rollout.temperature)
+        policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
+        reference = load_reference(cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
-        checkpoint.restore(folder.checkpoints, learner, meshes.data, step=step)
+        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
         objective = PolicyObjective(cfg.loss)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
         at_the_end.enter_context(closing(engine))
-        refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
-        phases = Phases(trainer, engine, refit, meshes.data, cfg.offload, plan=inputs.memory, span=report.span)
+        refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
+        phases = Phases(trainer, engine, refit, meshes.training, cfg.offload, plan=inputs.memory, span=report.span)
         sampler = start_sampler(
             cfg,
             plan,
@@ -118,7 +118,7 @@ def train(
             revive=phases.revive if cfg.rollout.restart_engine else None,
         )
         sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
-        report.message(loading_line(gather_objects(meshes.data, host_peak_gib())))
+        report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
 
@@ -126,7 +126,7 @@ def train(
             with phases.rollout():
                 pending = sampler.sample_held_out()
             judged = judge.collect(pending)
-            report.eval(step, scalars(merge_over(meshes.data, eval_metrics(judged, cfg.reward))))
+            report.eval(step, scalars(merge_over(meshes.training, eval_metrics(judged, cfg.reward))))
 
         phases.refit(version=step)
         if step == 0 and plan.evaluates_after(0):
@@ -140,25 +140,25 @@ def train(
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
             with report.span("reward"):
-                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.data)
+                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.training)
             with report.span("pack"):
-                with failing_together(meshes.data):
+                with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
-                batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
+                batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
             with phases.training():
                 with report.span("probe"):
-                    probed = probe_metrics(policy, collected.probes, meshes.data)
+                    probed = probe_metrics(policy, collected.probes, meshes)
                 with report.span("logprobs"):
-                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
+                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
                 with report.span("update"):
-                    updated = update(learner, mini_batches, objective, meshes.data, step=step)
+                    updated = update(learner, mini_batches, objective, meshes, step=step)
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
                 if plan.evaluates_after(step):
                     evaluate()
             metrics = merge_over(
-                meshes.data,
+                meshes.training,
                 merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
@@ -175,7 +175,7 @@ def train(
                     checkpoint.save(
                         folder.checkpoints,
                         learner,
-                        meshes.data,
+                        meshes.training,
                         step=step,
                         keep_last=cfg.checkpoint.keep_last,
                         collector=sampler.state(),
@@ -183,7 +183,7 @@ def train(
             report.memory(step, phases.take_edges())
         if cfg.checkpoint.export:
             with phases.training():
-                export_hf(policy, inputs.tokenizer, folder.hf, meshes.shard, dtype=dtype)
+                export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
 
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.batch import MiniBatch
 from spmdrl.config import OptimConfig
 from spmdrl.dist.collectives import failing_together, sum_over
+from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
@@ -98,28 +99,31 @@ class Learner:
 
 
 def update(
-    learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, mesh: DeviceMesh, *, step: int
+    learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, meshes: Meshes, *, step: int
 ) -> Metrics:
-    """One optimizer step on each mini-batch in turn; every rank of the data mesh takes part.
+    """One optimizer step on each mini-batch in turn; every rank that trains takes part.
 
     A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
     to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
     """
     first = (step - 1) * len(mini_batches) + 1
-    return merge_all(
+    metrics = merge_all(
         [
-            _optimizer_step(learner, mini_batch, objective, mesh, number=number, cause=f"step {step}, update {number}")
+            _optimizer_step(
+                learner, mini_batch, objective, meshes, number=number, cause=f"step {step}, update {number}"
+            )
             for number, mini_batch in enumerate(mini_batches, start=first)
             if mini_batch
         ]
     )
+    return metrics if meshes.speaks_for_data else {}
 
 
 def _optimizer_step(
-    learner: Learner, mini_batch: MiniBatch, objective: ObjectiveFunction, mesh: DeviceMesh, *, number: int, cause: str
+    learner: Learner, mini_batch: MiniBatch, objective: ObjectiveFunction, meshes: Meshes, *, number: int, cause: str
 ) -> Metrics:
     """Forward and backward on this rank's micro-batches, then one step; `number` counts optimizer steps from 1."""
-    device, optimizer, scale = torch.device(mesh.device_type), learner.optimizer, learner.loss_scale.scale
+    device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
     losses: list[Tensor] = []
     parts: list[Metrics] = []
     optimizer.zero_grad(set_to_none=True)
@@ -131,8 +135,13 @@ def _optimizer_step(
         parts.append(_reduced(result, on_device.loss_mask))
 
     gradients = _local_gradients(learner.policy)
-    local_sums = torch.stack([torch.stack(losses).sum(), _squared_norm(gradients, device)])
-    loss, squared_norm = sum_over(mesh, local_sums).tolist()
+    local_sums = torch.stack(
+        [
+            torch.stack(losses).sum() / meshes.ranks_per_share,
+            _squared_norm(learner.policy, num_ranks=meshes.training.size(), device=device),
+        ]
+    )
+    loss, squared_norm = sum_over(meshes.training, local_sums).tolist()
     grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
     metrics = merge_all(parts) | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
@@ -158,15 +167,25 @@ def _optimizer_step(
 
 def _local_gradients(policy: Policy) -> list[Tensor]:
     """This rank's shards of the gradients."""
-    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [parameter.grad.to_local() for parameter in policy.parameters() if isinstance(parameter.grad, DTensor)]
 
 
-def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares over this rank's shards; summed over the ranks it is the square of the global 2-norm."""
-    if not gradients:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(gradients)).square().sum().to(device)
+def _squared_norm(policy: Policy, *, num_ranks: int, device: torch.device) -> Tensor:
+    """This rank's part of the square of the gradient's 2-norm; the sum over the `num_ranks` that train is all of it.
+
+    Parameters lie on different meshes, and some on several ranks alike: what n ranks hold counts an nth on each.
+    """
+    parts: dict[int, list[Tensor]] = {}  # by the number of ranks that hold the same
+    for parameter in policy.parameters():
+        if isinstance(parameter.grad, DTensor):
+            gradient = parameter.grad
+            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            num_shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            parts.setdefault(num_ranks // num_shards, []).append(gradient.to_local())
+    squares = [
+        torch.stack(torch._foreach_norm(gradients)).square().sum() / copies for copies, gradients in parts.items()
+    ]
+    return torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
 
 
 def _reduced(result: Objective, loss_mask: Tensor) -> Metrics:

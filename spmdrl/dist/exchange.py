@@ -21,7 +21,7 @@ class SequenceSize:
     index: int  # place in the step's global order
     num_tokens: int
     num_loss_tokens: int
-    held_by: int  # rank of the data mesh
+    held_by: int  # rank of the mesh
 
 
 def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSize]:
@@ -33,26 +33,34 @@ def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSi
 
 
 def exchange(
-    sequences: list[Sequence], sizes: list[SequenceSize], goes_to: Mapping[int, int], mesh: DeviceMesh
+    sequences: list[Sequence],
+    sizes: list[SequenceSize],
+    goes_to: Mapping[int, int],
+    mesh: DeviceMesh,
+    *,
+    ranks_per_share: int = 1,
 ) -> list[Sequence]:
-    """Send each sequence to rank goes_to[index]; return this rank's, in global order.
+    """Send each sequence to all ranks of share goes_to[index]; return those of this rank's share, in global order.
 
-    One all-to-all for whole numbers and one for fractions; who sends how much is known from `sizes` alone.
+    Share i is that of `ranks_per_share` neighbours, which all work on it. One all-to-all for whole numbers and one for
+    fractions; who sends how much is known from `sizes` alone.
     """
-    me, ranks = mesh.get_local_rank(), range(mesh.size())
-    outgoing = sorted(sequences, key=lambda sequence: (goes_to[sequence.index], sequence.index))
+    mine, ranks = mesh.get_local_rank() // ranks_per_share, range(mesh.size())
+    in_order = sorted(sequences, key=lambda sequence: sequence.index)
+    outgoing = [[s for s in in_order if goes_to[s.index] == rank // ranks_per_share] for rank in ranks]
     incoming = sorted(
-        (size for size in sizes if goes_to[size.index] == me), key=lambda size: (size.held_by, size.index)
+        (size for size in sizes if goes_to[size.index] == mine), key=lambda size: (size.held_by, size.index)
     )
 
     def splits(width: Callable[[int], int]) -> tuple[list[int], list[int]]:
-        sent = [sum(width(len(s.token_ids)) for s in outgoing if goes_to[s.index] == rank) for rank in ranks]
+        sent = [sum(width(len(s.token_ids)) for s in part) for part in outgoing]
         received = [sum(width(size.num_tokens) for size in incoming if size.held_by == rank) for rank in ranks]
         return sent, received
 
     # Per sequence: n tokens and n mask entries; n log-probabilities and the advantage.
-    whole = torch.tensor([n for s in outgoing for n in (*s.token_ids, *s.loss_mask)], dtype=torch.int64)
-    fractions = torch.tensor([x for s in outgoing for x in (*s.rollout_logprobs, s.advantage)], dtype=torch.float32)
+    everything = [s for part in outgoing for s in part]
+    whole = torch.tensor([n for s in everything for n in (*s.token_ids, *s.loss_mask)], dtype=torch.int64)
+    fractions = torch.tensor([x for s in everything for x in (*s.rollout_logprobs, s.advantage)], dtype=torch.float32)
     whole = _all_to_all(whole, *splits(lambda n: 2 * n), mesh)
     fractions = _all_to_all(fractions, *splits(lambda n: n + 1), mesh)
 

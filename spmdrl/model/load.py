@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import LossConfig, ModelConfig
+from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
@@ -83,13 +83,13 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
     return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
 
 
-def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, trainable: bool = True) -> Policy:
-    """Load the directory's model, sharded over `mesh`, with float32 master weights.
+def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, trainable: bool = True) -> Policy:
+    """Load the directory's model, laid out over `meshes`, with float32 master weights.
 
     A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has
     no gradients. Raises UserError as `load_model_config` does, and for weights the architecture needs but are missing.
     """
-    device = torch.device(mesh.device_type)
+    device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
     policies: list[Policy] = []
@@ -104,7 +104,7 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, train
             logits_chunk_tokens=cfg.logits_chunk_tokens,
         )
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
-        shard_policy(policy, mesh, dtype=dtype, offload=offload, reshard_root=not trainable)
+        shard_policy(policy, meshes, dtype=dtype, offload=offload, reshard_root=not trainable)
         policies.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
@@ -122,11 +122,11 @@ def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, temperature: float, train
     return policy.requires_grad_(trainable)
 
 
-def load_reference(cfg: ModelConfig, loss: LossConfig, mesh: DeviceMesh, *, temperature: float) -> Policy | None:
+def load_reference(cfg: ModelConfig, loss: LossConfig, meshes: ModelMeshes, *, temperature: float) -> Policy | None:
     """The frozen model that KL is taken to: a second sharded model, loaded only when the loss needs it."""
     if loss.kl_coef == 0:
         return None
-    return load_policy(cfg, mesh, temperature=temperature, trainable=False)
+    return load_policy(cfg, meshes, temperature=temperature, trainable=False)
 
 
 def _from_pretrained(
@@ -159,14 +159,15 @@ def _from_pretrained(
 
 
 def shard_policy(
-    policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, offload: OffloadPolicy | None, reshard_root: bool
+    policy: Policy, meshes: ModelMeshes, *, dtype: torch.dtype, offload: OffloadPolicy | None, reshard_root: bool
 ) -> None:
     """Apply FSDP2: one unit for each decoder layer, one for everything else.
 
     Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
     """
+    copies = meshes.dense["replicate"].size()
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": meshes.dense["replicate", "shard"] if copies > 1 else meshes.dense["shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": offload or OffloadPolicy(),
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import RefitConfig
 from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.gather import Gatherer
@@ -27,20 +27,22 @@ class Refit:
         self,
         policy: Policy,
         engine: WeightSink,
-        mesh: DeviceMesh,
+        meshes: Meshes,
         cfg: RefitConfig,
         *,
         dtype: torch.dtype,
     ) -> None:
         self._engine = engine
-        self._mesh = mesh
-        self._gatherer = Gatherer(policy, mesh, dtype=dtype, bucket_bytes=cfg.bucket_bytes, naming=engine.naming)
+        self._mesh = meshes.training
+        self._gatherer = Gatherer(
+            policy, meshes.model.copy, dtype=dtype, bucket_bytes=cfg.bucket_bytes, naming=engine.naming
+        )
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
         self._verify = cfg.verify
         self._done = 0
 
     def __call__(self, *, version: int) -> None:
-        """Load the policy's weights of this version; every rank of the mesh must call this.
+        """Load the policy's weights of this version; every rank that trains must call this.
 
         Raises RefitMismatch on every rank, naming the first tensors that differ, when digests are compared and do.
         """

@@ -87,7 +87,7 @@ class RemoteEngine:
         self.naming: Naming = naming
         self.version = -1
         self._group, self._digests, self._device = group, digests, device
-        self._sends = meshes.data.get_local_rank() == 0
+        self._sends = meshes.training.get_local_rank() == 0
         self._receivers = range(plan.training_ranks, plan.num_ranks)
         self._orders, self._replies = Link(meshes.world, ORDERS, in_flight=2), Link(meshes.world, REPLIES)
         self._buckets: Sequence[Bucket] = ()

@@ -77,7 +77,7 @@ def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:
     """Make the group that engines receive weights in, and wait until all of them have joined. None on ranks that do
     not send."""
     link = Link(meshes.world, ORDERS, in_flight=1)
-    if meshes.data.get_local_rank() != 0:
+    if meshes.training.get_local_rank() != 0:
         return None
     one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(plan.num_ranks)
     address = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]  # torchrun's: that of its first machine
@@ -85,7 +85,7 @@ def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:
     for rank in range(plan.training_ranks, plan.num_ranks):
         link.send((address, store.port), to=rank)
     group = sglang_process.update_group(
-        store, GROUP_NAME, num_ranks=1 + plan.engine_ranks, backend=backend_for(meshes.data.device_type)
+        store, GROUP_NAME, num_ranks=1 + plan.engine_ranks, backend=backend_for(meshes.training.device_type)
     )
     link.settle()
     return group

@@ -64,7 +64,7 @@ def start_engine(
 
         if meshes.weights is not None:
             return ListeningSGLangEngine(launch_options(cfg, plan, world), meshes, model_config=model_config)
-        transport = choose_transport(cfg, model_config, world.device, meshes.data, tell=tell)
+        transport = choose_transport(cfg, model_config, world.device, meshes.training, tell=tell)
         return SGLangEngine(
             launch_options(cfg, plan, world),
             meshes.engine,

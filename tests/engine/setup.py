@@ -62,11 +62,11 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         plan = make_plan(cfg, num_ranks=world.num_ranks)
-        policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
+        policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
         try:
             dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-            refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=dtype)
+            refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
             yield Rank(world, meshes, policy, engine, refit)
         finally:
             engine.close()

@@ -87,9 +87,9 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
             if not meshes.trains:
                 serve(cfg, plan, meshes, judge, engine, stream, [], frozenset({1}), step=0, saved=None)
                 return found
-            policy = load_policy(cfg.model, meshes.shard, temperature=1.0)
+            policy = load_policy(cfg.model, meshes.model, temperature=1.0)
             learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
-            refit = Refit(policy, engine, meshes.shard, cfg.refit, dtype=torch.float32)
+            refit = Refit(policy, engine, meshes, cfg.refit, dtype=torch.float32)
             sampler = start_sampler(
                 cfg, plan, engine, judge.submit, stream, [], frozenset({1}), meshes, tell=print, revive=None
             )
@@ -99,15 +99,15 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 engine.wake()
                 collected = sampler.collect(step)
                 engine.sleep()
-                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.data)
+                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.training)
                 found["samples"] += [
                     (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
                     for one in scored
                 ]
                 sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
-                batch = build_batch(sequences, plan, meshes.data, aggregation=cfg.loss.aggregation)
-                mini_batches = prepare(policy, None, batch.mini_batches, meshes.data)
-                update(learner, mini_batches, PolicyObjective(cfg.loss), meshes.data, step=step)
+                batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
+                mini_batches = prepare(policy, None, batch.mini_batches, meshes.training)
+                update(learner, mini_batches, PolicyObjective(cfg.loss), meshes, step=step)
                 refit(version=step)
             found["weights"] = {
                 name: parameter.full_tensor().detach().clone() for name, parameter in policy.model.named_parameters()

@@ -30,7 +30,7 @@ def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]
     Ranks without an engine of their own run the same forwards on the leading rank's responses.
     """
     mine = [r.prompt_ids + a.token_ids for r, a in zip(asked, responses, strict=False)]
-    everyones = [ids for part in gather_objects(rank.meshes.data, mine) for ids in part]
+    everyones = [ids for part in gather_objects(rank.meshes.training, mine) for ids in part]
     forwards = dict(zip(everyones, trainer_logprobs(rank.policy, everyones), strict=True))
     worst = 0.0
     for request, answer, ids in zip(asked, responses, mine, strict=False):

@@ -37,11 +37,11 @@ def test_engine_weights_equal_trainer_weights(tmp_path: Path) -> None:
 
 def _opened_by_another_process(path: str) -> list[str]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = OtherProcess(world.device, transport="cuda_ipc")
         cfg = RefitConfig(bucket_bytes=2**14, verify="every")
-        refit = Refit(policy, engine, mesh, cfg, dtype=torch.bfloat16)
+        refit = Refit(policy, engine, meshes, cfg, dtype=torch.bfloat16)
         for version in range(3):
             with torch.no_grad():
                 for parameter in policy.parameters():

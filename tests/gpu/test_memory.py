@@ -38,13 +38,13 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def start(path: str, meshes: Meshes) -> Learner:
-    policy = load_policy(model_config(path), meshes.shard, temperature=1.0)
+    policy = load_policy(model_config(path), meshes.model, temperature=1.0)
     return Learner.start(policy, OptimConfig(lr=1e-3), num_updates=4, dtype=torch.bfloat16)
 
 
 def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
-    batch = build_batch(random_sequences(8, seed=step), plan_for(8, 1), meshes.data, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes.data, step=step)
+    batch = build_batch(random_sequences(8, seed=step), plan_for(8, 1), meshes, aggregation="token_mean")
+    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def state(learner: Learner) -> list[Tensor]:
@@ -139,7 +139,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         refit = Refit(
             learner.policy,
             engine,
-            meshes.shard,
+            meshes,
             RefitConfig(bucket_bytes=16 * MIB, verify="every"),
             dtype=torch.bfloat16,
         )
@@ -161,7 +161,7 @@ def test_the_phases_catch_a_leak(qwen3: str) -> None:
         refit = Refit(
             learner.policy,
             engine,
-            meshes.shard,
+            meshes,
             RefitConfig(bucket_bytes=16 * MIB, verify="every"),
             dtype=torch.bfloat16,
         )
@@ -172,7 +172,7 @@ def test_the_phases_catch_a_leak(qwen3: str) -> None:
         offload = OffloadConfig(trainer="all", engine=("kv_cache", "weights"))
         # A plan that leaves a GiB for the test, whatever the device.
         plan = MemoryPlan(gradients=free - GIB, gathered=0, engine_share=None, **sizes)
-        phases = Phases(memory, engine, refit, meshes.data, offload, plan=plan, span=no_span)
+        phases = Phases(memory, engine, refit, meshes.training, offload, plan=plan, span=no_span)
         phases.refit(version=0)
         with phases.rollout():
             pass
@@ -196,11 +196,11 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
         refit = Refit(
             learner.policy,
             engine,
-            meshes.shard,
+            meshes,
             RefitConfig(bucket_bytes=16 * MIB, verify="first"),
             dtype=torch.bfloat16,
         )
-        phases = Phases(memory, engine, refit, meshes.data, OffloadConfig(), plan=None, span=no_span)
+        phases = Phases(memory, engine, refit, meshes.training, OffloadConfig(), plan=None, span=no_span)
         phases.refit(version=0)
         torch.cuda.manual_seed(5)
         with phases.rollout():

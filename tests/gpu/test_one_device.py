@@ -66,13 +66,13 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         meshes = build_meshes(world)
         settings = model_config(path, compute_dtype=dtype, **model)
         losses = loss_config(kl_coef=0.05, entropy_coef=0.01)
-        policy = load_policy(settings, meshes.shard, temperature=0.8)
-        reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
-        batch = build_batch(random_sequences(16), plan_for(16, 1), meshes.data, aggregation="token_mean")
+        policy = load_policy(settings, meshes.model, temperature=0.8)
+        reference = load_reference(settings, losses, meshes.model, temperature=0.8)
+        batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
         learner = Learner.start(policy, optim, num_updates=1, dtype=getattr(torch, dtype))
-        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
-        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes.data, step=1)
+        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}
@@ -96,8 +96,8 @@ def test_memory_levers_do_not_change_the_update(qwen3: str, changes: dict[str, b
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_offloaded_shards_live_on_the_host(qwen3: str, dtype: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(qwen3, compute_dtype=dtype, cpu_offload=True), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(qwen3, compute_dtype=dtype, cpu_offload=True), meshes.model, temperature=1.0)
         assert {parameter.to_local().device.type for parameter in policy.parameters()} == {"cpu"}
         assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
         del policy
@@ -126,8 +126,8 @@ def test_half_precision_stays_near_full_precision(qwen3: str) -> None:
 
 def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(qwen3, compute_dtype="bfloat16"), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(qwen3, compute_dtype="bfloat16"), meshes.model, temperature=1.0)
         engine = TorchEngine(
             AutoConfig.from_pretrained(qwen3),
             device=world.device,
@@ -135,7 +135,7 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
             kernel="varlen",
             max_running=16,
         )
-        Refit(policy, engine, mesh, RefitConfig(bucket_bytes=64 * 1024, verify="every"), dtype=torch.bfloat16)(
+        Refit(policy, engine, meshes, RefitConfig(bucket_bytes=64 * 1024, verify="every"), dtype=torch.bfloat16)(
             version=1
         )
         for name, parameter in policy.model.named_parameters():

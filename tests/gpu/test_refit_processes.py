@@ -32,11 +32,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @contextmanager
 def refitted(path: str, transport: str, verify: str) -> Iterator[tuple[Policy, OtherProcess, Refit]]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = OtherProcess(world.device, transport=transport)
         cfg = RefitConfig(bucket_bytes=8 * MIB, verify=verify)  # type: ignore[arg-type]
-        refit = Refit(policy, engine, mesh, cfg, dtype=torch.bfloat16)
+        refit = Refit(policy, engine, meshes, cfg, dtype=torch.bfloat16)
         try:
             yield policy, engine, refit
         finally:

@@ -20,22 +20,22 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
     """For each number of groups: this rank's sequences of each mini-batch, and the batch's metrics."""
     plan = {"prompts_per_step": PLANNED_GROUPS, "updates_per_step": UPDATES, "max_tokens_per_micro_batch": 64}
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        mesh = build_meshes(world).data
+        meshes = build_meshes(world)
         cuts = []
         for num_groups in numbers_of_groups:
             # Groups were drawn by chance: the last rank has most of them.
             sequences = random_sequences(num_groups * GROUP_SIZE)
             mine = [s for s in sequences if min(s.index // GROUP_SIZE, world.num_ranks - 1) == world.rank]
             the_plan = plan_for(PLANNED_GROUPS * GROUP_SIZE, world.num_ranks, **plan)
-            batch = build_batch(mine, the_plan, mesh, aggregation="token_mean")
+            batch = build_batch(mine, the_plan, meshes, aggregation="token_mean")
             cut = [
                 sorted(i for micro_batch in mini_batch for i in micro_batch.sequence_index if i >= 0)
                 for mini_batch in batch.mini_batches
             ]
             cuts.append((cut, scalars(batch.metrics)))
             if not num_groups:
-                empty = prepare(None, None, batch.mini_batches, mesh)  # type: ignore[arg-type]
-                assert update(None, empty, None, mesh, step=2) == {}  # type: ignore[arg-type]
+                empty = prepare(None, None, batch.mini_batches, meshes.training)  # type: ignore[arg-type]
+                assert update(None, empty, None, meshes, step=2) == {}  # type: ignore[arg-type]
         return cuts
 
 

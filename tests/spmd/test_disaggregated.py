@@ -33,7 +33,7 @@ def _groups() -> dict[str, Any]:
             found["engine"] = (meshes.engine_index, meshes.num_engines, meshes.engine.get_local_rank())
             found["with"] = gather_objects(meshes.engine, world.rank)
         else:
-            found["with"] = gather_objects(meshes.data, world.rank)
+            found["with"] = gather_objects(meshes.training, world.rank)
         return found
 
 
@@ -103,7 +103,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
                 found.append({name: digest(tensor) for name, tensor in engine.weights().items()})
             weights.settle()
             return found
-        policy = load_policy(settings, meshes.shard, temperature=1.0)
+        policy = load_policy(settings, meshes.model, temperature=1.0)
         remote = RemoteEngine(
             plan,
             meshes,
@@ -112,7 +112,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
             digests=lambda whole: [{name: digest(tensor) for name, tensor in whole.items()}],
             device=world.device,
         )
-        refit = Refit(policy, remote, meshes.shard, RefitConfig(bucket_bytes=2**14), dtype=torch.float32)
+        refit = Refit(policy, remote, meshes, RefitConfig(bucket_bytes=2**14), dtype=torch.float32)
         sent: list[Any] = []
         for version in (1, 2):
             with torch.no_grad():
@@ -127,7 +127,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
                 continue
             sent.append({name: digest(p.full_tensor().detach()) for name, p in policy.model.named_parameters()})
         del policy, refit
-        dist.barrier(group=meshes.data.get_group())
+        dist.barrier(group=meshes.training.get_group())
         return sent
 
 

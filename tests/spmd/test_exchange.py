@@ -12,7 +12,7 @@ from tests.tiny import random_sequences
 
 def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Sequence]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).data
+        mesh = build_meshes(world).training
         mine = [s for s in random_sequences(count) if holder[s.index] == world.rank]
         sizes = gather_sizes(mine, mesh)
         assert [size.index for size in sizes] == list(range(count))

@@ -39,7 +39,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _start(path: str, meshes: Meshes) -> Learner:
-    policy = load_policy(model_config(path), meshes.shard, temperature=1.0)
+    policy = load_policy(model_config(path), meshes.model, temperature=1.0)
     optim = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
     return Learner.start(policy, optim, num_updates=4, dtype=torch.float32)
 
@@ -49,11 +49,11 @@ def _memory(learner: Learner, moves: Moves) -> TrainerMemory:
 
 
 def _update(learner: Learner, meshes: Meshes, *, step: int) -> None:
-    share = COUNT // meshes.data.size()
-    first = meshes.data.get_local_rank() * share
+    share = COUNT // meshes.training.size()
+    first = meshes.training.get_local_rank() * share
     mine = random_sequences(COUNT, seed=step)[first : first + share]
-    batch = build_batch(mine, plan_for(COUNT, meshes.data.size()), meshes.data, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes.data, step=step)
+    batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
+    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def _state(learner: Learner) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
         meshes = build_meshes(world)
         for moves, first, last in launches:
             learner = _start(path, meshes)
-            checkpoint.restore(Path(folder), learner, meshes.data, step=first - 1)
+            checkpoint.restore(Path(folder), learner, meshes.training, step=first - 1)
             memory = _memory(learner, moves)
             memory.sleep()  # before FSDP has seen its first forward
             for step in range(first, last + 1):
@@ -80,7 +80,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
                 _update(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
-            checkpoint.save(Path(folder), learner, meshes.data, step=last, keep_last=3)
+            checkpoint.save(Path(folder), learner, meshes.training, step=last, keep_last=3)
         state = _state(learner)
         del learner, memory
         return state
@@ -130,7 +130,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             AutoConfig.from_pretrained(path), device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4
         )
         refit = Refit(
-            learner.policy, engine, meshes.shard, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32
+            learner.policy, engine, meshes, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32
         )
         found: dict[str, Any] = {"host": []}
         for _ in range(3):
@@ -145,7 +145,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             with _NoDTensorOps():
                 refit(version=1)
                 gatherer = Gatherer(
-                    learner.policy, meshes.shard, dtype=torch.bfloat16, bucket_bytes=2**14, naming="checkpoint"
+                    learner.policy, meshes.model.copy, dtype=torch.bfloat16, bucket_bytes=2**14, naming="checkpoint"
                 )
                 assert sum(len(tensors) for tensors in gatherer.whole_tensors()) == len(parameters)
             found["refitted"] = all(

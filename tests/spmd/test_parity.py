@@ -68,16 +68,16 @@ def trained(
         meshes = build_meshes(world)
         settings = model_config(path, **(model or {}))
         losses = loss_config(**(LOSS if loss is None else loss))
-        policy = load_policy(settings, meshes.shard, temperature=0.8)
-        reference = load_reference(settings, losses, meshes.shard, temperature=0.8)
+        policy = load_policy(settings, meshes.model, temperature=0.8)
+        reference = load_reference(settings, losses, meshes.model, temperature=0.8)
         dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
         the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
         the_plan = plan_for(count, world.num_ranks, **(plan or {}))
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
-        batch = build_batch(mine, the_plan, meshes.data, aggregation=losses.aggregation)
+        batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
         learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
-        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.data)
-        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes.data, step=1)
+        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}
@@ -196,15 +196,15 @@ def _overflowing(path: str) -> Any:
     """float16 with a loss scale that overflows, then one that does not."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
-        policy = load_policy(model_config(path, compute_dtype="float16"), meshes.shard, temperature=1.0)
+        policy = load_policy(model_config(path, compute_dtype="float16"), meshes.model, temperature=1.0)
         mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
-        batch = build_batch(mine, plan_for(8, world.num_ranks), meshes.data, aggregation="token_mean")
+        batch = build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean")
         learner = Learner.start(policy, OptimConfig(name="sgd", lr=1.0), num_updates=40, dtype=torch.float16)
         learner.loss_scale.scale = 2.0**40
         before = [p.to_local().clone() for p in policy.parameters()]
         history = []
         for step in range(1, 41):
-            metrics = update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes.data, step=step)
+            metrics = update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
             unchanged = all(torch.equal(a, p.to_local()) for a, p in zip(before, policy.parameters(), strict=True))
             history.append((metrics["update/overflow_fraction"].value(), unchanged))
             if not unchanged:

@@ -86,7 +86,7 @@ def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",),
     engine: Any = Engine(device, 40.0)
     parts: Any = (Trainer(device), engine, refit)
     settings = {"plan": PLAN, "span": lambda name: nullcontext(), "read": device.read} | changes
-    return Phases(*parts, meshes.data, offload, **settings)
+    return Phases(*parts, meshes.training, offload, **settings)
 
 
 def _steps(release: Sequence[str]) -> tuple[list[str], list[str]]:

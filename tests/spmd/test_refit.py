@@ -24,12 +24,12 @@ from tests.tiny import model_config, save_llama, save_qwen3
 def _refitted(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[float]:
     """Change every weight, refit, compare; the largest difference of each of two refits."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = TorchEngine(
             AutoConfig.from_pretrained(path), device=world.device, dtype=dtype, kernel="sdpa", max_running=4
         )
-        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=bucket_bytes, verify="every"), dtype=dtype)
+        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=bucket_bytes, verify="every"), dtype=dtype)
         worst = []
         for version in (1, 2):
             with torch.no_grad():
@@ -75,8 +75,8 @@ def test_an_engine_without_all_its_weights_refuses(tmp_path: Path) -> None:
 def _corrupted(path: str) -> str:
     """Flip the lowest bit of one number on one rank between gathering and loading; what each rank says."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = TorchEngine(
             AutoConfig.from_pretrained(path), device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4
         )
@@ -89,7 +89,7 @@ def _corrupted(path: str) -> str:
                 load(number)
 
             engine.load = corrupt  # type: ignore[method-assign]
-        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32)
+        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32)
         try:
             refit(version=3)
         except RefitMismatch as error:
@@ -106,10 +106,10 @@ def test_one_flipped_bit_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
 def _opened(path: str, num_refits: int) -> tuple[list[str], int]:
     """Refit another process through shared memory; what differs there, and files that refits after the first left."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        mesh = build_meshes(world).shard
-        policy = load_policy(model_config(path), mesh, temperature=1.0)
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = OtherProcess(world.device, transport="shared_memory")
-        refit = Refit(policy, engine, mesh, RefitConfig(bucket_bytes=2**14, verify=num_refits), dtype=torch.float32)
+        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=2**14, verify=num_refits), dtype=torch.float32)
         refit(version=0)
         before = len(os.listdir("/dev/shm"))
         for version in range(1, num_refits + 1):
