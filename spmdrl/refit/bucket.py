@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmdrl.refit.layout import Cut, Layout
+
 # Weights that engines fuse into one. Some loaders fail, or load rubbish, when a bucket brings only part of them.
 _LOADED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
@@ -40,8 +42,13 @@ class Weight:
     name: str
     shape: torch.Size
     dtype: torch.dtype  # that it is sent in
-    is_sharded: bool  # by rows over the ranks; else whole on each of them
+    cuts: tuple[Cut, ...]  # how it is split over the ranks of a copy; () where each has all of it
     sent_as: tuple[tuple[str, torch.Size], ...]  # its own name and shape, or those of a checkpoint's unfused parts
+
+    @property
+    def layout(self) -> Layout:
+        """Where each rank's part lies in it."""
+        return Layout(self.shape, self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ def plan_buckets(weights: Iterable[Weight], *, bucket_bytes: int) -> tuple[Bucke
 
 def bucket_of(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
     """One bucket for tensors that are whole already."""
-    return _lay_out([Weight(name, x.shape, x.dtype, False, ((name, x.shape),)) for name, x in tensors])
+    return _lay_out([Weight(name, x.shape, x.dtype, (), ((name, x.shape),)) for name, x in tensors])
 
 
 def _group(name: str) -> str:

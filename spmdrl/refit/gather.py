@@ -15,6 +15,7 @@ from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
+from spmdrl.refit.layout import cuts_of
 from spmdrl.refit.sink import Naming
 
 
@@ -35,7 +36,7 @@ class Gatherer:
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
         # Where they are, not what they are: asking for all of them anew takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
-        weights = [_weight(policy, name, x, dtype, naming) for name, x in tensors.items()]
+        weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
         self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
         self.largest_bytes = max(bucket.num_bytes for bucket in self.buckets)
         self._send: Tensor | None = None
@@ -54,7 +55,7 @@ class Gatherer:
             in_place = weight.sent_as == ((weight.name, weight.shape),)
             whole = entries[0].view(flat) if in_place else self._new(weight)
             if weight in shards:
-                _join(whole, shards[weight])
+                weight.layout.join(whole, shards[weight])
             else:
                 whole.copy_(tensors[weight.name], non_blocking=True)
             if not in_place:
@@ -82,11 +83,11 @@ class Gatherer:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _gather(self, bucket: Bucket, tensors: dict[str, Tensor]) -> dict[Weight, Tensor]:
-        """All ranks' shards of each sharded weight, [R, n] in the dtype to send; padded where ranks have fewer rows."""
+        """All ranks' parts of each sharded weight, [R, n] in the dtype to send; padded where ranks have less."""
         num_ranks = self._mesh.size()
         if num_ranks == 1:
             return {}
-        slots, num_bytes = _slots(bucket, num_ranks)
+        slots, num_bytes = _slots(bucket)
         send, receive = self._staging(num_bytes)
         for weight, (start, end) in slots.items():
             # Cast before the gather: the engine's dtype is often half as wide. Shards may be on the host, pinned:
@@ -101,52 +102,36 @@ class Gatherer:
         """What this rank sends and what it receives; the memory is kept from one bucket and one refit to the next."""
         num_ranks = self._mesh.size()
         if self._send is None or self._receive is None:
-            largest = max(_slots(bucket, num_ranks)[1] for bucket in self.buckets)
+            largest = max(_slots(bucket)[1] for bucket in self.buckets)
             self._send = torch.zeros(largest, dtype=torch.uint8, device=self._mesh.device_type)
             self._receive = torch.empty(num_ranks * largest, dtype=torch.uint8, device=self._mesh.device_type)
         return self._send[:num_bytes], self._receive[: num_ranks * num_bytes]
 
 
-def _slots(bucket: Bucket, num_ranks: int) -> tuple[dict[Weight, tuple[int, int]], int]:
+def _slots(bucket: Bucket) -> tuple[dict[Weight, tuple[int, int]], int]:
     """Where each sharded weight's shard lies in what one rank sends, as (first byte, end), and the bytes in all.
 
-    FSDP gives the last ranks fewer rows, or none; every slot has room for the first rank's.
+    FSDP gives the last ranks less, or nothing; every slot has room for the first rank's.
     """
     slots, start = {}, 0
     for weight in bucket.weights:
-        if weight.is_sharded:
-            size = math.ceil(weight.shape[0] / num_ranks) * math.prod(weight.shape[1:]) * weight.dtype.itemsize
+        if weight.cuts:
+            size = weight.layout.max_numel * weight.dtype.itemsize
             slots[weight] = (start, start + size)
             start += size
     return slots, math.ceil(start / 16) * 16  # so that a rank's part begins where every type may
 
 
-def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming) -> Weight:
-    is_sharded = isinstance(tensor, DTensor)
-    if isinstance(tensor, DTensor):
-        assert tensor.placements[0].is_shard(0), f"{name} is not split by rows"
-        sent_dtype = dtype
-    else:
-        sent_dtype = tensor.dtype  # a buffer is what it is
+def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming, num_ranks: int) -> Weight:
+    sent_dtype = dtype if isinstance(tensor, DTensor) else tensor.dtype  # a buffer is what it is
     sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
     if naming == "checkpoint":
         blueprint = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")
         parts = revert_weight_conversion(policy.model, {name: blueprint})
         sent_as = tuple((part, value.shape) for part, value in parts.items())
-    return Weight(name, tensor.shape, sent_dtype, is_sharded, sent_as)
+    return Weight(name, tensor.shape, sent_dtype, cuts_of(tensor, num_ranks=num_ranks), sent_as)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     module, _, attribute = name.rpartition(".")
     return model.get_submodule(module), attribute
-
-
-def _join(whole: Tensor, shards: Tensor) -> None:
-    """Lay the rows of `shards` [R, n], padded at the end, one after the other in `whole`."""
-    if whole.shape[0] % shards.shape[0] == 0:
-        whole.view(shards.shape).copy_(shards, non_blocking=True)
-        return
-    flat, per_rank = whole.view(-1), shards.shape[1]
-    for rank, shard in enumerate(shards):
-        part = flat[rank * per_rank : (rank + 1) * per_rank]
-        part.copy_(shard[: part.numel()], non_blocking=True)

@@ -98,7 +98,7 @@ def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> 
     dtype = compute_dtype(cfg.model.compute_dtype, "cuda" if torch.cuda.is_available() else "cpu")
     shapes, _ = parameter_shapes(model_config, cfg.model)
     weights = [
-        Weight(name, torch.Size(shape), dtype, True, ((name, torch.Size(shape)),)) for name, shape in shapes.items()
+        Weight(name, torch.Size(shape), dtype, (), ((name, torch.Size(shape)),)) for name, shape in shapes.items()
     ]
     return shortage(
         largest_bytes=_largest_bytes(weights, cfg.refit.bucket_bytes),

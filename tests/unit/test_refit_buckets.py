@@ -11,7 +11,7 @@ from spmdrl.refit.digest import digest
 
 def weight(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Weight:
     size = torch.Size(shape)
-    return Weight(name, size, dtype, True, ((name, size),))
+    return Weight(name, size, dtype, (), ((name, size),))
 
 
 def names(buckets: tuple[Bucket, ...]) -> list[list[str]]:
