@@ -63,6 +63,17 @@ def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
     gather(output, mine, group=mesh.get_group())
 
 
+def gather_rows(mesh: DeviceMesh, mine: Tensor) -> list[Tensor]:
+    """Each rank's rows [n, k] on the host, in mesh order; n may differ."""
+    counts = torch.empty(mesh.size(), dtype=torch.int64)
+    gather_flat(mesh, counts, torch.tensor([mine.shape[0]]))
+    padded = mine.new_zeros(int(counts.max()), mine.shape[1])
+    padded[: mine.shape[0]] = mine
+    rows = mine.new_empty(mesh.size(), *padded.shape)
+    gather_flat(mesh, rows.view(-1), padded.view(-1))
+    return [part[:count] for part, count in zip(rows, counts.tolist(), strict=True)]
+
+
 def barrier(mesh: DeviceMesh) -> None:
     """Wait until every rank of the mesh is here."""
     dist.barrier(group=mesh.get_group())

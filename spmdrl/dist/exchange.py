@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.collectives import gather_rows
 from spmdrl.types import Sequence
 
 
@@ -27,8 +27,8 @@ class SequenceSize:
 def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSize]:
     """The sizes of all ranks' sequences in their global order, on every rank."""
     mine = [(sequence.index, len(sequence.token_ids), sum(sequence.loss_mask)) for sequence in sequences]
-    everyone = gather_objects(mesh, mine)
-    sizes = [SequenceSize(*size, held_by=rank) for rank, sizes in enumerate(everyone) for size in sizes]
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.int64).view(-1, 3))
+    sizes = [SequenceSize(*size, held_by=rank) for rank, part in enumerate(everyone) for size in part.tolist()]
     return sorted(sizes, key=lambda size: size.index)
 
 

@@ -1,0 +1,256 @@
+"""One batch, trained on in different layouts: loss, gradients and weights must come out the same.
+
+`spmdrl.tools.parity` prints the matrix for a user's model; the tests run it on tiny ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from spmdrl.batch import build_batch
+from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import World
+from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.policy import Policy
+from spmdrl.objective import PolicyObjective
+from spmdrl.plan import Plan, parallel_problems
+from spmdrl.refit.gather import Gatherer
+from spmdrl.types import Sequence, UserError
+from spmdrl.update import Learner, prepare, update
+
+UPDATES = 3  # of SGD, and of AdamW
+SGD = OptimConfig(name="sgd", lr=0.1)
+ADAMW = OptimConfig(name="adamw", lr=1e-4, weight_decay=0.1)
+# A weight whose true gradient is 0 gets rounding noise, which AdamW divides by its own size: it then moves by up to lr
+# an update, in a direction of its own. A tenth of that is what other layouts may differ by.
+ADAMW_BOUND = ADAMW.lr / 10
+
+# What float32 sums in another order differ by; each case says why its sums are in another order.
+BOUND = 1e-5
+# Of the norm of all gradients: a parameter with less has a gradient of 0, and what is left of it is noise.
+NEGLIGIBLE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all cases share, but for what each changes."""
+
+    model: ModelConfig
+    loss: LossConfig
+    pack: PackConfig
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to lay the work out."""
+
+    name: str
+    reason: str  # for the difference that is allowed
+    num_ranks: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pack: dict[str, Any] = field(default_factory=dict)  # instead of the settings'
+    model: dict[str, Any] = field(default_factory=dict)  # changes of the settings'
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one case computed; tensors are whole, float32 and on the host."""
+
+    loss: float  # mean of the SGD updates
+    gradients: dict[str, Tensor]
+    after_sgd: dict[str, Tensor]
+    after_adamw: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far one outcome is from another."""
+
+    loss: float  # relative
+    gradient: float  # the largest of any parameter, relative to its norm
+    worst: str  # that parameter
+    sgd: float  # weights, the same way
+    adamw: float  # the largest absolute difference of a weight
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it is no more than rounding."""
+        return max(self.loss, self.gradient, self.sgd) <= BOUND and self.adamw <= ADAMW_BOUND
+
+
+ONE_RANK = Case(name="1 rank", reason="what the others are compared with")
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    """The matrix: layouts on 1, 2 and 4 ranks, and other ways to cut the same work."""
+    order = "gradients are summed over ranks, and micro-batches hold other sequences"
+    chunks = "keys come in chunks, and gradients are summed over them"
+    parts = "a layer's sums are made of partial sums of ranks"
+    for name, num_ranks, reason, parallel in (
+        ("dp 2", 2, order, {}),
+        ("dp 4", 4, order, {}),
+        ("hsdp 2 x 2", 4, order, {"dp_replicate": 2}),
+        ("cp 2", 2, chunks, {"cp": 2}),
+        ("cp 4", 4, chunks, {"cp": 4}),
+        ("dp 2 x cp 2", 4, chunks, {"cp": 2}),
+        ("cp 2 (ulysses)", 2, chunks, {"cp": 2, "cp_style": "ulysses"}),
+        ("tp 2", 2, parts, {"tp": 2}),
+        ("dp 2 x tp 2", 4, parts, {"tp": 2}),
+        ("cp 2 x tp 2", 4, parts, {"cp": 2, "tp": 2}),
+        ("hsdp 2 x tp 2", 4, parts, {"dp_replicate": 2, "tp": 2}),
+        ("ep 2", 2, parts, {"ep": 2}),
+        ("tp 2 x ep 2", 2, parts, {"tp": 2, "ep": 2}),
+        ("dp 2 x tp 2 x ep 2", 4, parts, {"tp": 2, "ep": 2}),
+        ("ep 4", 4, parts, {"ep": 4}),
+    ):
+        yield Case(name=name, num_ranks=num_ranks, reason=reason, parallel=ParallelConfig(**parallel))
+    alone = {"sequences_per_micro_batch": 1}
+    whole = {"sequences_per_micro_batch": 2**30}
+    kernels = "kernels sum matrices of other shapes in another order"
+    yield Case(name="one sequence at a time", reason=kernels, pack=alone)
+    yield Case(name="one micro-batch", reason=kernels, pack=whole)
+    yield Case(name="head at once", reason=kernels, model={"logits_chunk_tokens": 2**30})
+    yield Case(name="head in small chunks", reason=kernels, model={"logits_chunk_tokens": 7})
+    levels: tuple[str, ...] = ()
+    for level in levels:
+        if level != settings.model.gradient_checkpointing:
+            yield Case(
+                name=f"checkpointing: {level}",
+                reason="none: the same operations run twice",
+                model={"gradient_checkpointing": level, "checkpoint_every_layers": 1},
+            )
+
+
+def own_case(parallel: ParallelConfig) -> Case:
+    """The layout of a configuration, on as few ranks as it can have."""
+    in_a_copy = math.lcm((parallel.dp_shard or 1) * parallel.cp * parallel.tp, parallel.ep)
+    written = ", ".join(f"{name} = {value}" for name, value in parallel.model_dump(exclude_defaults=True).items())
+    return Case(
+        name=f"[parallel] {written}",
+        reason="the configuration's own layout",
+        num_ranks=parallel.dp_replicate * in_a_copy,
+        parallel=parallel,
+    )
+
+
+def random_batch(*, vocabulary: int, num_sequences: int, max_tokens: int, seed: int = 0) -> list[Sequence]:
+    """Prompts and responses of random lengths and tokens, with plausible log-probabilities and advantages."""
+    rng = random.Random(seed)
+    batch = []
+    for index in range(num_sequences):
+        prompt, response = rng.randint(1, max_tokens // 4), rng.randint(1, max_tokens * 3 // 4)
+        batch.append(
+            Sequence(
+                index=index,
+                token_ids=tuple(rng.randrange(vocabulary) for _ in range(prompt + response)),
+                loss_mask=(False,) * prompt + (True,) * response,
+                rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
+                advantage=rng.uniform(-2, 2),
+            )
+        )
+    return batch
+
+
+def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World) -> Outcome | None:
+    """Train on the batch as the case says; every rank must call this, and the first gets the outcome.
+
+    Raises UserError, on every rank, where the model cannot be laid out so.
+    """
+    if problems := list(parallel_problems(case.parallel, world.num_ranks)):
+        raise UserError("\n".join(problems))
+    meshes = build_meshes(world, case.parallel)
+    model = settings.model.model_copy(update={**case.model, "compute_dtype": "float32"})
+    pack = PackConfig(**case.pack) if case.pack else settings.pack
+
+    def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
+        policy = load_policy(model, meshes.model, temperature=settings.temperature)
+        reference = load_reference(model, settings.loss, meshes.model, temperature=settings.temperature)
+        plan = _plan(batch, pack, meshes, num_updates=num_updates)
+        mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
+        mini_batches = build_batch(mine, plan, meshes, aggregation=settings.loss.aggregation).mini_batches
+        learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
+        mini_batches = prepare(policy, reference, mini_batches, meshes.training)
+        metrics = update(learner, mini_batches, PolicyObjective(settings.loss), meshes, step=1)
+        return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
+
+    _, gradients = trained(OptimConfig(name=f"{__name__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30), 1)
+    loss, after_sgd = trained(SGD, UPDATES)  # before the first update the ratio is 1 whatever the log-probabilities
+    _, after_adamw = trained(ADAMW, UPDATES)
+    return Outcome(loss, gradients, after_sgd, after_adamw) if world.rank == 0 else None
+
+
+def deviation(one: Outcome, other: Outcome) -> Deviation:
+    """How far `one` is from `other`."""
+    gradient, worst = _largest(one.gradients, other.gradients)
+    return Deviation(
+        loss=abs(one.loss - other.loss) / max(abs(other.loss), 1e-3),
+        gradient=gradient,
+        worst=worst,
+        sgd=_largest(one.after_sgd, other.after_sgd)[0],
+        adamw=max(float((one.after_adamw[name] - x).abs().max()) for name, x in other.after_adamw.items()),
+    )
+
+
+def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
+    """Every weight of the model, whole, on the host of the first rank of a copy; every rank must call this."""
+    gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**28, naming="model")
+    weights: dict[str, Tensor] = {}
+    for bucket in gatherer.whole_tensors():
+        if meshes.model.copy.get_local_rank() == 0:
+            weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
+    return weights
+
+
+class GradientAsWeight(torch.optim.Optimizer):
+    """Leaves every gradient where its weight was, so that it can be gathered as weights are."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                held.copy_(parameter.grad.to_local()) if parameter.grad is not None else held.zero_()
+
+
+def _largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference of a tensor, and its name."""
+    norms = {name: float(x.norm()) for name, x in other.items()}
+    floor = NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
+    return max((float((one[name] - x).norm()) / max(norms[name], floor), name) for name, x in other.items())
+
+
+def _plan(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_updates: int) -> Plan:
+    longest = max(len(sequence.token_ids) for sequence in batch)
+    return Plan(
+        num_ranks=meshes.world.size(),
+        num_steps=1,
+        prompts_per_step=len(batch),
+        prompts_per_rank=0,
+        rollouts_per_step=len(batch),
+        updates_per_step=num_updates,
+        num_updates=num_updates,
+        rollouts_per_mini_batch=len(batch) // num_updates,
+        max_sequence_tokens=longest,
+        max_response_tokens=longest,
+        max_tokens_per_micro_batch=pack.max_tokens_per_micro_batch,
+        sequences_per_micro_batch=pack.sequences_per_micro_batch,
+        max_micro_batches_per_update=len(batch),
+        max_eval_sequence_tokens=0,
+        eval_prompts=0,
+        eval_every=0,
+        checkpoint_every=0,
+        ranks_per_share=meshes.ranks_per_share,
+    )

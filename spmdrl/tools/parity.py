@@ -1,0 +1,167 @@
+"""`python -m spmdrl.tools.parity CONFIG`: whether every layout of the work gives the gradients of one rank.
+
+A batch of random sequences is trained on in float32 on 1, 2 and 4 ranks of this machine, in every way that the model
+can be laid out. What differs by more than rounding is a mistake, in spmdrl or in the model's code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
+
+from spmdrl.config import Config, read_config
+from spmdrl.dist.session import spmd_session
+from spmdrl.launch import EXIT_USER_ERROR
+from spmdrl.model.load import load_model_config
+from spmdrl.parity import (
+    ADAMW_BOUND,
+    BOUND,
+    ONE_RANK,
+    Case,
+    Outcome,
+    Settings,
+    cases,
+    deviation,
+    outcome,
+    own_case,
+    random_batch,
+)
+from spmdrl.types import UserError
+
+EXIT_DIFFERENT = 1
+_RANKS = (1, 2, 4)
+
+
+def matrix(cfg: Config, settings: Settings) -> list[Case]:
+    """The cases of a configuration; the first is what the others are compared with."""
+    own = own_case(cfg.parallel)
+    every = [ONE_RANK, *cases(settings)]
+    return every if own.parallel in [case.parallel for case in every] else [*every, own]
+
+
+def compute(arguments: argparse.Namespace, folder: Path) -> None:
+    """On each rank of a torchrun: the outcomes of the cases with so many ranks, into the folder."""
+    transformers_logging.disable_progress_bar()
+    cfg = read_config(Config, arguments.config, arguments.override)
+    settings = _settings(cfg)
+    batch = random_batch(
+        vocabulary=load_model_config(cfg.model).get_text_config().vocab_size,
+        num_sequences=arguments.sequences,
+        max_tokens=arguments.tokens,
+        seed=cfg.run.seed,
+    )
+    with spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=True) as world:
+        for number, case in enumerate(matrix(cfg, settings)):
+            if case.num_ranks != world.num_ranks:
+                continue
+            try:
+                found = outcome(case, settings, batch, world)
+            except UserError as error:  # on every rank
+                if world.is_main:
+                    (folder / f"{number}.refused").write_text(str(error), encoding="utf-8")
+                continue
+            if found is not None:
+                _save(found, folder / f"{number}.safetensors")
+
+
+def compare(arguments: argparse.Namespace) -> bool:
+    """Run the matrix and print it; whether all of it agrees. Raises UserError when one rank cannot train the model."""
+    cfg = read_config(Config, arguments.config, arguments.override)
+    every = matrix(cfg, _settings(cfg))
+    with tempfile.TemporaryDirectory(prefix="spmdrl-parity-") as temporary:
+        folder = Path(temporary)
+        for num_ranks in sorted({case.num_ranks for case in every if case.num_ranks <= arguments.ranks}):
+            _launch(num_ranks, arguments, folder)
+        if (refused := folder / "0.refused").exists():
+            raise UserError(refused.read_text(encoding="utf-8"))
+        return _print(every, folder)
+
+
+def _settings(cfg: Config) -> Settings:
+    return Settings(model=cfg.model, loss=cfg.loss, pack=cfg.pack, temperature=cfg.rollout.temperature)
+
+
+def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None:
+    """The cases of so many ranks, on CUDA devices where there are enough of them. Raises UserError when they fail."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    own = ["--sequences", str(arguments.sequences), "--tokens", str(arguments.tokens), "--worker", str(folder)]
+    enough = torch.cuda.device_count() >= num_ranks
+    done = subprocess.run(
+        [*torchrun, "-m", "spmdrl.tools.parity", arguments.config, *arguments.override, *own],
+        env=os.environ | ({} if enough else {"CUDA_VISIBLE_DEVICES": ""}),
+        check=False,
+    )
+    if done.returncode:
+        raise UserError(f"the cases on {num_ranks} ranks ended with exit code {done.returncode}; their words are above")
+
+
+def _print(every: list[Case], folder: Path) -> bool:
+    table = Table(title=f"relative to 1 rank; allowed: {BOUND:g}, and {ADAMW_BOUND:g} of a weight after AdamW")
+    for column in ("layout", "ranks", "loss", "gradient", "of", "SGD", "AdamW", ""):
+        table.add_column(column, justify="left" if column in ("layout", "of", "") else "right")
+    one = _load(folder / "0.safetensors")
+    agrees = True
+    for number, case in enumerate(every):
+        if (refused := folder / f"{number}.refused").exists():
+            table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", refused.read_text(encoding="utf-8"))
+        elif (path := folder / f"{number}.safetensors").exists():
+            found = deviation(_load(path), one)
+            agrees &= found.is_within
+            sizes = [f"{value:.1e}" for value in (found.loss, found.gradient, found.sgd, found.adamw)]
+            verdict = "same" if found.is_within else "[red]different[/red]"
+            table.add_row(case.name, str(case.num_ranks), *sizes[:2], found.worst, *sizes[2:], verdict)
+        else:
+            table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", f"needs --ranks {case.num_ranks}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return agrees
+
+
+def _save(found: Outcome, path: Path) -> None:
+    groups = {"gradients": found.gradients, "after_sgd": found.after_sgd, "after_adamw": found.after_adamw}
+    tensors = {f"{group}/{name}": x.contiguous() for group, named in groups.items() for name, x in named.items()}
+    save_file({"loss": torch.tensor(found.loss, dtype=torch.float64), **tensors}, path)
+
+
+def _load(path: Path) -> Outcome:
+    tensors = load_file(path)
+    groups: dict[str, dict[str, torch.Tensor]] = {"gradients": {}, "after_sgd": {}, "after_adamw": {}}
+    loss = float(tensors.pop("loss"))
+    for key, tensor in tensors.items():
+        group, _, name = key.partition("/")
+        groups[group][name] = tensor
+    return Outcome(loss, **groups)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 1 when a layout differs, 2 when the user must change something."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
+    parser.add_argument("--ranks", type=int, default=max(_RANKS), help="cases with more ranks are left out")
+    parser.add_argument("--sequences", type=int, default=24, help="random sequences behind one update")
+    parser.add_argument("--tokens", type=int, default=128, help="of the longest sequence")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        if arguments.worker is not None:
+            compute(arguments, arguments.worker)
+            return 0
+        return 0 if compare(arguments) else EXIT_DIFFERENT
+    except UserError as error:
+        print(f"cannot compare: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
