@@ -164,7 +164,6 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
     assert "the model has 4" in kv_heads
     two_ranks: Any = SimpleNamespace(size=lambda: 2)
     x = torch.zeros(1, 3, 2, 8)
+    attend = context_attention(_offsets([4]), [4], "sdpa", two_ranks, style="ulysses")
     with pytest.raises(UserError, match=r"parallel\.cp = 2 .* the model has 3"):
-        context_attention(_offsets([4]), [4], "sdpa", two_ranks, style="ulysses")(
-            x, x, x, layer=0, scale=1, window=None
-        )
+        attend(x, x, x, layer=0, scale=1.0, window=None)
