@@ -1,0 +1,169 @@
+"""Attention over sequences that are cut across ranks equals attention over whole ones, gradients too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from spmdrl.dist.collectives import sum_over
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model import context
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.context import Style, context_attention, context_problems, gather_tokens
+from spmdrl.types import UserError
+from tests.spmd.ranks import run_ranks
+
+# 48 tokens: chunks of 24 on two ranks, of 12 on four.
+LAYOUTS = {
+    "inside chunks": [6, 6, 12, 5, 7, 12],
+    "across one edge": [20, 10, 18],
+    "over all chunks": [48],
+    "many short": [3, 5, 2, 4, 1, 6, 3, 5, 2, 4, 1, 6, 3, 3],
+    "one token each": [1] * 48,
+    "long and single": [1, 22, 1, 1, 22, 1],
+}
+KV_HEADS = [4, 2, 1]
+WINDOWS = [None, 1, 3, 30]
+HEADS, HEAD_DIM = 4, 8
+STYLES: list[Style] = ["all_gather", "ulysses"]
+
+
+@contextmanager
+def _mesh() -> Iterator[DeviceMesh]:
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        yield build_meshes(world).world
+
+
+def _offsets(seqlens: list[int]) -> Tensor:
+    return torch.tensor([0, *seqlens]).cumsum(0).int()
+
+
+def _random(seqlens: list[int], kv_heads: int) -> tuple[list[Tensor], Tensor]:
+    """Query, key, value and sinks, the same on all ranks; and a gradient of the result, [1, T, H, D]."""
+    torch.manual_seed(0)
+    heads, tokens = (HEADS, kv_heads, kv_heads), sum(seqlens)
+    inputs = [torch.randn(1, h, tokens, HEAD_DIM, requires_grad=True) for h in heads]
+    return [*inputs, torch.randn(HEADS, requires_grad=True)], torch.randn(1, tokens, HEADS, HEAD_DIM)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, seqlens: list[int], window: int | None) -> Tensor:
+    """Attention with sinks as it is defined: one matrix of all tokens, and one column more."""
+    sequence = torch.arange(len(seqlens)).repeat_interleave(torch.tensor(seqlens))
+    distance = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
+    visible = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or len(sequence)))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    logits = (query @ key.mT * HEAD_DIM**-0.5).masked_fill(~visible, -torch.inf)
+    column = sinks[None, :, None, None].expand(-1, -1, len(sequence), 1)
+    weights = torch.cat([logits, column], dim=3).softmax(dim=3)[..., :-1]
+    return (weights @ value).transpose(1, 2)
+
+
+def _with_gradients(out: Tensor, grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def _mine(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+
+
+def _equal(style: Style, seqlens: list[int], kv_heads: int, window: int | None, sinks: bool, mesh: DeviceMesh) -> None:
+    (*qkv, logits), grad = _random(seqlens, kv_heads)
+    cu, options = _offsets(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
+    local = [_mine(x.detach(), 2, mesh).requires_grad_() for x in qkv]
+    attend: Any = context_attention(cu, seqlens, "sdpa", mesh, style=style)
+    if sinks:
+        wanted = _with_gradients(_dense(*qkv, logits, seqlens, window), grad, [*qkv, logits])
+        out = attend(*local, **options, sinks=logits)
+        *found, of_sinks = _with_gradients(out, _mine(grad, 1, mesh), [*local, logits])
+        torch.testing.assert_close(sum_over(mesh, of_sinks), wanted.pop(), rtol=1e-5, atol=1e-5)
+    else:
+        wanted = _with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, **options), grad, qkv)
+        found = _with_gradients(attend(*local, **options), _mine(grad, 1, mesh), local)
+    for one, whole, dim in zip(found, wanted, (1, 2, 2, 2), strict=True):
+        torch.testing.assert_close(one, _mine(whole, dim, mesh), rtol=1e-5, atol=2e-6)
+
+
+def _all_equal() -> None:
+    with _mesh() as mesh:
+        for case in product(STYLES, LAYOUTS, KV_HEADS, WINDOWS, (False, True)):
+            style, layout, kv_heads, window, sinks = case
+            try:
+                _equal(style, LAYOUTS[layout], kv_heads, window, sinks, mesh)
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equals_attention_on_one_rank(num_ranks: int) -> None:
+    run_ranks(num_ranks, _all_equal)
+
+
+def _head_by_head(seqlens: list[int]) -> list[int]:
+    """Exchanges of a forward, and of forward and backward together, with one key-value head at a time."""
+    with _mesh() as mesh:
+        (*qkv, _), grad = _random(seqlens, kv_heads=2)
+        local = [_mine(x.detach(), 2, mesh).requires_grad_() for x in qkv]
+        attend = context_attention(_offsets(seqlens), seqlens, "sdpa", mesh, style="all_gather")
+
+        def run(*inputs: Tensor) -> Tensor:
+            return attend(*inputs, layer=0, scale=0.3, window=None)
+
+        together = _with_gradients(run(*local), _mine(grad, 1, mesh), local)
+        context.HEAD_GROUP_BYTES = 1
+        exchange, calls, counts = context._exchange, [], []
+        context._exchange = lambda *arguments: (calls.append(1), exchange(*arguments))[1]
+        out = run(*local)
+        counts.append(len(calls))
+        one_by_one = _with_gradients(out, _mine(grad, 1, mesh), local)
+        counts.append(len(calls))
+        # As it is called in a layer that computes its activations again.
+        again = checkpoint(run, *local, use_reentrant=False)
+        torch.testing.assert_close(one_by_one, together)
+        torch.testing.assert_close(_with_gradients(again, _mine(grad, 1, mesh), local), together)
+        return counts
+
+
+def test_keys_of_one_head_at_a_time_are_borrowed_again_by_the_backward() -> None:
+    # The first two ranks share a sequence; the others need nothing from anyone, and take part all the same.
+    assert run_ranks(4, _head_by_head, [24, 12, 1, 11]) == [[2, 6]] * 4
+
+
+def _gathered() -> None:
+    with _mesh() as mesh:
+        whole = torch.arange(24.0).view(8, 3)
+        weight = torch.linspace(-1, 1, 24).view(8, 3)
+        local = _mine(whole, 0, mesh).clone().requires_grad_()
+        gathered = gather_tokens(local, mesh)
+        torch.testing.assert_close(gathered, whole)
+        (gathered.square() * weight).sum().backward()
+        assert local.grad is not None
+        torch.testing.assert_close(local.grad, _mine(2 * whole * weight, 0, mesh))
+
+
+def test_gathered_tokens_take_their_part_of_the_gradient() -> None:
+    run_ranks(2, _gathered)
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    assert list(context_problems(8, 8, 8, "ulysses")) == []
+    assert list(context_problems(8, 2, 4, "ulysses")) == []  # each key-value head on two ranks
+    assert list(context_problems(7, 5, 3, "all_gather")) == []
+    (heads,) = context_problems(9, 2, 2, "ulysses")
+    assert "parallel.cp = 2" in heads and "the model has 9" in heads and '"all_gather"' in heads
+    (kv_heads,) = context_problems(12, 4, 6, "ulysses")
+    assert "the model has 4" in kv_heads
+    two_ranks: Any = SimpleNamespace(size=lambda: 2)
+    x = torch.zeros(1, 3, 2, 8)
+    attend = context_attention(_offsets([4]), [4], "sdpa", two_ranks, style="ulysses")
+    with pytest.raises(UserError, match=r"parallel\.cp = 2 .* the model has 3"):
+        attend(x, x, x, layer=0, scale=1.0, window=None)
