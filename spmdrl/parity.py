@@ -175,7 +175,7 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
         policy = load_policy(model, meshes.model, temperature=settings.temperature)
         reference = load_reference(model, settings.loss, meshes.model, temperature=settings.temperature)
-        plan = _plan(batch, pack, meshes, num_updates=num_updates)
+        plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         mini_batches = build_batch(mine, plan, meshes, aggregation=settings.loss.aggregation).mini_batches
         learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
@@ -232,7 +232,8 @@ def _largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, s
     return max((float((one[name] - x).norm()) / max(norms[name], floor), name) for name, x in other.items())
 
 
-def _plan(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_updates: int) -> Plan:
+def plan_of(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_updates: int) -> Plan:
+    """The plan of one step on this batch, cut into so many updates."""
     longest = max(len(sequence.token_ids) for sequence in batch)
     return Plan(
         num_ranks=meshes.world.size(),

@@ -1,0 +1,210 @@
+"""Count the collectives of a step, and the bytes that one rank receives, from 8 to 1,024 ranks.
+
+    python benchmarks/scale.py --ranks 8 64 256 1024
+
+One process stands for rank 0 of torch's fake process group, which has any number of ranks and moves nothing: the real
+code of a step runs, and every collective that it issues is counted by kind. What the fake group leaves out is filled in
+so that the code can go on: gathers give this rank's values for every other, exchanges bring zeros. Every rank has as
+many rollouts at any number of ranks. Bytes are those of the best known algorithm: of n ranks an all-gather or a
+reduce-scatter brings (n - 1)/n of the whole to each, an all-reduce twice that.
+
+Prints one JSON object: for each layout and number of ranks, each phase's collectives as {kind: [calls, bytes]}, and the
+seconds that the plan of the data plane took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spmdrl.batch
+from spmdrl.batch import build_batch
+from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.dist.collectives import merge_over
+from spmdrl.dist.exchange import SequenceSize
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import World
+from spmdrl.model.load import load_policy
+from spmdrl.objective import PolicyObjective
+from spmdrl.parity import plan_of, random_batch
+from spmdrl.refit.gather import Gatherer
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.update import Learner, prepare, update
+
+ROLLOUTS_PER_RANK = 64
+MAX_TOKENS = 128
+BUDGET = 4096
+LAYOUTS = {
+    "fsdp": ParallelConfig(),
+    "hsdp of 8": ParallelConfig(dp_shard=8),
+    "cp 8": ParallelConfig(cp=8),
+    "tp 4": ParallelConfig(tp=4),
+}
+
+
+def main() -> None:
+    """Count every layout at every number of ranks, each in a process of its own; print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 1024])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--one", action="store_true", help="count the first of each in this process")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(count(args.layouts[0], args.ranks[0])))
+        return
+    rows = []
+    for layout in args.layouts:
+        for ranks in args.ranks:
+            command = [sys.executable, __file__, "--one", "--layouts", layout, "--ranks", str(ranks)]
+            print(f"{layout}, {ranks} ranks", file=sys.stderr)
+            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    versions = {"torch": torch.__version__}
+    print(json.dumps({"rollouts_per_rank": ROLLOUTS_PER_RANK, "rows": rows, "versions": versions}, indent=1))
+
+
+def count(layout: str, num_ranks: int) -> dict[str, Any]:
+    """The collectives of one step on rank 0 of so many."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    world = World(rank=0, num_ranks=num_ranks, local_rank=0, num_local_ranks=8, device=torch.device("cpu"))
+    parallel = LAYOUTS[layout]
+    if parallel.dp_shard:
+        parallel = parallel.model_copy(update={"dp_replicate": num_ranks // parallel.dp_shard})
+    meter = Meter()
+    with tempfile.TemporaryDirectory() as folder, meter:
+        parameters = save_tiny_model(Path(folder), hidden_size=1024, num_layers=2)
+        meshes = build_meshes(world, parallel)
+        policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
+        learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=1, dtype=torch.float32)
+        mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)
+        pack = PackConfig(max_tokens_per_micro_batch=BUDGET)
+        everyones = [
+            *(SequenceSize(s.index, len(s.token_ids), sum(s.loss_mask), held_by=0) for s in mine),
+            *sizes_of_others(num_ranks),
+        ]
+        plan = dataclasses.replace(plan_of(mine, pack, meshes, num_updates=1), rollouts_per_step=len(everyones))
+        began = time.perf_counter()
+        with meter.phase("batch"), synthetic_sizes(everyones):
+            batch = build_batch(mine, plan, meshes, aggregation="token_mean")
+        plan_s = time.perf_counter() - began
+        with meter.phase("prepare"):
+            mini_batches = prepare(policy, None, batch.mini_batches, meshes.training)
+        with meter.phase("update"):
+            metrics = update(learner, mini_batches, PolicyObjective(LossConfig()), meshes, step=1)
+        with meter.phase("metrics"):
+            merge_over(meshes.training, metrics)
+        with meter.phase("refit"):
+            gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**28, naming="model")
+            for _ in gatherer.whole_tensors():
+                pass
+    return {
+        "layout": layout,
+        "ranks": num_ranks,
+        "parameters": parameters,
+        "micro_batches": len(batch.mini_batches[0]),
+        "batch_s": round(plan_s, 3),
+        "phases": meter.counts,
+    }
+
+
+def sizes_of_others(num_ranks: int) -> Iterator[SequenceSize]:
+    """What the other ranks would have sampled."""
+    rng = random.Random(1)
+    for index in range(ROLLOUTS_PER_RANK, num_ranks * ROLLOUTS_PER_RANK):
+        prompt, response = rng.randint(1, MAX_TOKENS // 4), rng.randint(1, MAX_TOKENS * 3 // 4)
+        yield SequenceSize(index, prompt + response, response, held_by=index // ROLLOUTS_PER_RANK)
+
+
+@contextmanager
+def synthetic_sizes(sizes: list[SequenceSize]) -> Iterator[None]:
+    """Let the batch be built of these, after the collective that would have brought them."""
+    gather = spmdrl.batch.gather_sizes
+
+    def gathered(sequences: Any, mesh: Any) -> list[SequenceSize]:
+        gather(sequences, mesh)
+        return sizes
+
+    spmdrl.batch.gather_sizes = gathered
+    try:
+        yield
+    finally:
+        spmdrl.batch.gather_sizes = gather
+
+
+class Meter(TorchDispatchMode):
+    """Counts what is asked of process groups, and fills in what a fake one leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, dict[str, list[int]]] = {}
+        self._kinds: dict[str, list[int]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is counted meanwhile belongs to this phase."""
+        self._kinds = self.counts.setdefault(name, {})
+        yield
+        self._kinds = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it becomes plain tensors and collectives first
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func.name().partition("::")
+        if namespace == "c10d" and (found := _filled_in(name.partition(".")[0], args)) is not None:
+            kind, num_bytes = found
+            count = self._kinds.setdefault(kind, [0, 0])
+            count[0] += 1
+            count[1] += num_bytes
+        return result
+
+
+def _filled_in(name: str, args: Sequence[Any]) -> tuple[str, int] | None:
+    """(kind, bytes that one rank receives) of a collective of c10d, whose output is filled in."""
+    match name:
+        case "_allgather_base_":
+            whole, part = args[:2]
+            whole.view(-1, part.numel()).copy_(part.reshape(1, -1).clone())  # FSDP gathers in place
+            return "all_gather", _bytes(whole) - _bytes(part)
+        case "allgather_":
+            (outputs,), (part,) = args[:2]
+            for output in outputs:
+                output.copy_(part)
+            return "all_gather", _bytes(part) * (len(outputs) - 1)
+        case "_reduce_scatter_base_":
+            part, whole = args[:2]
+            part.view(-1).copy_(whole.view(-1)[: part.numel()])
+            return "reduce_scatter", _bytes(whole) - _bytes(part)
+        case "allreduce_":
+            num_ranks = dist.ProcessGroup.unbox(args[1]).size()
+            return "all_reduce", sum(2 * _bytes(x) * (num_ranks - 1) // num_ranks for x in args[0])
+        case "alltoall_base_":
+            args[0].zero_()
+            return "all_to_all", _bytes(args[0])
+        case "barrier" | "broadcast_":
+            return name.rstrip("_"), 0
+    return None
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+if __name__ == "__main__":
+    main()
