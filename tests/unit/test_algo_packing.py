@@ -303,7 +303,7 @@ def test_swaps_improve_on_differencing() -> None:
 
 
 def test_costs_are_even_under_a_tight_cap() -> None:
-    """Micro-batches 96 to 99 % full: cut by tokens alone they differ in cost, by cost alone some would break the cap."""
+    """Micro-batches 96 to 99 % full: cut by tokens alone they differ in cost, by cost alone half break the cap."""
     cap, num_mended = 32_768, 0
     linear, quadratic = flop_coefficients(**LLAMA_7B)
     for seed in range(8):
