@@ -72,22 +72,19 @@ def main() -> int:
             print(summary(cases[-1]), flush=True)
     [headline] = [case for case in cases if HEADLINE.items() <= case.items()]
     good = all(case["ratio"] <= 1 and case["spmdrl_excess"] <= case["peer_excess"] for case in cases if case["peer_s"])
-    bench.write_result(
-        "packing-verl",
-        bench.Benchmark(about="10,000 lognormal lengths over 64 ranks", goal=1.0, measure=lambda _: measurement),
-        bench.Settings(repeats=args.repeats, warmup_steps=0, steps=0, threads=1),
-        measurement := bench.Measurement(
-            unit="s",
-            spmdrl=headline["spmdrl_s"],
-            peer=headline["peer_s"],
-            peer_name=PEER,
-            commands=[f"python benchmarks/packing.py --repeats {args.repeats} --limit-s {args.limit_s:g}"],
-            outputs=[{"cases": cases, "never_slower_nor_less_even": good, "versions": workload.versions([])}],
-            notes=[summary(case) for case in cases],
-        ),
-        commit=commit,
-        load_average=load_average,
+    measurement = bench.Measurement(
+        unit="s",
+        spmdrl=headline["spmdrl_s"],
+        peer=headline["peer_s"],
+        peer_name=PEER,
+        commands=[f"python benchmarks/packing.py --repeats {args.repeats} --limit-s {args.limit_s:g}"],
+        outputs=[{"cases": cases, "never_slower_nor_less_even": good, "versions": workload.versions([])}],
+        notes=[summary(case) for case in cases],
     )
+    about = "{num_sequences} {kind} lengths over {num_ranks} ranks".format_map(HEADLINE)
+    benchmark = bench.Benchmark(about=about, goal=1.0, measure=lambda _: measurement)
+    settings = bench.Settings(repeats=args.repeats, warmup_steps=0, steps=0, threads=1)
+    bench.write_result("packing-verl", benchmark, settings, measurement, commit=commit, load_average=load_average)
     return 0 if good else 1
 
 

@@ -1,9 +1,8 @@
 """Split lengths by verl's `get_seqlen_balanced_partitions`; benchmarks/packing.py runs this in verl's own environment.
 
-Reads {"lengths": [...], "num_ranks": R} from stdin and prints {"duration_s": ..., "shares": [[index, ...], ...],
-"versions": {...}}. verl is installed without its requirements, and the one module is loaded from its file: what it
-imports (torch, and verl's protocol, which needs tensordict and ray) serves its other functions only, and empty modules
-stand in for that.
+Reads {"lengths": [...], "num_ranks": R} from stdin and prints {"duration_s": ..., "shares": [[index, ...], ...]}. verl
+is installed without its requirements, and the one module is loaded from its file: what it imports (torch, and verl's
+protocol, which needs tensordict and ray) serves its other functions only, and empty modules stand in for that.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import platform
 import sys
 import time
 from types import ModuleType
@@ -53,8 +51,7 @@ def main() -> None:
     start = time.perf_counter()
     shares = balancing.get_seqlen_balanced_partitions(case["lengths"], case["num_ranks"], equal_size=False)
     duration_s = time.perf_counter() - start
-    versions = {"python": platform.python_version(), "verl": importlib.metadata.version("verl")}
-    print(json.dumps({"duration_s": duration_s, "shares": shares, "versions": versions}))
+    print(json.dumps({"duration_s": duration_s, "shares": shares}))
 
 
 if __name__ == "__main__":
