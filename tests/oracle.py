@@ -141,3 +141,43 @@ def largest_contiguous_bin(costs: Sequence[int], num_bins: int) -> int:
         bins[-1] += cost
         taken += cost
     return max(bins)
+
+
+def differenced(costs: Sequence[int], num_bins: int) -> list[int]:
+    """The cost of each bin, ascending, by largest differencing with all bins of all partial solutions written out.
+
+    Of equal spreads, joined solutions come before sequences that are still alone, and the oldest of them first.
+    """
+    alone = [[cost] + [0] * (num_bins - 1) for cost in sorted(costs, reverse=True)]
+    joined: list[list[int]] = []
+    while len(alone) + len(joined) > 1:
+        pair = []
+        for _ in range(2):
+            widest = max([*joined, *alone], key=lambda bins: max(bins) - min(bins))  # the first of equals
+            source = joined if any(bins is widest for bins in joined) else alone
+            source[:] = [bins for bins in source if bins is not widest]
+            pair.append(widest)
+        joined.append([a + b for a, b in zip(sorted(pair[0]), sorted(pair[1], reverse=True), strict=True)])
+    return sorted([*joined, *alone][0]) if costs else [0] * num_bins
+
+
+def first_fit_decreasing_bins(lengths: Sequence[int], cap: int) -> int:
+    """How many bins are opened by looking at them one by one."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        place = next((place for place, left in enumerate(room) if length <= left), len(room))
+        if place == len(room):
+            room.append(cap)
+        room[place] -= length
+    return len(room)
+
+
+def forward_flops(length: int, *, matmul_parameters: int, num_layers: int, num_heads: int, head_dim: int) -> int:
+    """A multiplication and an addition for every parameter and token, and for every pair, head and dimension, twice."""
+    flops = 0
+    for query in range(length):
+        flops += 2 * matmul_parameters
+        for _layer, _head, _key in itertools.product(range(num_layers), range(num_heads), range(query + 1)):
+            flops += 2 * head_dim  # the score
+            flops += 2 * head_dim  # its share of the weighted sum
+    return flops
