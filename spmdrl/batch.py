@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.algo.aggregation import token_weights
-from spmdrl.algo.packing import balance, pack
+from spmdrl.algo.packing import (
+    balance,
+    fill_fraction,
+    idle_fraction,
+    imbalance,
+    num_micro_batches,
+    pack,
+    padding_tokens,
+    sequence_costs,
+)
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Mean, Metrics, Total, merge_all
@@ -63,12 +72,11 @@ def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggreg
     me = meshes.data.get_local_rank()
     shares: list[list[list[SequenceSize]]] = []  # of each mini-batch, of each place on the data mesh
     for mini_batch in _mini_batches(sizes, plan):
-        parts = balance([size.num_tokens for size in mini_batch], meshes.data.size())
+        parts = balance(_costs(mini_batch, plan), meshes.data.size())
         shares.append([[mini_batch[i] for i in part] for part in parts])
     goes_to = {size.index: place for share in shares for place, part in enumerate(share) for size in part}
     received = exchange(sequences, sizes, goes_to, meshes.training, ranks_per_share=meshes.ranks_per_share)
     mine = {sequence.index: sequence for sequence in received}
-    multiple = meshes.model.cp.size()
 
     mini_batches: list[MiniBatch] = []
     metrics: list[Metrics] = [{"pack/loss_tokens": Total(0.0)}]
@@ -76,13 +84,15 @@ def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggreg
         if not any(share):
             mini_batches.append([])
             continue
-        num_micro_batches = max(len(_bins(part, plan, at_least=1)) for part in share)
-        bins = _bins(share[me], plan, at_least=num_micro_batches)
+        bins = _micro_batches(share, plan, multiple=meshes.model.cp.size())
         weights = _loss_weights([size for part in share for size in part], plan, aggregation)
         mini_batches.append(
-            [lay_end_to_end([mine[i] for i in indices], weights, multiple=multiple) for indices in bins]
+            [
+                lay_end_to_end([mine[size.index] for size in sizes], weights, multiple=meshes.model.cp.size())
+                for sizes in bins[me]
+            ]
         )
-        metrics.append(_pack_metrics(mini_batches[-1], share, plan))
+        metrics.append(_pack_metrics(bins, plan, place=me))
     return Batch(mini_batches, merge_all(metrics) if meshes.speaks_for_data else {})
 
 
@@ -97,15 +107,27 @@ def _mini_batches(sizes: list[SequenceSize], plan: Plan) -> list[list[SequenceSi
     return [sizes[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def _bins(part: list[SequenceSize], plan: Plan, *, at_least: int) -> list[list[int]]:
-    """Sequence indices of each micro-batch; empty lists where a rank has fewer micro-batches than others."""
-    bins = pack(
-        [size.num_tokens for size in part],
-        max_tokens=plan.max_tokens_per_micro_batch,
-        sequences_per_micro_batch=plan.sequences_per_micro_batch,
-        min_bins=at_least,
+def _costs(sizes: list[SequenceSize], plan: Plan) -> list[int]:
+    return sequence_costs(
+        [size.num_tokens for size in sizes], linear=plan.cost_per_token, quadratic=plan.cost_per_squared_token
     )
-    return [[part[i].index for i in places] for places in bins]
+
+
+def _micro_batches(share: list[list[SequenceSize]], plan: Plan, *, multiple: int) -> list[list[list[SequenceSize]]]:
+    """The sequences of each micro-batch of each place on the data mesh: as many everywhere, so some may be empty."""
+    limits: dict[str, int | None] = {
+        "max_tokens": plan.max_tokens_per_micro_batch,
+        "sequences_per_micro_batch": plan.sequences_per_micro_batch,
+    }
+    lengths = [[size.num_tokens for size in part] for part in share]
+    most = max(num_micro_batches(of_part, **limits, multiple=multiple) for of_part in lengths)
+    return [
+        [
+            [part[i] for i in indices]
+            for indices in pack(of_part, **limits, min_bins=most, multiple=multiple, costs=_costs(part, plan))
+        ]
+        for part, of_part in zip(share, lengths, strict=True)
+    ]
 
 
 def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> dict[int, float]:
@@ -127,7 +149,9 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
     Its tokens are filled up to a multiple of `multiple` with one more sequence, which is not trained. No sequence at
     all gives a micro-batch of filling: every rank must run the forward.
     """
-    filling = -sum(len(sequence.token_ids) for sequence in sequences) % multiple if sequences else multiple
+    filling = (
+        padding_tokens(sum(len(sequence.token_ids) for sequence in sequences), multiple) if sequences else multiple
+    )
     if filling:
         empty = Sequence(
             index=FILLING,
@@ -155,20 +179,18 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
     )
 
 
-def _pack_metrics(mini_batch: MiniBatch, share: list[list[SequenceSize]], plan: Plan) -> Metrics:
-    tokens = [sum(size.num_tokens for size in part) for part in share]
-    filled = sum(
-        float(length)
-        for m in mini_batch
-        for index, length in zip(m.sequence_index, m.seqlens, strict=True)
-        if index != FILLING
-    )
-    longest = max(m.token_ids.numel() for m in mini_batch)
-    room = float((plan.max_tokens_per_micro_batch or longest) * len(mini_batch))
+def _pack_metrics(bins: list[list[list[SequenceSize]]], plan: Plan, *, place: int) -> Metrics:
+    """Of the micro-batches of all places on the data mesh; what belongs to one place is told by that one."""
+    tokens = [sum(size.num_tokens for size in sizes) for sizes in bins[place]]
+    costs = [[sum(_costs(sizes, plan)) for sizes in of_place] for of_place in bins]
+    num_micro_batches = float(len(tokens))
     return {
-        "pack/fill_fraction": Mean(filled, room),
-        "pack/loss_tokens": Total(float(sum(int(m.loss_mask.sum()) for m in mini_batch))),
-        "pack/micro_batches": Mean(float(len(mini_batch)), 1.0),
-        # 1 when all ranks have the same number of tokens; the share of time the others wait is 1 - 1/this.
-        "pack/rank_imbalance": Mean(max(tokens) * len(tokens) / max(1, sum(tokens)), 1.0),
+        "pack/fill_fraction": Mean(
+            num_micro_batches * fill_fraction(tokens, plan.max_tokens_per_micro_batch or max(1, *tokens)),
+            num_micro_batches,
+        ),
+        "pack/loss_tokens": Total(float(sum(size.num_loss_tokens for sizes in bins[place] for size in sizes))),
+        "pack/micro_batches": Mean(num_micro_batches, 1.0),
+        "pack/rank_imbalance": Mean(imbalance([sum(of_place) for of_place in costs]), 1.0),
+        "pack/idle_fraction": Mean(idle_fraction(costs), 1.0),
     }

@@ -426,6 +426,9 @@ class PackConfig(Section):
     """Token budget of one forward pass on one rank, never exceeded."""
     sequences_per_micro_batch: Count | None = None
     """Static mode: this many sequences a micro-batch, whatever their length."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What ranks and micro-batches get alike: tokens, or the FLOPs of sequences, with attention's that grow by the
+    square of their length. See `docs/packing.md`."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> PackConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, SftConfig
+from spmdrl.costs import sequence_flops
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.dist.session import local_rank
@@ -71,7 +73,8 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     if model_config is None:
         problems.refuse()
     if plan is not None:
-        problems.attempt(lambda: _check_length(plan, model_config))
+        plan = planned = _with_costs(plan, cfg, model_config)
+        problems.attempt(lambda: _check_length(planned, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
@@ -110,6 +113,15 @@ def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
     if isinstance(cfg, SftConfig):
         return make_sft_plan(cfg, num_ranks=num_ranks)
     return make_plan(cfg, num_ranks=num_ranks)
+
+
+def _with_costs(plan: Plan, cfg: Config | SftConfig, model_config: Any) -> Plan:
+    """The plan, with what sequences cost where work is not balanced by tokens."""
+    if cfg.pack.balance == "tokens":
+        return plan
+    shapes, _ = parameter_shapes(model_config, cfg.model)
+    linear, quadratic = sequence_flops(model_config, shapes)
+    return dataclasses.replace(plan, cost_per_token=linear, cost_per_squared_token=quadratic)
 
 
 def _check_attention(cfg: ModelConfig) -> None:

@@ -35,6 +35,8 @@ class Plan:
     checkpoint_every: int  # steps; 0: never
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
     max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
+    cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
+    cost_per_squared_token: int = 0
     ranks_per_share: int = 1  # neighbours that train on the same sequences
     engine_ranks: int = 0  # the last so many ranks only hold engines; 0: every rank trains and holds one
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one

@@ -28,7 +28,11 @@ def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSi
     """The sizes of all ranks' sequences in their global order, on every rank."""
     mine = [(sequence.index, len(sequence.token_ids), sum(sequence.loss_mask)) for sequence in sequences]
     everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.int64).view(-1, 3))
-    sizes = [SequenceSize(*size, held_by=rank) for rank, part in enumerate(everyone) for size in part.tolist()]
+    sizes = [
+        SequenceSize(index, num_tokens, num_loss_tokens, held_by=rank)
+        for rank, part in enumerate(everyone)
+        for index, num_tokens, num_loss_tokens in part.tolist()
+    ]
     return sorted(sizes, key=lambda size: size.index)
 
 

@@ -1,0 +1,31 @@
+"""What a sequence costs to train on, from the shapes of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from spmdrl.algo.packing import flop_coefficients
+
+
+def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """(linear, quadratic) coefficients of a sequence's tokens, in a unit that all sequences share.
+
+    `shapes` are those of the model's parameters. Attention counts as if every layer saw the whole sequence.
+    """
+    text = model_config.get_text_config()
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    parameters = 0
+    for name, shape in shapes.items():
+        if len(shape) > 1 and ("embed_tokens" not in name or text.tie_word_embeddings):  # tied, it is the head too
+            parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
+    linear, quadratic = flop_coefficients(
+        matmul_parameters=parameters,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+    )
+    unit = math.gcd(linear, quadratic)
+    return linear // unit, quadratic // unit
