@@ -23,7 +23,7 @@ def refusal_of_config(config: Any) -> str | None:
     text = config.get_text_config()
     if text is not config:
         way_out = (
-            f"save its text model ({text.model_type}) by itself, as docs/models.md shows, and train that"
+            "save its text model by itself with python -m spmdrl.tools.text_model, and train that"
             if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             else "transformers has no model of its text alone"
         )

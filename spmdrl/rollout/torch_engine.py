@@ -63,7 +63,7 @@ def check_model(model_config: Any) -> None:
     if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
         raise UserError(
             f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, '
-            'not the state of linear-attention layers; set it to "sglang", or train with spmdrl.sft, which samples nothing'
+            'not the state of linear-attention layers; set it to "sglang", or train with spmdrl.sft, which needs no engine'
         )
 
 
