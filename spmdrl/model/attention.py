@@ -63,9 +63,10 @@ def _attention_function(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    assert attend is not None, f"{type(module).__name__} did not pass its caller's `attend` on"
-    assert attention_mask is None, "packed attention takes its layout from `attend`, not from a mask"
     assert dropout == 0.0, "policies are trained without dropout"
+    if attend is None or attention_mask is not None:
+        does = "does not pass its caller's arguments on" if attend is None else "makes a mask of its own"
+        raise UserError(f"model.path: {type(module).__name__} {does}, so sequences cannot be packed")
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
             raise UserError(f"model.path: {type(module).__name__} uses attention with {name}, which is not supported")

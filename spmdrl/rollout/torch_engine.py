@@ -61,10 +61,16 @@ class _Running:
 def check_model(model_config: Any) -> None:
     """Raise UserError when this engine cannot sample from such a model."""
     if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
-        raise UserError(
-            f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, '
-            'not the state of linear-attention layers; set it to "sglang", or train with spmdrl.sft, which needs no engine'
-        )
+        raise _cannot_sample(model_config, "not the state of linear-attention layers")
+    if getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
+        raise _cannot_sample(model_config, "all of one size, and this model has several sizes")
+
+
+def _cannot_sample(model_config: Any, but: str) -> UserError:
+    return UserError(
+        f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, {but}'
+        '; set it to "sglang", or train with spmdrl.sft, which needs no engine'
+    )
 
 
 class TorchEngine:
@@ -317,6 +323,8 @@ class _Cache:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._lengths: list[int] = []
+        self._config = config
+        self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
     def grow(self, num_rows: int, capacity: int) -> None:
         """Make room for so many rows of so many tokens; what the rows in use hold is kept."""
@@ -348,6 +356,7 @@ class _Cache:
             rows.append(torch.full_like(tokens[-1], row))
             places.append(tokens[-1] - starts[sequence])
         token_index, row_index, place_index = torch.cat(tokens), torch.cat(rows), torch.cat(places)
+        self._stored.clear()
         del self._lengths[first_row:]
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
@@ -361,6 +370,7 @@ class _Cache:
             window: int | None,
             sinks: Tensor | None = None,
         ) -> Tensor:
+            self._check(layer, key, value)
             self._keys[layer][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
             self._values[layer][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
             return packed(query, key, value, layer=layer, scale=scale, window=window, sinks=sinks)
@@ -377,6 +387,7 @@ class _Cache:
         cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
         distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
         self._lengths = [length + 1 for length in self._lengths]
+        self._stored.clear()
 
         def attend(
             query: Tensor,
@@ -388,6 +399,7 @@ class _Cache:
             window: int | None,
             sinks: Tensor | None = None,
         ) -> Tensor:
+            self._check(layer, key, value)
             self._keys[layer][cells] = key[0].transpose(0, 1)
             self._values[layer][cells] = value[0].transpose(0, 1)
             keys, values = (x[layer, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
@@ -397,6 +409,14 @@ class _Cache:
             return _attend_to_cache(query, keys, values, scale=scale, hidden=hidden, sinks=sinks)
 
         return attend, positions
+
+    def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Raise UserError when these, each [1, K, T, D], are not all that the layer stores, or do not fit."""
+        if layer in self._stored:
+            raise _cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
+        if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
+            raise _cannot_sample(self._config, "all of one size, and this model has several sizes")
+        self._stored.add(layer)
 
     def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
         """Move rows `movers` to `holes` and forget every row that is not in `kept`."""

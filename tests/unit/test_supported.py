@@ -1,4 +1,4 @@
-"""Models that cannot be trained are refused by name, before anything is loaded; text models can be taken out of others."""
+"""Models that cannot be trained are refused by name; the text models of larger ones can be taken out of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DeepseekV3Config,
+    DiffLlamaConfig,
     Gemma2Config,
     Gemma3Config,
     JambaConfig,
     MiniMaxConfig,
+    NemotronConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -23,11 +26,13 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from spmdrl.model.load import load_model_config
-from spmdrl.rollout.torch_engine import check_model
+from spmdrl.model.attention import IMPLEMENTATION, packed_attention
+from spmdrl.model.load import load_model_config, persistent_buffers
+from spmdrl.refit.refit import load_whole
+from spmdrl.rollout.torch_engine import TorchEngine, check_model
 from spmdrl.tools.text_model import main as save_text_model
 from spmdrl.tools.tiny_model import character_tokenizer
-from spmdrl.types import UserError
+from spmdrl.types import Request, UserError
 from tests.tiny import GATED_DELTA_NET, SIZES, SLIDING, model_config, save_gemma3, save_gpt_oss, save_qwen3_5
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
@@ -74,14 +79,31 @@ def test_bidirectional_attention_is_refused(tmp_path: Path) -> None:
 def test_sinks_are_refused_with_kernels_that_have_none(tmp_path: Path) -> None:
     path = save_gpt_oss(tmp_path)
     load_model_config(model_config(path))
-    with pytest.raises(UserError, match='sinks, which model.attention = "flash_attn_3" does not compute'):
+    with pytest.raises(UserError, match=r'sinks, which model\.attention = "flash_attn_3" does not compute'):
         load_model_config(model_config(path, attention="flash_attn_3"))
 
 
-def test_the_embedded_engine_refuses_recurrent_layers(tmp_path: Path) -> None:
+def test_the_embedded_engine_refuses_what_its_cache_cannot_hold(tmp_path: Path) -> None:
     config = load_model_config(model_config(save_qwen3_5(tmp_path)))
-    with pytest.raises(UserError, match="cannot sample from qwen3_5_text"):
+    with pytest.raises(UserError, match=r"cannot sample from qwen3_5_text: .* state of linear-attention layers"):
         check_model(config)
+    with pytest.raises(UserError, match=r"cannot sample from deepseek_v3: .* several sizes"):
+        check_model(DeepseekV3Config())
+
+
+def test_the_embedded_engine_refuses_layers_that_attend_twice() -> None:
+    model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
+    device = torch.device("cpu")
+    engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=1)
+    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    with pytest.raises(UserError, match=r"cannot sample from diffllama: .* attend more than once"):
+        next(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=2)]))
+
+
+def test_attention_that_cannot_be_packed_is_refused_when_it_is_called() -> None:
+    model = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES), attn_implementation=IMPLEMENTATION)
+    with pytest.raises(UserError, match="NemotronAttention does not pass its caller's arguments on"):
+        model(torch.tensor([[3, 4]]), attend=packed_attention(torch.tensor([0, 2]), [2], "sdpa"), use_cache=False)
 
 
 def gemma3() -> Gemma3Config:
