@@ -9,10 +9,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spmdrl.model.recurrent import restartable_layers
 
-# Settings of a model's config that change its logits after the head; the policy computes logits from the head alone.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# Settings that change attention's scores in ways no kernel here implements.
-_SCORE_CHANGES = ("attn_logit_softcapping",)
+# Settings of a model's config that change its logits after the head, when the policy computes logits from the head
+# alone, or attention's scores in ways no kernel here implements.
+_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_LAYER = "linear_attention"
 _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}
@@ -34,16 +34,18 @@ def refusal_of_config(config: Any) -> str | None:
             f"its weights are quantized ({method}), and quantized weights cannot be trained; "
             "save the model dequantized, as docs/models.md shows, and train that"
         )
-    for key in (*_LOGIT_CHANGES, *_SCORE_CHANGES):
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            return f"{config.model_type} with {key} = {getattr(config, key)} is not supported"
+    changes = [key for key in _CAPS if getattr(config, key, None)]
+    changes += [key for key in _FACTORS if getattr(config, key, None) not in (None, 1)]
+    if changes:
+        return f"{config.model_type} with {changes[0]} = {getattr(config, changes[0])} is not supported"
     return None
 
 
 def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
     """Why this model, which needs no weights, cannot be trained with `model.attention` = `attention`; or None."""
     name = type(model).__name__
-    layers = list(getattr(model.config, "layer_types", None) or ())[: model.config.num_hidden_layers]
+    num_layers = getattr(model.config, "num_hidden_layers", None)
+    layers = list(getattr(model.config, "layer_types", None) or ())[:num_layers]
     if unknown := set(layers) - _ATTENTION_LAYERS - {_RECURRENT_LAYER}:
         return f"{name} has layers of type {', '.join(sorted(unknown))}, which are not supported"
     num_recurrent = layers.count(_RECURRENT_LAYER)

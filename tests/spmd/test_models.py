@@ -46,7 +46,7 @@ class Ways:
     """One rank's scores, and the weights it sent to an engine."""
 
     packed: Scores  # alone, several sequences in a micro-batch
-    single: Scores  # alone, a sequence at a time
+    single: Scores  # alone, a sequence at a time, with layers that are recomputed in backward
     shared: Scores  # sharded over all ranks, each with some of the sequences
     sent: dict[Naming, dict[str, Tensor]]
 
@@ -151,14 +151,14 @@ def every_way(path: str, sequences: list[Sequence]) -> Ways:
         ordered = sorted(sequences, key=lambda sequence: len(sequence.token_ids))  # as packing does
         halves = [ordered[::2], ordered[1::2]]
 
-        def load(mesh: DeviceMesh) -> Policy:
-            return load_policy(model_config(path), mesh, temperature=TEMPERATURE)
+        def load(mesh: DeviceMesh, **model: bool) -> Policy:
+            return load_policy(model_config(path, **model), mesh, temperature=TEMPERATURE)
 
         shared = load(grid["data"])
         namings: tuple[Naming, ...] = ("model", "checkpoint")
         return Ways(
             packed=trainer_scores(load(grid["alone"]), halves),
-            single=trainer_scores(load(grid["alone"]), [[sequence] for sequence in sequences]),
+            single=trainer_scores(load(grid["alone"], gradient_checkpointing=True), [[s] for s in sequences]),
             shared=trainer_scores(shared, [halves[world.rank]]),
             sent={naming: sent_weights(shared, grid["data"], naming) for naming in namings},
         )

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    CohereConfig,
     DeepseekV3Config,
     DiffLlamaConfig,
     Gemma2Config,
@@ -45,9 +46,10 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, str]] = {
     "Qwen3.5 with images": (Qwen3_5Config(), "qwen3_5 is a model of more than text.*spmdrl.tools.text_model"),
     "Gemma 2": (Gemma2Config(**LAYERS), "gemma2 with final_logit_softcapping = 30.0"),
     "Gemma 2 without a cap on logits": (
-        Gemma2Config(**LAYERS, final_logit_softcapping=None),
-        "gemma2 with attn_logit_softcapping = 50.0",
+        Gemma2Config(**LAYERS, final_logit_softcapping=None, attn_logit_softcapping=1.0),
+        "gemma2 with attn_logit_softcapping = 1.0",
     ),
+    "Command R": (CohereConfig(**LAYERS), "cohere with logit_scale = 0.0625"),
     "Jamba": (JambaConfig(**LAYERS), "JambaForCausalLM has layers of type|JambaForCausalLM .* leak"),
     "RecurrentGemma": (RecurrentGemmaConfig(**LAYERS), "RecurrentGemmaForCausalLM .* leak"),
     "MiniMax": (MiniMaxConfig(**LAYERS), "MiniMaxForCausalLM .* leak"),
