@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from spmdrl.config import LossConfig, ModelConfig
 from spmdrl.plan import Plan
@@ -54,6 +66,76 @@ def save_llama(path: Path, *, seed: int = 0) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+GATED_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def _save(config: PreTrainedConfig, path: Path, seed: int) -> str:
+    """A random model of that config in which no parameter is zero or one; returns its directory."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.std() == 0:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def save_gemma3(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Gemma 3 text model: a sliding and a full layer, and scores scaled by something else than the head."""
+    settings = SIZES | SLIDING | {"query_pre_attn_scalar": 24} | changes
+    return _save(Gemma3TextConfig(**settings), path, seed)
+
+
+def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Qwen3 with experts in every layer."""
+    return _save(Qwen3MoeConfig(**(SIZES | EXPERTS | changes)), path, seed)
+
+
+def save_gpt_oss(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random gpt-oss: attention sinks, a sliding and a full layer, experts with biases, YaRN positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    settings = {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": rope | {"truncate": False, "original_max_position_embeddings": 32},
+    }
+    return _save(GptOssConfig(**(SIZES | SLIDING | settings | changes)), path, seed)
+
+
+def save_qwen3_next(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Qwen3-Next: a gated delta net, a gated attention, experts in both layers."""
+    settings = SIZES | EXPERTS | GATED_DELTA_NET | {"shared_expert_intermediate_size": 24}
+    return _save(Qwen3NextConfig(**(settings | changes)), path, seed)
+
+
+def save_qwen3_5(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Qwen3.5 text model: a gated delta net and a gated attention."""
+    return _save(Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | changes)), path, seed)
 
 
 def random_sequences(count: int, *, seed: int = 0, max_tokens: int = 40) -> list[Sequence]:

@@ -25,13 +25,11 @@ from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
+from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.types import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Settings of a model's config that change its logits after the head; the policy computes logits from the head alone.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def compute_dtype(setting: str, device_type: str) -> torch.dtype:
@@ -48,35 +46,28 @@ def load_model_config(cfg: ModelConfig) -> Any:
     """
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
+    if not any(Path(cfg.path).glob("*.safetensors")):
+        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
-        model_class = _model_class(config, cfg)
+        refusal = refusal_of_config(config) or refusal_of_model(_without_memory(config, cfg), cfg.attention)
     except Exception as error:  # whatever a config.json can hold: transformers' own checks raise all kinds
         reason = " ".join(str(error).split())
         raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
-    name = model_class.__name__
-    if not any(Path(cfg.path).glob("*.safetensors")):
-        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
-    if not model_class._supports_attention_backend:
-        raise UserError(f'model.path = "{cfg.path}": {name} does not let its attention be replaced (no packing)')
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS:
-        raise UserError(f'model.path = "{cfg.path}": layers of type {", ".join(sorted(unknown))} are not supported')
-    for key in _LOGIT_CHANGES:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UserError(f'model.path = "{cfg.path}": {name} with {key} = {getattr(config, key)} is not supported')
+    if refusal:
+        raise UserError(f'model.path = "{cfg.path}": {refusal}')
     return config
 
 
-def _model_class(config: Any, cfg: ModelConfig) -> type[PreTrainedModel]:
-    """The architecture's class, whether it ships with transformers or with the model directory."""
+def _without_memory(config: Any, cfg: ModelConfig) -> PreTrainedModel:
+    """The architecture's model on the meta device, whether it ships with transformers or with the directory."""
     with torch.device("meta"):
-        return type(AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.trust_remote_code))
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=cfg.trust_remote_code)
 
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
+    model = _without_memory(model_config, cfg)
     model.tie_weights()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -96,6 +87,7 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
 
     def shard(model: PreTrainedModel) -> None:
         use_fast_linears(model)
+        restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
         policy = Policy(
             model,
@@ -133,7 +125,7 @@ def _from_pretrained(
     cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = load_model_config(cfg)
-    model_class = _model_class(config, cfg)
+    model_class = type(_without_memory(config, cfg))
 
     def distribute(_cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         shard(model)

@@ -35,12 +35,14 @@ class Policy(nn.Module):
 
     def forward(self, micro_batch: MicroBatch) -> TokenScores:
         """Score every token given what precedes it in its own sequence."""
+        seqlens = micro_batch.seqlens
         trunk, head = self.model.base_model, self.model.get_output_embeddings()
         hidden = trunk(
             input_ids=micro_batch.token_ids.unsqueeze(0),
             position_ids=micro_batch.positions.unsqueeze(0),
             use_cache=False,
-            attend=packed_attention(micro_batch.cu_seqlens, micro_batch.seqlens, self.kernel),
+            attend=packed_attention(micro_batch.cu_seqlens, seqlens, self.kernel),
+            seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
         logprobs, entropy = next_token_scores(
             hidden,

@@ -19,7 +19,7 @@ from spmdrl.rollout.listen import ListeningTorchEngine
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
 from spmdrl.rollout.sampler import LocalSampler, Sampler
 from spmdrl.rollout.sglang_layout import Share, held_weights
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.rollout.torch_engine import TorchEngine, check_model
 from spmdrl.types import Prompt, Rollout, UserError
 
 
@@ -31,7 +31,7 @@ def check_engine(
     `stop_token_ids` are those that end a response, None when they could not be found.
     """
     if cfg.rollout.engine == "torch":
-        return
+        return check_model(model_config)
     from spmdrl.rollout.sglang_options import sglang_problems
 
     problems = sglang_problems(cfg, model_config, stop_token_ids, num_ranks=num_ranks, device_type=device_type)

@@ -25,7 +25,7 @@ from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import Naming
 from spmdrl.rollout.draw import NOISE_PLACES, RowSampling, draw_tokens
 from spmdrl.rollout.source import Source
-from spmdrl.types import FinishReason, Request, Response, Span
+from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
@@ -58,6 +58,21 @@ class _Running:
         return None
 
 
+def check_model(model_config: Any) -> None:
+    """Raise UserError when this engine cannot sample from such a model."""
+    if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
+        raise _cannot_sample(model_config, "not the state of linear-attention layers")
+    if getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
+        raise _cannot_sample(model_config, "all of one size, and this model has several sizes")
+
+
+def _cannot_sample(model_config: Any, but: str) -> UserError:
+    return UserError(
+        f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, {but}'
+        '; set it to "sglang", or train with spmdrl.sft, which needs no engine'
+    )
+
+
 class TorchEngine:
     """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
 
@@ -75,6 +90,7 @@ class TorchEngine:
         release: Collection[str] = ("kv_cache",),
     ):
         """`release` says what `sleep` gives back: "kv_cache", "weights" or both."""
+        check_model(model_config)
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
@@ -307,6 +323,8 @@ class _Cache:
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._lengths: list[int] = []
+        self._config = config
+        self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
     def grow(self, num_rows: int, capacity: int) -> None:
         """Make room for so many rows of so many tokens; what the rows in use hold is kept."""
@@ -338,15 +356,24 @@ class _Cache:
             rows.append(torch.full_like(tokens[-1], row))
             places.append(tokens[-1] - starts[sequence])
         token_index, row_index, place_index = torch.cat(tokens), torch.cat(rows), torch.cat(places)
+        self._stored.clear()
         del self._lengths[first_row:]
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
         def attend(
-            query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            layer: int,
+            scale: float,
+            window: int | None,
+            sinks: Tensor | None = None,
         ) -> Tensor:
+            self._check(layer, key, value)
             self._keys[layer][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
             self._values[layer][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
-            return packed(query, key, value, layer=layer, scale=scale, window=window)
+            return packed(query, key, value, layer=layer, scale=scale, window=window, sinks=sinks)
 
         return attend
 
@@ -360,19 +387,36 @@ class _Cache:
         cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
         distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
         self._lengths = [length + 1 for length in self._lengths]
+        self._stored.clear()
 
         def attend(
-            query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float, window: int | None
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            layer: int,
+            scale: float,
+            window: int | None,
+            sinks: Tensor | None = None,
         ) -> Tensor:
+            self._check(layer, key, value)
             self._keys[layer][cells] = key[0].transpose(0, 1)
             self._values[layer][cells] = value[0].transpose(0, 1)
             keys, values = (x[layer, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
             hidden = None
             if shortest < longest or window is not None:
                 hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            return _attend_to_cache(query, keys, values, scale=scale, hidden=hidden)
+            return _attend_to_cache(query, keys, values, scale=scale, hidden=hidden, sinks=sinks)
 
         return attend, positions
+
+    def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Raise UserError when these, each [1, K, T, D], are not all that the layer stores, or do not fit."""
+        if layer in self._stored:
+            raise _cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
+        if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
+            raise _cannot_sample(self._config, "all of one size, and this model has several sizes")
+        self._stored.add(layer)
 
     def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
         """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
@@ -384,22 +428,29 @@ class _Cache:
         self._lengths = [self._lengths[row] for row in kept]
 
 
-def _attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None) -> Tensor:
+def _attend_to_cache(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
+) -> Tensor:
     """query [1, H, n, D], one token for each row of keys and values [n, K, L, D]; hidden is [n, L]; gives [1, n, H, D].
 
     In float32 as two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
-    Narrower types go to the fused kernel, which keeps scores in float32 without a copy of the cache.
+    Narrower types go to the fused kernel, which keeps scores in float32 without a copy of the cache; but not with
+    sinks [H], of which it knows nothing.
     """
     num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
     q = query[0].transpose(0, 1)  # [n, H, D]
-    if q.dtype != torch.float32:
+    if q.dtype != torch.float32 and sinks is None:
         visible = None if hidden is None else ~hidden[:, None, None]
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2), keys, values, attn_mask=visible, scale=scale, enable_gqa=num_groups > 1
         )
         return out.squeeze(2).unsqueeze(0)
     grouped = (q * scale).unflatten(1, (keys.shape[1], num_groups))  # [n, K, H / K, D]
-    scores = torch.matmul(grouped, keys.transpose(-1, -2))
+    scores = torch.matmul(grouped, keys.transpose(-1, -2)).float()
     if hidden is not None:
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    return torch.matmul(scores.softmax(-1), values).reshape(1, num_rows, num_heads, -1)
+    if sinks is not None:
+        sink = sinks.float().view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+    return torch.matmul(weights, values).reshape(1, num_rows, num_heads, -1)

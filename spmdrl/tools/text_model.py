@@ -1,0 +1,58 @@
+"""`python -m spmdrl.tools.text_model SOURCE DIR`: the text model of a checkpoint of text and images, by itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from spmdrl.types import UserError
+
+
+def save_text_model(source: Path, destination: Path) -> int:
+    """Write the text model and its tokenizer in the dtype of the source; returns the number of parameters.
+
+    Raises UserError when the source is a text model already, or transformers has none for its text.
+    """
+    config = AutoConfig.from_pretrained(source)
+    text_config = config.get_text_config()
+    if text_config is config:
+        raise UserError(f"{source} holds a text model already ({config.model_type})")
+    if text_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"{source}: transformers has no model of the text alone of {config.model_type}")
+    if destination.exists():
+        raise UserError(f"{destination} exists; name a new directory")
+    whole = AutoModelForImageTextToText.from_pretrained(source, dtype="auto")
+    head = whole.get_output_embeddings()
+    # Said by the outer config, which is left behind.
+    text_config.tie_word_embeddings = head.weight is whole.get_input_embeddings().weight
+    text = AutoModelForCausalLM.from_config(text_config, dtype=whole.dtype)
+    text.base_model.load_state_dict(whole.get_decoder().state_dict())
+    text.get_output_embeddings().load_state_dict(head.state_dict())
+    text.generation_config = whole.generation_config
+    text.save_pretrained(destination)
+    AutoTokenizer.from_pretrained(source).save_pretrained(destination)
+    return text.num_parameters()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, help="a directory that holds a model of text and images")
+    parser.add_argument("dir", type=Path, help="a new directory")
+    arguments = parser.parse_args(argv)
+    try:
+        count = save_text_model(arguments.source, arguments.dir)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{arguments.dir}: {count:,} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

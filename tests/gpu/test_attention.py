@@ -1,0 +1,101 @@
+"""Attention and whole models on a CUDA device: what the CPU computes in float32, within the dtype's precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from spmdrl.batch import lay_end_to_end
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.load import load_policy
+from tests.tiny import (
+    model_config,
+    random_sequences,
+    save_gemma3,
+    save_gpt_oss,
+    save_llama,
+    save_qwen3,
+    save_qwen3_5,
+    save_qwen3_moe,
+    save_qwen3_next,
+)
+
+SEQLENS = [1, 3, 3, 17, 40, 130]
+MODELS = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss, save_qwen3_next, save_qwen3_5]
+
+
+def attention_leaves(heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+    """query, key, value and sinks on the CPU, float32, every number one that bfloat16 has."""
+    torch.manual_seed(0)
+    shapes = [(1, n, sum(SEQLENS), head_dim) for n in (heads, kv_heads, kv_heads)] + [(heads,)]
+    return [torch.randn(shape).bfloat16().float() for shape in shapes]
+
+
+def output_and_gradients(
+    leaves: list[Tensor], kernel: str, device: str, dtype: torch.dtype, *, window: int | None, has_sinks: bool
+) -> list[Tensor]:
+    leaves = [leaf.to(device, dtype, copy=True).requires_grad_() for leaf in leaves]
+    q, k, v, sinks = leaves
+    cu_seqlens = torch.tensor([0, *SEQLENS], device=device).cumsum(0).to(torch.int32)
+    attend = packed_attention(cu_seqlens, SEQLENS, kernel)
+    out = attend(q, k, v, layer=0, scale=0.2, window=window, sinks=sinks if has_sinks else None)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (out.float() * slope.to(device)).sum().backward()
+    return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 64), (6, 1, 128), (4, 2, 16)])
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
+def test_forward_and_backward_equal_the_cpu(
+    kernel: str, heads: int, kv_heads: int, head_dim: int, window: int | None, has_sinks: bool
+) -> None:
+    leaves = attention_leaves(heads, kv_heads, head_dim)
+    options = {"window": window, "has_sinks": has_sinks}
+    expected = output_and_gradients(leaves, "sdpa", "cpu", torch.float32, **options)
+    found = output_and_gradients(leaves, kernel, "cuda", torch.bfloat16, **options)
+    assert len(found) == len(expected) == (5 if has_sinks else 4)
+    for one, other in zip(found, expected, strict=True):
+        # A window of one token leaves nothing to choose from: gradients of queries and keys are 0 but for rounding.
+        assert (one - other).norm() < 0.02 * other.norm() + 0.02 * one.numel() ** 0.5 * (window == 1)
+
+
+# Largest and mean difference of a log-probability, nats. In bfloat16 a router may choose another expert for a token.
+TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (3.0, 0.03)}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("save", MODELS, ids=lambda save: save.__name__.removeprefix("save_"))
+def test_packed_logprobs_equal_those_of_transformers_on_the_cpu(
+    tmp_path: Path, save: Callable[..., str], dtype: str
+) -> None:
+    path = save(tmp_path)
+    sequences = random_sequences(16)
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        policy = load_policy(model_config(path, compute_dtype=dtype), build_meshes(world).shard, temperature=1.0)
+        micro_batch = lay_end_to_end(sorted(sequences, key=lambda s: len(s.token_ids)), {})
+        scores = policy(micro_batch.to(world.device))
+        scores.logprobs.sum().backward()
+        assert all(p.grad is None or p.grad.to_local().isfinite().all() for p in policy.parameters())
+        found = dict(
+            zip(micro_batch.sequence_index, scores.logprobs.detach().cpu().split(micro_batch.seqlens), strict=True)
+        )
+        del policy, scores
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    differences = []
+    for sequence in sequences:
+        ids = torch.tensor(sequence.token_ids)
+        with torch.no_grad():
+            log_p = plain(ids[None], use_cache=False).logits[0].log_softmax(-1)
+        differences.append((log_p[:-1].gather(1, ids[1:, None])[:, 0] - found[sequence.index][1:]).abs())
+    largest, mean = TOLERANCES[dtype]
+    assert torch.cat(differences).max() < largest
+    assert torch.cat(differences).mean() < mean

@@ -1,0 +1,183 @@
+"""Of every supported model: packed = one at a time, two ranks = one, trainer = transformers' own forward = engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spmdrl.batch import lay_end_to_end
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.load import load_policy
+from spmdrl.model.policy import Policy
+from spmdrl.refit.gather import Gatherer
+from spmdrl.refit.refit import load_whole
+from spmdrl.refit.sink import Naming
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.types import Request, Sequence, UserError
+from tests.spmd.ranks import run_ranks
+from tests.tiny import (
+    model_config,
+    random_sequences,
+    save_gemma3,
+    save_gpt_oss,
+    save_llama,
+    save_qwen3,
+    save_qwen3_5,
+    save_qwen3_moe,
+    save_qwen3_next,
+)
+
+ATTENTION_ONLY = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss]
+RECURRENT = [save_qwen3_next, save_qwen3_5]
+TEMPERATURE = 0.8
+Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of each sequence, gradient of each parameter)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """One rank's scores, and the weights it sent to an engine."""
+
+    packed: Scores  # alone, several sequences in a micro-batch
+    single: Scores  # alone, a sequence at a time, with layers that are recomputed in backward
+    shared: Scores  # sharded over all ranks, each with some of the sequences
+    sent: dict[Naming, dict[str, Tensor]]
+
+
+def name_of(save: Callable[..., str]) -> str:
+    return save.__name__.removeprefix("save_")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model, scored in every way."""
+
+    path: Path
+    plain: PreTrainedModel
+    sequences: list[Sequence]
+    ranks: list[Ways]  # what each of two ranks saw
+
+
+@pytest.fixture(scope="module", params=ATTENTION_ONLY + RECURRENT, ids=name_of)
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    path = request.param(tmp_path_factory.mktemp("model"))
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    sequences = sampled_sequences(plain) if request.param in ATTENTION_ONLY else random_sequences(8)
+    return Measured(Path(path), plain, sequences, run_ranks(2, every_way, path, sequences))
+
+
+def test_packed_sharded_and_plain_forwards_agree(measured: Measured) -> None:
+    first, second = measured.ranks
+    logprobs, gradients = plain_scores(measured.plain, measured.sequences)
+    both = first.shared[0] | second.shared[0]
+    for index, expected in logprobs.items():
+        for way in (first.packed[0], first.single[0], both):
+            torch.testing.assert_close(way[index], expected, rtol=0, atol=1e-5)
+    for name, expected in gradients.items():
+        for _, found in (first.packed, first.single, first.shared):
+            error = (found[name] - expected).norm() / expected.norm()
+            assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def test_what_the_engine_reported_is_what_the_trainer_computes(measured: Measured) -> None:
+    if "linear_attention" in measured.plain.config.to_dict().get("layer_types", ()):
+        with pytest.raises(UserError, match="state of linear-attention layers"):
+            sampled_sequences(measured.plain)
+        return
+    logprobs, _ = measured.ranks[0].packed
+    for sequence in measured.sequences:
+        sampled = torch.tensor(sequence.loss_mask)
+        reported = torch.tensor(sequence.rollout_logprobs)
+        torch.testing.assert_close(logprobs[sequence.index][sampled], reported[sampled], rtol=0, atol=1e-5)
+
+
+def test_weights_are_sent_under_the_names_of_model_and_files(measured: Measured) -> None:
+    expected = {
+        "model": dict(measured.plain.named_parameters()),
+        "checkpoint": load_file(measured.path / "model.safetensors"),
+    }
+    for naming, weights in expected.items():
+        sent = measured.ranks[0].sent[naming]
+        assert sent.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(sent[name], weight), name
+
+
+def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:
+    """What the embedded engine samples with the model's weights, with a cache; prompts shared by two."""
+    device = torch.device("cpu")
+    engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=5)
+    load_whole(engine, dict(model.named_parameters()), version=0)
+    prompts = [sequence.token_ids[: 3 + sequence.index] for sequence in random_sequences(4)]
+    asked = [
+        Request(prompt_ids=prompts[i // 2], seed=i, max_response_tokens=12 + i % 3, temperature=TEMPERATURE)
+        for i in range(8)
+    ]
+    return [
+        Sequence(
+            index=i,
+            token_ids=asked[i].prompt_ids + response.token_ids,
+            loss_mask=(False,) * len(asked[i].prompt_ids) + (True,) * len(response.token_ids),
+            rollout_logprobs=(0.0,) * len(asked[i].prompt_ids) + response.logprobs,
+            advantage=1.0 - 0.3 * i,
+        )
+        for i, response in engine.generate(asked)
+    ]
+
+
+def plain_scores(model: PreTrainedModel, sequences: list[Sequence]) -> Scores:
+    """By transformers alone, a sequence at a time."""
+    logprobs = {}
+    for sequence in sequences:
+        ids = torch.tensor(sequence.token_ids)
+        log_p = (model(ids[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+        of_tokens = torch.nn.functional.pad(log_p[:-1].gather(1, ids[1:, None])[:, 0], (1, 0))
+        (of_tokens.sum() * sequence.advantage).backward()
+        logprobs[sequence.index] = of_tokens.detach()
+    return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def every_way(path: str, sequences: list[Sequence]) -> Ways:
+    """What this rank sees; beside the other rank it has half of the sequences."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        grid = init_device_mesh("cpu", (world.num_ranks, 1), mesh_dim_names=("data", "alone"))
+        ordered = sorted(sequences, key=lambda sequence: len(sequence.token_ids))  # as packing does
+        halves = [ordered[::2], ordered[1::2]]
+
+        def load(mesh: DeviceMesh, **model: bool) -> Policy:
+            return load_policy(model_config(path, **model), mesh, temperature=TEMPERATURE)
+
+        shared = load(grid["data"])
+        namings: tuple[Naming, ...] = ("model", "checkpoint")
+        return Ways(
+            packed=trainer_scores(load(grid["alone"]), halves),
+            single=trainer_scores(load(grid["alone"], gradient_checkpointing=True), [[s] for s in sequences]),
+            shared=trainer_scores(shared, [halves[world.rank]]),
+            sent={naming: sent_weights(shared, grid["data"], naming) for naming in namings},
+        )
+
+
+def sent_weights(policy: Policy, mesh: DeviceMesh, naming: Naming) -> dict[str, Tensor]:
+    """Whole weights from the shards of all ranks, as a refit sends them."""
+    gatherer = Gatherer(policy, mesh, dtype=torch.float32, bucket_bytes=2**14, naming=naming)
+    return {name: tensor.clone() for bucket in gatherer.whole_tensors() for name, tensor in bucket}
+
+
+def trainer_scores(policy: Policy, micro_batches: list[list[Sequence]]) -> Scores:
+    """By the policy, every rank with micro-batches of its own."""
+    logprobs: dict[int, Tensor] = {}
+    for sequences in micro_batches:
+        micro_batch = lay_end_to_end(sequences, {})
+        scores = policy(micro_batch)
+        (scores.logprobs * micro_batch.advantages).sum().backward()
+        of_each = scores.logprobs.detach().split(micro_batch.seqlens)
+        logprobs |= {sequence.index: part for sequence, part in zip(sequences, of_each, strict=True)}
+    gradients = {name: p.grad.full_tensor() for name, p in policy.model.named_parameters() if p.grad is not None}
+    return logprobs, gradients

@@ -1,0 +1,133 @@
+"""Models that cannot be trained are refused by name; the text models of larger ones can be taken out of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CohereConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    Gemma2Config,
+    Gemma3Config,
+    JambaConfig,
+    MiniMaxConfig,
+    NemotronConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+    RecurrentGemmaConfig,
+)
+
+from spmdrl.model.attention import IMPLEMENTATION, packed_attention
+from spmdrl.model.load import load_model_config, persistent_buffers
+from spmdrl.refit.refit import load_whole
+from spmdrl.rollout.torch_engine import TorchEngine, check_model
+from spmdrl.tools.text_model import main as save_text_model
+from spmdrl.tools.tiny_model import character_tokenizer
+from spmdrl.types import Request, UserError
+from tests.tiny import GATED_DELTA_NET, SIZES, SLIDING, model_config, save_gemma3, save_gpt_oss, save_qwen3_5
+
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+
+CONFIGS: dict[str, tuple[PreTrainedConfig, str]] = {
+    "Qwen3-VL": (Qwen3VLConfig(), "qwen3_vl is a model of more than text.*has no model of its text alone"),
+    "Qwen2.5-VL": (Qwen2_5_VLConfig(), "qwen2_5_vl is a model of more than text.*has no model of its text alone"),
+    "Gemma 3 with images": (Gemma3Config(), "gemma3 is a model of more than text.*spmdrl.tools.text_model"),
+    "Qwen3.5 with images": (Qwen3_5Config(), "qwen3_5 is a model of more than text.*spmdrl.tools.text_model"),
+    "Gemma 2": (Gemma2Config(**LAYERS), "gemma2 with final_logit_softcapping = 30.0"),
+    "Gemma 2 without a cap on logits": (
+        Gemma2Config(**LAYERS, final_logit_softcapping=None, attn_logit_softcapping=1.0),
+        "gemma2 with attn_logit_softcapping = 1.0",
+    ),
+    "Command R": (CohereConfig(**LAYERS), "cohere with logit_scale = 0.0625"),
+    "Jamba": (JambaConfig(**LAYERS), "JambaForCausalLM has layers of type|JambaForCausalLM .* leak"),
+    "RecurrentGemma": (RecurrentGemmaConfig(**LAYERS), "RecurrentGemmaForCausalLM .* leak"),
+    "MiniMax": (MiniMaxConfig(**LAYERS), "MiniMaxForCausalLM .* leak"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_unsupported_model_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    config, sentence = CONFIGS[name]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=sentence):
+        load_model_config(model_config(str(tmp_path)))
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    path = save_gpt_oss(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(UserError, match=r"its weights are quantized \(mxfp4\)"):
+        load_model_config(model_config(path))
+
+
+def test_bidirectional_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Gemma3ForCausalLM lets tokens see those that come after them"):
+        load_model_config(model_config(save_gemma3(tmp_path, use_bidirectional_attention=True)))
+
+
+def test_sinks_are_refused_with_kernels_that_have_none(tmp_path: Path) -> None:
+    path = save_gpt_oss(tmp_path)
+    load_model_config(model_config(path))
+    with pytest.raises(UserError, match=r'sinks, which model\.attention = "flash_attn_3" does not compute'):
+        load_model_config(model_config(path, attention="flash_attn_3"))
+
+
+def test_the_embedded_engine_refuses_what_its_cache_cannot_hold(tmp_path: Path) -> None:
+    config = load_model_config(model_config(save_qwen3_5(tmp_path)))
+    with pytest.raises(UserError, match=r"cannot sample from qwen3_5_text: .* state of linear-attention layers"):
+        check_model(config)
+    with pytest.raises(UserError, match=r"cannot sample from deepseek_v3: .* several sizes"):
+        check_model(DeepseekV3Config())
+
+
+def test_the_embedded_engine_refuses_layers_that_attend_twice() -> None:
+    model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
+    device = torch.device("cpu")
+    engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=1)
+    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    with pytest.raises(UserError, match=r"cannot sample from diffllama: .* attend more than once"):
+        next(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=2)]))
+
+
+def test_attention_that_cannot_be_packed_is_refused_when_it_is_called() -> None:
+    model = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES), attn_implementation=IMPLEMENTATION)
+    with pytest.raises(UserError, match="NemotronAttention does not pass its caller's arguments on"):
+        model(torch.tensor([[3, 4]]), attend=packed_attention(torch.tensor([0, 2]), [2], "sdpa"), use_cache=False)
+
+
+def gemma3() -> Gemma3Config:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Gemma3Config(
+        text_config=SIZES | SLIDING, vision_config=vision | {"image_size": 16, "patch_size": 4}, mm_tokens_per_image=4
+    )
+
+
+def qwen3_5() -> Qwen3_5Config:
+    return Qwen3_5Config(text_config=SIZES | GATED_DELTA_NET, vision_config=VISION, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("config", [gemma3, qwen3_5])
+def test_the_text_model_of_a_larger_one_says_the_same(tmp_path: Path, config: Callable[[], PreTrainedConfig]) -> None:
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config())
+    whole.save_pretrained(tmp_path / "whole")
+    character_tokenizer().save_pretrained(tmp_path / "whole")
+    assert save_text_model([str(tmp_path / "whole"), str(tmp_path / "text")]) == 0
+    load_model_config(model_config(str(tmp_path / "text")))
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(text(ids).logits, whole.eval()(ids).logits, rtol=0, atol=1e-6)
+    assert save_text_model([str(tmp_path / "text"), str(tmp_path / "again")]) == 2
