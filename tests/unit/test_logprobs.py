@@ -59,7 +59,7 @@ def tiled(
     return logprobs, entropy
 
 
-@pytest.fixture(params=[1, 12, 2**21])
+@pytest.fixture(params=[1, 12, 2**20])
 def tile_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """From slabs of one token of the vocabulary to all of it at once."""
     monkeypatch.setitem(spmdrl.model.logprobs._TILE_ELEMENTS, "cpu", request.param)
