@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import gather_flat, sum_over
 from spmdrl.model.linear import linear, outer
 
-# Logits of a tile. On a CPU a tile stays in the cache, and in memory that the process keeps: what the allocator gets back
-# of larger ones it hands on to the kernel, and with tiles twice as large new pages took up to half of the time.
+# Logits of a tile. On a CPU a tile stays in the cache, and in memory that the process keeps: what the allocator gets
+# back of larger ones it hands on to the kernel, and with tiles twice as large new pages took up to half of the time.
 _TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 
 # Stands in for -inf, the logit of a forbidden token: its exp is 0 as well, but 0 times it is 0 and not nan.
