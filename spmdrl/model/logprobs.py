@@ -191,6 +191,6 @@ def _grad_logits(
     else:
         p = log_p.clamp_min_(_FORBIDDEN).exp()
         constant = -(by_logprob + by_entropy * entropy)
-        grad = torch.addcmul(constant[:, None], log_p, -by_entropy[:, None], out=log_p).mul_(p)
+        grad = log_p.mul_(-by_entropy[:, None]).add_(constant[:, None]).mul_(p)
     is_inside, columns = _inside(places, grad.shape[1])
     return grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None])
