@@ -65,7 +65,8 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass instead of keeping its activations."""
     logits_chunk_tokens: Count = 2048
-    """Tokens whose logits exist at the same time; the memory of the head is this times the vocabulary."""
+    """Most tokens whose logits exist at the same time; a tile of them covers less of the vocabulary the more tokens it
+    has, so that its memory is bounded."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state of the policy in host memory between uses."""
     trust_remote_code: bool = False

@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.dist.collectives import gather_flat, sum_over
 from spmdrl.model.linear import linear, outer
+
+# Logits of a tile. On a CPU a tile stays in the cache, and in memory that the process keeps: what the allocator gets
+# back of larger ones it hands on to the kernel, and with tiles twice as large new pages took up to half of the time.
+_TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
+
+# Stands in for -inf, the logit of a forbidden token: its exp is 0 as well, but 0 times it is 0 and not nan.
+_FORBIDDEN = -1e30
 
 
 def predicting_rows(positions: Tensor) -> Tensor:
@@ -22,80 +31,166 @@ def predicting_rows(positions: Tensor) -> Tensor:
     return torch.nonzero(positions[1:] != 0).flatten()
 
 
+def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:
+    """[size] with values [N] at places [N] and 0 elsewhere."""
+    return values.new_zeros(size).index_copy(0, places, values)
+
+
 def next_token_scores(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    token_ids: Tensor,
-    rows: Tensor,
+    targets: Tensor,
     *,
     temperature: float,
     chunk: int,
+    vocabulary: DeviceMesh | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs [T], entropy [T]), float32 nats; entry t is about token t.
+    """Return (logprobs [N], entropy [N]), float32 nats: of token targets[i], and of the distribution it came from.
 
-    hidden is [T, D], weight [V, D]; rows is [N], the hidden states whose next token is to be scored; entries of other
-    tokens are 0. Logits are divided by `temperature` in float32. At most [chunk, V] logits exist at a time, in the
-    forward and in the backward pass (where they are computed again).
+    hidden is [N, D], weight [V, D], bias [V]. Logits are divided by `temperature` in float32. They exist in tiles, of
+    at most `chunk` tokens and as much of the vocabulary as a tile holds, in the forward and in the backward pass (where
+    they are computed again).
+
+    Each of the R ranks of a `vocabulary` mesh brings its rows of the head, weight [V/R, D] and bias [V/R] in mesh
+    order, and the same hidden states and targets; all of them must call this, and go backward, together. Scores and the
+    gradient of hidden are then whole on every rank; the gradients of weight and bias are those of its rows.
     """
-    logprobs, entropy = _ChunkedHead.apply(hidden[rows], weight, bias, token_ids[rows + 1], temperature, chunk)
-    zeros = logprobs.new_zeros(token_ids.shape[0])
-    return zeros.index_copy(0, rows + 1, logprobs), zeros.index_copy(0, rows + 1, entropy)
+    first_row = 0 if vocabulary is None else vocabulary.get_local_rank() * len(weight)
+    return _TiledHead.apply(hidden, weight, bias, targets - first_row, temperature, chunk, vocabulary)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    return linear(hidden, weight, bias).float().div_(temperature)
+class _TiledHead(torch.autograd.Function):
+    """Scores of [N, D] hidden states. Targets count from the first row of `weight`, and may lie outside of it.
 
-
-class _ChunkedHead(torch.autograd.Function):
-    """Scores of [N, D] hidden states, chunk by chunk.
-
-    With p = softmax(z): d logp_target / dz = onehot - p, and dH / dz = -p (log p + H).
+    With z the logits and p = softmax(z): d logp_target / dz = onehot - p, and dH / dz = -p (log p + H).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        vocabulary: DeviceMesh | None,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens = hidden.shape[0]
-        logprobs = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
-        log_normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias, temperature)
-            normalizer = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizer
-            log_p = logits.sub_(normalizer[:, None])
-            # 0 log 0 is 0: a forbidden token has log p = -inf and must not turn the sum into nan.
-            entropy[part] = -(log_p.exp() * log_p.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
-            log_normalizer[part] = normalizer
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
+        chunks = _slices(len(hidden), chunk)
+        slabs = _slices(len(weight), max(1, _TILE_ELEMENTS[hidden.device.type] // chunk))
+        summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        for rows in chunks:
+            parts = [
+                _summary(
+                    _logits(hidden[rows], weight[slab], _part(bias, slab), temperature), targets[rows] - slab.start
+                )
+                for slab in slabs
+            ]
+            summary[:, rows] = _merged(torch.stack(parts))
+        if vocabulary is not None:
+            summary = _merged(_gathered(vocabulary, summary))
+        largest, total, weighted, target = summary
+        log_total = total.log()
+        logprobs, entropy = (target - largest) - log_total, log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, targets, largest + log_total, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunks, ctx.slabs, ctx.vocabulary = temperature, chunks, slabs, vocabulary
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(log_normalizer[part, None])
-            p = log_p.exp()
-            per_row = torch.zeros_like(log_normalizer[part, None])
-            if grad_entropy is not None:
-                per_row = per_row - grad_entropy[part, None] * (log_p + entropy[part, None])
-            if grad_logprobs is not None:
-                per_row = per_row - grad_logprobs[part, None]
-            grad_logits = p.mul_(per_row)
-            if grad_logprobs is not None:
-                grad_logits.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = linear(grad_logits, weight.T.contiguous())
-            grad_weight += outer(grad_logits, hidden[part])
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
+        # Sums over tiles are kept in float32, those of the head for one slab at a time.
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for slab in ctx.slabs:
+            slab_weight, slab_bias = weight[slab], _part(bias, slab)
+            transposed = slab_weight.T.contiguous()
+            slab_grad_weight = torch.zeros(slab_weight.shape, dtype=torch.float32, device=weight.device)
+            slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight))
+            for rows in ctx.chunks:
+                log_p = _logits(hidden[rows], slab_weight, slab_bias, ctx.temperature).sub_(log_normalizer[rows, None])
+                places, slope = targets[rows] - slab.start, _part(by_entropy, rows)
+                grad = _grad_logits(log_p, places, entropy[rows], by_logprob[rows], slope).to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] += linear(grad, transposed)
+                if grad_weight is not None:
+                    slab_grad_weight += outer(grad, hidden[rows])
+                if grad_bias is not None:
+                    slab_grad_bias += grad.sum(0, dtype=torch.float32)
+            if grad_weight is not None:
+                grad_weight[slab] = slab_grad_weight
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+                grad_bias[slab] = slab_grad_bias
+        if grad_hidden is not None:
+            whole = grad_hidden if ctx.vocabulary is None else sum_over(ctx.vocabulary, grad_hidden)
+            grad_hidden = whole.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _part(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    return linear(hidden, weight, bias).float().div_(temperature)
+
+
+def _inside(places: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which of the places [N] are columns of a tile [N, width], and columns [N, 1] to look at, which always exist."""
+    return (places >= 0) & (places < width), places.clamp(0, width - 1)[:, None]
+
+
+def _summary(logits: Tensor, places: Tensor) -> Tensor:
+    """What a tile [N, W] of logits z adds to each token's scores: [4, N], as `_merged` takes it. Overwrites the logits.
+
+    The rows are: the largest z; the sums of exp(z - largest) and of exp(z - largest) (z - largest); the target's z, 0
+    where places [N] point outside of the tile.
+    """
+    is_inside, columns = _inside(places, logits.shape[1])
+    target = logits.gather(-1, columns)[:, 0].where(is_inside, 0.0)
+    largest = logits.clamp_min_(_FORBIDDEN).amax(-1)
+    exp = logits.sub_(largest[:, None]).exp()
+    total = exp.sum(-1)
+    return torch.stack([largest, total, exp.mul_(logits).sum(-1), target])
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """Summaries [P, 4, N] of P parts of the vocabulary as one of them all, [4, N]."""
+    largest, total, weighted, target = parts.unbind(1)
+    top = largest.amax(0)
+    below = largest - top
+    scale = below.exp()
+    sums = (scale * total).sum(0), (scale * (weighted + below * total)).sum(0)
+    return torch.stack([top, *sums, target.sum(0)])
+
+
+def _gathered(mesh: DeviceMesh, summary: Tensor) -> Tensor:
+    """The summaries [4, N] of all R ranks, [R, 4, N]. A few numbers per token, and all ranks merge them alike."""
+    everyones = summary.new_empty(mesh.size(), *summary.shape)
+    gather_flat(mesh, everyones.view(-1), summary.view(-1))
+    return everyones
+
+
+def _grad_logits(
+    log_p: Tensor, places: Tensor, entropy: Tensor, by_logprob: Tensor, by_entropy: Tensor | None
+) -> Tensor:
+    """The gradient of a tile of logits, [N, W], given that of the scores. Overwrites log_p [N, W]."""
+    if by_entropy is None:
+        grad = log_p.exp_().mul_(-by_logprob[:, None])
+    else:
+        p = log_p.clamp_min_(_FORBIDDEN).exp()
+        constant = -(by_logprob + by_entropy * entropy)
+        grad = log_p.mul_(-by_entropy[:, None]).add_(constant[:, None]).mul_(p)
+    is_inside, columns = _inside(places, grad.shape[1])
+    return grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spmdrl.model.attention import Kernel, packed_attention
-from spmdrl.model.logprobs import next_token_scores, predicting_rows
+from spmdrl.model.logprobs import next_token_scores, place_at, predicting_rows
 from spmdrl.types import MicroBatch
 
 
@@ -44,13 +44,14 @@ class Policy(nn.Module):
             attend=packed_attention(micro_batch.cu_seqlens, seqlens, self.kernel),
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
-        logprobs, entropy = next_token_scores(
-            hidden,
+        rows = predicting_rows(micro_batch.positions)
+        scores = next_token_scores(
+            hidden[rows],
             head.weight,
             head.bias,
-            micro_batch.token_ids,
-            predicting_rows(micro_batch.positions),
+            micro_batch.token_ids[rows + 1],
             temperature=self.temperature,
             chunk=self.logits_chunk_tokens,
         )
+        logprobs, entropy = (place_at(rows + 1, score, len(hidden)) for score in scores)
         return TokenScores(logprobs, entropy)

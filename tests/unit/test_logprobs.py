@@ -1,4 +1,4 @@
-"""The chunked head equals a plain log-softmax over whole sequences, forward and backward."""
+"""The tiled head equals a plain log-softmax over whole sequences, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import spmdrl.model.logprobs
-from spmdrl.model.logprobs import next_token_scores, predicting_rows
+from spmdrl.model.logprobs import next_token_scores, place_at, predicting_rows
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -42,50 +42,127 @@ def plainly(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+def tiled(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    positions: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """The same, as the policy does it."""
+    rows = predicting_rows(positions)
+    scores = next_token_scores(hidden[rows], weight, bias, token_ids[rows + 1], temperature=temperature, chunk=chunk)
+    logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
+    return logprobs, entropy
+
+
+@pytest.fixture(params=[1, 12, 2**20])
+def tile_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From slabs of one token of the vocabulary to all of it at once."""
+    monkeypatch.setitem(spmdrl.model.logprobs._TILE_ELEMENTS, "cpu", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("tile_elements")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.7])
-def test_chunked_equals_whole(chunk: int, with_bias: bool, entropy_coef: float) -> None:
+@pytest.mark.parametrize("used", ["logprobs", "entropy", "both"])
+def test_tiled_equals_whole(chunk: int, with_bias: bool, used: str) -> None:
     per_token = torch.linspace(-1, 1, TOKENS)
-    gradients = []
+    found = []
     for kind in ("fast", "slow"):
         hidden, weight, bias, token_ids, positions = inputs(with_bias)
         if kind == "fast":
-            rows = predicting_rows(positions)
-            scores = next_token_scores(hidden, weight, bias, token_ids, rows, temperature=0.7, chunk=chunk)
+            logprobs, entropy = tiled(hidden, weight, bias, token_ids, positions, temperature=0.7, chunk=chunk)
         else:
-            scores = plainly(hidden, weight, bias, token_ids, 0.7)
-        logprobs, entropy = scores
-        loss = (per_token * logprobs).sum()
-        if entropy_coef:
-            loss = loss + entropy_coef * (per_token * entropy).sum()
+            logprobs, entropy = plainly(hidden, weight, bias, token_ids, 0.7)
+        losses = {"logprobs": (per_token * logprobs).sum(), "entropy": 0.7 * (per_token.flip(0) * entropy).sum()}
+        loss = sum(losses.values()) if used == "both" else losses[used]
         leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
-        gradients.append((logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)))
-    for fast, slow in zip(*gradients, strict=True):
-        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-6)
+        found.append((logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)))
+    for fast, slow in zip(*found, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=2e-6)
 
 
-def test_a_forbidden_token_has_no_part_in_the_entropy() -> None:
-    hidden, weight, _, token_ids, positions = inputs(with_bias=False)
-    bias = torch.zeros(VOCABULARY)
-    bias[3] = -torch.inf
-    rows = predicting_rows(positions)
-    _, entropy = next_token_scores(hidden, weight, bias, token_ids, rows, temperature=1.0, chunk=4)
-    assert torch.isfinite(entropy).all()
+@pytest.mark.parametrize("chunk", [4, 16])
+@pytest.mark.usefixtures("tile_elements")
+def test_forbidden_tokens_count_as_if_they_were_not_there(chunk: int) -> None:
+    hidden, weight, bias, token_ids, positions = inputs(with_bias=True)
+    assert bias is not None
+    allowed = torch.tensor([token not in (0, 3, 4, 10) for token in range(VOCABULARY)])
+    token_ids = torch.nonzero(allowed).flatten()[token_ids % int(allowed.sum())]
+    found = []
+    for kind in ("forbidden", "left out"):
+        if kind == "forbidden":
+            head, shift, ids = weight, torch.where(allowed, bias, -torch.inf), token_ids
+        else:
+            head, shift, ids = weight[allowed], bias[allowed], (allowed.cumsum(0) - 1)[token_ids]
+        logprobs, entropy = tiled(hidden, head, shift, ids, positions, temperature=0.7, chunk=chunk)
+        gradients = torch.autograd.grad((logprobs + 0.3 * entropy).sum(), (hidden, weight, bias))
+        found.append((logprobs, entropy, *gradients))
+    for with_forbidden, without in zip(*found, strict=True):
+        torch.testing.assert_close(with_forbidden, without, rtol=1e-5, atol=1e-6)
 
 
-def test_no_chunk_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+def test_a_forbidden_target_is_impossible() -> None:
+    bias = torch.tensor([0.0, -torch.inf, 0.0])
+    logprobs, _ = next_token_scores(
+        torch.zeros(2, 4), torch.zeros(3, 4), bias, torch.tensor([0, 1]), temperature=1.0, chunk=2
+    )
+    torch.testing.assert_close(logprobs, torch.tensor([0.5, 0.0]).log())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_scores_are_those_of_its_logits_in_float32(dtype: torch.dtype) -> None:
+    hidden, weight, _, token_ids, _ = inputs(with_bias=False)
+    hidden, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (hidden, weight))
+    logprobs, entropy = next_token_scores(hidden, weight, None, token_ids, temperature=0.7, chunk=5)
+    log_p = (torch.nn.functional.linear(hidden, weight).float() / 0.7).log_softmax(-1)
+    expected = log_p.gather(-1, token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=1e-6)
+    fast, slow = (
+        torch.autograd.grad((scores[0] + 0.3 * scores[1]).sum(), (hidden, weight))
+        for scores in ((logprobs, entropy), expected)
+    )
+    assert [grad.dtype for grad in fast] == [dtype, dtype]
+    torch.testing.assert_close(fast, slow, rtol=2e-2, atol=2e-2)
+
+
+def test_nothing_to_predict_has_gradients_of_zero() -> None:
+    hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
+    assert bias is not None
+    logprobs, entropy = next_token_scores(hidden[:0], weight, bias, token_ids[:0], temperature=1.0, chunk=4)
+    gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight, bias))
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
+def test_a_frozen_head_still_passes_gradients_on() -> None:
+    hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
+    assert bias is not None
+
+    def gradient(*head: Tensor) -> Tensor:
+        logprobs, _ = next_token_scores(hidden, *head, token_ids, temperature=1.0, chunk=4)
+        return torch.autograd.grad(logprobs.sum(), hidden)[0]
+
+    assert torch.equal(gradient(weight.detach(), bias.detach()), gradient(weight, bias))
+
+
+def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
     logits_of = spmdrl.model.logprobs._logits
 
-    def watched(rows: Tensor, *others: Any) -> Tensor:
-        seen.append(rows.shape[0])
-        return logits_of(rows, *others)
+    def watched(rows: Tensor, head: Tensor, *others: Any) -> Tensor:
+        seen.append((len(rows), len(head)))
+        return logits_of(rows, head, *others)
 
     monkeypatch.setattr(spmdrl.model.logprobs, "_logits", watched)
-    hidden, weight, bias, token_ids, positions = inputs(with_bias=True)
-    rows = predicting_rows(positions)
-    logprobs, _ = next_token_scores(hidden, weight, bias, token_ids, rows, temperature=1.0, chunk=4)
+    monkeypatch.setitem(spmdrl.model.logprobs._TILE_ELEMENTS, "cpu", 12)
+    hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
+    logprobs, _ = next_token_scores(hidden, weight, bias, token_ids, temperature=1.0, chunk=4)
     logprobs.sum().backward()
-    assert max(seen) == 4
-    assert sum(seen) == 2 * len(rows)
+    assert max(rows for rows, _ in seen) == 4
+    assert max(rows * columns for rows, columns in seen) == 12
+    assert sum(rows * columns for rows, columns in seen) == 2 * TOKENS * VOCABULARY

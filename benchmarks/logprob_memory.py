@@ -1,0 +1,186 @@
+"""Measure memory and time of the log-probability head, beside the plain one that holds all of [T, V].
+
+    python benchmarks/logprob_memory.py
+    python benchmarks/logprob_memory.py --device cuda --plain-gib 60
+
+One pass is forward and backward of log-probabilities and entropy, both with gradients, in float32: hidden [T, D] and
+weight [V, D] are leaves. Peak memory is measured in a process of its own for every case: what the pass adds to the
+inputs and the weight at its worst, less the gradient of the weight, which every way of doing it must return. On a CPU
+that is the growth of the resident set, as the kernel keeps its peak; on CUDA what torch has allocated. The gradient of
+hidden is included. Plain cases that would need more than `--plain-gib` are left out; as every tensor of theirs that
+counts has T x V elements, the line through the two largest that were measured says what they would need. Times are of
+passes that alternate in one process. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import workload
+from torch import Tensor
+
+from spmdrl.config import ModelConfig
+from spmdrl.model.logprobs import next_token_scores
+
+MIB = 2**20
+VOCABULARY = 151_936
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+PLAIN_TENSORS = 6  # of T x V elements that exist at a time in a plain pass, at most: to choose what to leave out
+COMPARED_TOKENS = 4096
+
+Scores = tuple[Tensor, Tensor]
+Head = Callable[[Tensor, Tensor, Tensor], Scores]
+
+
+def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
+    """spmdrl's."""
+    chunk = ModelConfig(path="").logits_chunk_tokens
+    return next_token_scores(hidden, weight, None, targets, temperature=1.0, chunk=chunk)
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
+    """The definition, and autograd."""
+    log_p = (hidden @ weight.T).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+HEADS: Mapping[str, Head] = {"tiled": tiled, "plain": plain}
+
+
+def main() -> None:
+    """Measure every case, print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of timed passes of each size")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--plain-gib", type=float, default=8.0, help="the most a plain pass may take")
+    parser.add_argument("--case", nargs=2, metavar=("HEAD", "TOKENS"), help=argparse.SUPPRESS)  # set by this program
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    if args.case:
+        print(json.dumps(memory_of_pass(args.case[0], int(args.case[1]), args.hidden_size, device)))
+        return
+    load_average = os.getloadavg()
+    affordable = [n for n in TOKENS if PLAIN_TENSORS * 4 * n * VOCABULARY <= args.plain_gib * 2**30]
+    memory = {
+        head: {str(n): in_own_process(head, n) for n in sizes}
+        for head, sizes in {"tiled": list(TOKENS), "plain": affordable}.items()
+    }
+    at_4k, is_measured = plain_peak_mib(memory["plain"], COMPARED_TOKENS)
+    result = {
+        "device": args.device,
+        "vocabulary": VOCABULARY,
+        "hidden_size": args.hidden_size,
+        "threads": args.threads,
+        "memory": memory,
+        "compared_tokens": COMPARED_TOKENS,
+        "tiled_peak_mib": memory["tiled"][str(COMPARED_TOKENS)]["peak_mib"],
+        "plain_peak_mib": at_4k,
+        "plain_peak_is_measured": is_measured,
+        "memory_ratio": memory["tiled"][str(COMPARED_TOKENS)]["peak_mib"] / at_4k,
+        "times": {str(n): times(n, args.hidden_size, device, repeats=args.repeats) for n in affordable},
+        "load_average": load_average[0],
+        "load_average_after": os.getloadavg()[0],
+        "versions": workload.versions(["torch"]),
+    }
+    print(json.dumps(result))
+
+
+def leaves(num_tokens: int, hidden_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and weight whose logits have a deviation of about 1, and targets."""
+    draw = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, generator=draw, device=device)
+    weight = torch.randn(VOCABULARY, hidden_size, generator=draw, device=device).mul_(hidden_size**-0.5)
+    targets = torch.randint(VOCABULARY, (num_tokens,), generator=draw, device=device)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def one_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """Forward and backward; the loss's value. The gradients are those of this pass alone."""
+    hidden.grad = weight.grad = None
+    logprobs, entropy = head(hidden, weight, targets)
+    loss = logprobs.mean() + 0.01 * entropy.mean()
+    loss.backward()
+    return loss.item()
+
+
+def memory_of_pass(name: str, num_tokens: int, hidden_size: int, device: torch.device) -> dict[str, float]:
+    """Runs in a process of its own: the peak of one pass."""
+    hidden, weight, targets = leaves(num_tokens, hidden_size, device)
+    few = 64  # what the libraries need for themselves is taken before the measurement
+    small = hidden[:few].detach().requires_grad_(), weight[:few].detach().requires_grad_(), targets[:few] % few
+    one_pass(HEADS[name], *small)
+    before = start_peak(device)
+    start = time.perf_counter()
+    loss = one_pass(HEADS[name], hidden, weight, targets)
+    duration_s = time.perf_counter() - start
+    peak = peak_bytes(device) - before - weight.nbytes
+    return {"peak_mib": peak / MIB, "hidden_gradient_mib": hidden.nbytes / MIB, "pass_s": duration_s, "loss": loss}
+
+
+def start_peak(device: torch.device) -> int:
+    """Forget the peak so far; the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes in use since `start_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def in_own_process(head: str, num_tokens: int) -> dict[str, float]:
+    """`memory_of_pass`, with this program's own arguments."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--case", head, str(num_tokens)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{head} {num_tokens}: {found['peak_mib']:.0f} MiB, {found['pass_s']:.2f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def plain_peak_mib(found: Mapping[str, Mapping[str, float]], num_tokens: int) -> tuple[float, bool]:
+    """The plain peak at `num_tokens`, and whether it was measured; else it is on the line through the largest two."""
+    if str(num_tokens) in found:
+        return found[str(num_tokens)]["peak_mib"], True
+    (x0, y0), (x1, y1) = [(int(n), case["peak_mib"]) for n, case in found.items()][-2:]
+    return y1 + (y1 - y0) / (x1 - x0) * (num_tokens - x1), False
+
+
+def times(num_tokens: int, hidden_size: int, device: torch.device, *, repeats: int) -> dict[str, Any]:
+    """Passes of both, alternating; the first pair is not counted."""
+    inputs = leaves(num_tokens, hidden_size, device)
+    durations: dict[str, list[float]] = {name: [] for name in HEADS}
+    for _ in range(1 + repeats):
+        for name, head in HEADS.items():
+            start = time.perf_counter()
+            one_pass(head, *inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            durations[name].append(time.perf_counter() - start)
+    spmdrl_s, peer_s = durations["tiled"][1:], durations["plain"][1:]
+    ratios = [ours / theirs for ours, theirs in zip(spmdrl_s, peer_s, strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"{num_tokens} tokens: {ratio:.2f} of the plain time", file=sys.stderr, flush=True)
+    return {"spmdrl_s": spmdrl_s, "peer_s": peer_s, "ratios": ratios, "ratio": ratio}
+
+
+if __name__ == "__main__":
+    main()

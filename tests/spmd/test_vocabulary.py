@@ -1,0 +1,86 @@
+"""A head split by vocabulary over N ranks gives every rank the scores and the gradients of the whole head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import spmdrl.model.logprobs
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.logprobs import next_token_scores
+from tests.spmd.ranks import run_ranks
+
+TOKENS, HIDDEN, VOCABULARY = 70, 16, 24
+KINDS = ("no bias", "bias", "forbidden tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Of the whole head."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # [N]
+
+
+def _inputs(kind: str) -> Inputs:
+    draw = torch.Generator().manual_seed(0)
+    bias = torch.randn(VOCABULARY, generator=draw)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=draw)
+    if kind == "forbidden tokens":
+        # Some of each rank's part, and all of the first.
+        bias[:12] = bias[20] = -torch.inf
+        targets = 13 + targets % 6
+    hidden, weight = (torch.randn(rows, HIDDEN, generator=draw) for rows in (TOKENS, VOCABULARY))
+    return Inputs(hidden, weight, None if kind == "no bias" else bias, targets)
+
+
+def _scores_and_gradients(
+    kind: str, num_ranks: int, rank: int, used: str, *, chunk: int, mesh: DeviceMesh | None = None
+) -> list[Tensor]:
+    """Logprobs, entropy, then the gradients of hidden, of this rank's weight and of its bias."""
+    whole = _inputs(kind)
+    mine = slice(rank * VOCABULARY // num_ranks, (rank + 1) * VOCABULARY // num_ranks)
+    leaves = [whole.hidden, whole.weight[mine]] + ([] if whole.bias is None else [whole.bias[mine]])
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    hidden, weight, bias = (*leaves, None)[:3]
+    logprobs, entropy = next_token_scores(
+        hidden, weight, bias, whole.targets, temperature=0.7, chunk=chunk, vocabulary=mesh
+    )
+    per_token = torch.linspace(-1, 1, TOKENS)
+    loss = (per_token * logprobs).sum()
+    if used == "both":
+        loss = loss + 0.3 * (per_token.flip(0) * entropy).sum()
+    return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def _split(num_ranks: int) -> list[list[Tensor]]:
+    """Every kind on this rank, in tiles smaller than its part."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        mesh = build_meshes(world).world
+        spmdrl.model.logprobs._TILE_ELEMENTS["cpu"] = 128
+        return [
+            _scores_and_gradients(kind, num_ranks, world.rank, used, chunk=32, mesh=mesh)
+            for kind in KINDS
+            for used in ("logprobs", "both")
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_with_a_part_each_equal_one_with_all(num_ranks: int) -> None:
+    cases = [(kind, used) for kind in KINDS for used in ("logprobs", "both")]
+    everyones = run_ranks(num_ranks, _split, num_ranks)
+    for case, *parts in zip(cases, *everyones, strict=True):
+        whole = _scores_and_gradients(case[0], 1, 0, case[1], chunk=TOKENS)
+        for i, expected in enumerate(whole):
+            found = [part[i] for part in parts]
+            if i < 3:  # scores and the gradient of hidden: whole on every rank, and the same to the bit
+                assert all(torch.equal(found[0], other) for other in found), case
+                found = found[:1]
+            torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
