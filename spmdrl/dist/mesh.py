@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class ModelMeshes:
     expert: DeviceMesh | None  # [replicate, expert_shard, ep]
     copy: DeviceMesh  # the ranks that hold one copy of the weights between them
     cp: DeviceMesh  # neighbours that each compute a chunk of the same tokens
+    cp_style: Literal["all_gather", "ulysses"]
 
     @property
     def tp(self) -> DeviceMesh:
@@ -121,6 +123,7 @@ def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig
             expert,
             copy=_axis_of(kind, "copy", ranks.view(replicate, -1), me),
             cp=_axis_of(kind, "cp", ranks.view(-1, cp, tp).transpose(1, 2).flatten(0, 1), me),
+            cp_style=parallel.cp_style,
         ),
     )
 

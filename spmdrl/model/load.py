@@ -94,6 +94,8 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
             kernel=choose_kernel(cfg.attention, device.type, dtype),
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
+            context=meshes.cp if meshes.cp.size() > 1 else None,
+            context_style=meshes.cp_style,
         )
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
         shard_policy(policy, meshes, dtype=dtype, offload=offload, reshard_root=not trainable)

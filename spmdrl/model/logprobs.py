@@ -23,12 +23,13 @@ _TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 _FORBIDDEN = -1e30
 
 
-def predicting_rows(positions: Tensor) -> Tensor:
-    """Rows of the hidden states that predict a token of their own sequence, and so those tokens' places minus one.
+def predicting_rows(positions: Tensor, chunk: slice) -> Tensor:
+    """Rows of a chunk's hidden states that predict a token of their own sequence, also one after the chunk.
 
-    positions is [T], restarting at 0 in every sequence; the result is [N] int64: row i predicts token i + 1.
+    positions is [T], of all tokens, restarting at 0 in every sequence; the result is [N] int64, counted from the
+    chunk's start: row i predicts token chunk.start + i + 1.
     """
-    return torch.nonzero(positions[1:] != 0).flatten()
+    return torch.nonzero(positions[chunk.start + 1 : chunk.stop + 1] != 0).flatten()
 
 
 def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:

@@ -80,7 +80,7 @@ def test_packed_logprobs_equal_those_of_transformers_on_the_cpu(
     path = save(tmp_path)
     sequences = random_sequences(16)
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        policy = load_policy(model_config(path, compute_dtype=dtype), build_meshes(world).shard, temperature=1.0)
+        policy = load_policy(model_config(path, compute_dtype=dtype), build_meshes(world).model, temperature=1.0)
         micro_batch = lay_end_to_end(sorted(sequences, key=lambda s: len(s.token_ids)), {})
         scores = policy(micro_batch.to(world.device))
         scores.logprobs.sum().backward()
