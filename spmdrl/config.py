@@ -424,7 +424,8 @@ class OptimConfig(Section):
 
 class PackConfig(Section):
     max_tokens_per_micro_batch: Count | None = None
-    """Token budget of one forward pass on one rank, never exceeded."""
+    """Token budget of one forward pass, never exceeded; with `parallel.cp` that of the ranks that share it, so that each
+    computes 1/cp of it."""
     sequences_per_micro_batch: Count | None = None
     """Static mode: this many sequences a micro-batch, whatever their length."""
     balance: Literal["tokens", "flops"] = "tokens"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from spmdrl.algo.packing import padding_tokens
 from spmdrl.config import Config, OptimConfig, PackConfig, ParallelConfig, SftConfig
 from spmdrl.types import UserError
 
@@ -95,7 +96,9 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps * updates),
         *_not_divisible("rollout.prompts_per_step", prompts, num_sampling, split, updates),
         *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_sampling),
-        *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"),
+        *_too_small_budget(
+            cfg.pack, cfg.parallel.cp, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"
+        ),
         *_oversampling_by_chance(cfg),
     )
     # 0.1 * 30 is a little above 3, and is meant to be 3.
@@ -140,7 +143,7 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         *parallel_problems(cfg.parallel, num_ranks),
         *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps),
         *_not_divisible("sft.sequences_per_step", sequences, num_ranks, f"split over {num_ranks} ranks", 1),
-        *_too_small_budget(cfg.pack, max_sequence, "data.max_prompt_tokens + sft.max_response_tokens"),
+        *_too_small_budget(cfg.pack, cfg.parallel.cp, max_sequence, "data.max_prompt_tokens + sft.max_response_tokens"),
     )
     return Plan(
         num_ranks=num_ranks,
@@ -197,12 +200,14 @@ def _schedule_beyond_the_run(optim: OptimConfig, num_updates: int) -> Iterator[s
             yield f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; lower it"
 
 
-def _too_small_budget(pack: PackConfig, max_sequence: int, sum_of: str) -> Iterator[str]:
+def _too_small_budget(pack: PackConfig, cp: int, max_sequence: int, sum_of: str) -> Iterator[str]:
+    """Micro-batches are filled up to a multiple of cp, and the budget holds with that."""
     budget = pack.max_tokens_per_micro_batch
-    if budget is not None and budget < max_sequence:
+    filled = max_sequence + padding_tokens(max_sequence, cp)
+    if budget is not None and budget < filled:
         yield (
             f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
-            f"({sum_of}); set it to {max_sequence} or more, or lower those"
+            f"({sum_of}); set it to {filled} or more, or lower those"
         )
 
 

@@ -223,3 +223,15 @@ def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Pat
     from spmdrl.train import main
 
     assert main([str(folder / "c.toml"), "run.resume=never"]) == 2
+
+
+LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "parallel.dp_replicate=2"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layout: str) -> None:
+    torchrun(folder, 2, f"run.name={layout}", "run.num_steps=2", "checkpoint.every=0", LAYOUTS[layout])
+    for one, other in zip(rows(whole)[:3], rows(folder / "runs" / layout), strict=True):
+        for name in ("reward/mean", "rollout/response_tokens", "update/loss", "update/grad_norm", "pack/loss_tokens"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (layout, one["step"], name)
