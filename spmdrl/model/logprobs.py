@@ -5,6 +5,7 @@ The shift by one between hidden states and the tokens they predict happens here 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ class _TiledHead(torch.autograd.Function):
                 )
                 for slab in slabs
             ]
-            summary[:, rows] = _merged(torch.stack(parts))
+            summary[:, rows] = _merged(parts)
         if vocabulary is not None:
-            summary = _merged(_gathered(vocabulary, summary))
+            summary = _merged(_gathered(vocabulary, summary).unbind())
         largest, total, weighted, target = summary
         log_total = total.log()
         logprobs, entropy = (target - largest) - log_total, log_total - weighted / total
@@ -166,9 +167,11 @@ def _summary(logits: Tensor, places: Tensor) -> Tensor:
     return torch.stack([largest, total, exp.mul_(logits).sum(-1), target])
 
 
-def _merged(parts: Tensor) -> Tensor:
-    """Summaries [P, 4, N] of P parts of the vocabulary as one of them all, [4, N]."""
-    largest, total, weighted, target = parts.unbind(1)
+def _merged(parts: Sequence[Tensor]) -> Tensor:
+    """Summaries [4, N] of parts of the vocabulary as one of them all."""
+    if len(parts) == 1:
+        return parts[0]
+    largest, total, weighted, target = torch.stack(list(parts), dim=1)
     top = largest.amax(0)
     below = largest - top
     scale = below.exp()
