@@ -424,7 +424,7 @@ class OptimConfig(Section):
 
 class PackConfig(Section):
     max_tokens_per_micro_batch: Count | None = None
-    """Token budget of one forward pass, never exceeded; with `parallel.cp` that of the ranks that share it, so that each
+    """Token budget of one forward pass, never exceeded. With `parallel.cp` that of the ranks that share it: each
     computes 1/cp of it."""
     sequences_per_micro_batch: Count | None = None
     """Static mode: this many sequences a micro-batch, whatever their length."""
