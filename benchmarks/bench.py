@@ -16,6 +16,8 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `spmdrl_s` and `peer_s` (N durations each, of calls that alternated), `response_tokens` (a call), `load_average`,
   `versions`.
 - `load_memory.py`: `anon_over_limit`, `within_limit`, `ranks`, `versions`.
+- `logprob_memory.py --repeats N --threads T`: `tiled_peak_mib` and `plain_peak_mib` at 4096 tokens, `memory` and
+  `times` by number of tokens, `plain_peak_is_measured` (or from smaller ones), `versions`.
 - `refit.py --sizes S ... --repeats N`: `sizes`, by size: `parameters`, `tensors`, `buckets`, `gb` (10^9 bytes that the
   engine gets), `spmdrl_s` and `peer_s` (N refits each, that alternated), `ratios` (of those), `gb_per_s` (median),
   `copy_gb_per_s` (of a plain copy, median), `shares_of_copy` (the first over the second, N times), `digests_s` (what
@@ -227,6 +229,30 @@ def refit_note(size: str, found: Json) -> str:
     )
 
 
+def logprob_memory(settings: Settings) -> Measurement:
+    """Scores of tokens from tiles of the logits beside all logits at once: peak memory at 4096 tokens."""
+    options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
+    command = ["python", "benchmarks/logprob_memory.py", *options]
+    output = run(command)
+    return Measurement(
+        unit="MiB",
+        spmdrl=[output["tiled_peak_mib"]],
+        peer=[output["plain_peak_mib"]],
+        peer_name="[T, V]",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[logprob_note(output)],
+    )
+
+
+def logprob_note(output: Json) -> str:
+    """How the peak grows with the tokens, and what it costs in time."""
+    peaks = ", ".join(f"{int(n) // 1024}k: {found['peak_mib']:.0f}" for n, found in output["memory"]["tiled"].items())
+    ratios = ", ".join(f"{int(n) // 1024}k: {found['ratio']:.2f}" for n, found in output["times"].items())
+    plain = "measured" if output["plain_peak_is_measured"] else "from smaller ones"
+    return f"peak MiB by tokens {peaks} (all logits at 4k {plain}); time over all logits at once {ratios} (goal 1.15)"
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine-fixed": Benchmark(about="128 requests x 32 tokens", goal=1.0, measure=engine("fixed")),
     "engine-tail": Benchmark(about="128 requests, lognormal lengths", goal=1 / 3, measure=engine("tail")),
@@ -234,6 +260,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "step-fixed-kl": Benchmark(about="the same with a reference", goal=1.0, measure=step("fixed", beta=0.04)),
     "step-tail": Benchmark(about="a step, lognormal lengths", goal=1 / 3, measure=step("tail", beta=0.0)),
     "refit": Benchmark(about="SGLang, 200M float32 parameters", goal=1.0, measure=refit),
+    "logprob-memory": Benchmark(about="scores of 4096 x 151936", goal=0.1, measure=logprob_memory),
     "load-memory": Benchmark(about="anonymous memory, 1e9 on 2 ranks", goal=1.0, measure=load_memory),
 }
 
