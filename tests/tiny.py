@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from spmdrl.config import LossConfig, ModelConfig
 from spmdrl.plan import Plan
@@ -38,25 +45,54 @@ def save_qwen3(path: Path, *, seed: int = 0, **changes: Any) -> str:
     return str(path)
 
 
-def save_llama(path: Path, *, seed: int = 0) -> str:
+def save_llama(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Llama with untied embeddings; returns its directory."""
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    }
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**(settings | changes))).save_pretrained(path)
     return str(path)
 
 
-def random_sequences(count: int, *, seed: int = 0, max_tokens: int = 40) -> list[Sequence]:
+def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Qwen3-MoE, its first layer without experts; returns its directory."""
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [0],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))).save_pretrained(path)
+    return str(path)
+
+
+def random_sequences(
+    count: int, *, seed: int = 0, max_tokens: int = 40, vocabulary: int = VOCABULARY
+) -> list[Sequence]:
     """Prompt and response of random lengths, with log-probabilities and advantages of a plausible size."""
     rng = random.Random(seed)
     sequences = []
@@ -65,7 +101,7 @@ def random_sequences(count: int, *, seed: int = 0, max_tokens: int = 40) -> list
         sequences.append(
             Sequence(
                 index=index,
-                token_ids=tuple(rng.randrange(2, VOCABULARY) for _ in range(prompt + response)),
+                token_ids=tuple(rng.randrange(2, vocabulary) for _ in range(prompt + response)),
                 loss_mask=(False,) * prompt + (True,) * response,
                 rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
                 advantage=rng.uniform(-2, 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from spmdrl.model.attention import Kernel, packed_attention
@@ -44,11 +45,16 @@ class Policy(nn.Module):
         ).last_hidden_state.squeeze(0)
         logprobs, entropy = next_token_scores(
             hidden,
-            head.weight,
-            head.bias,
+            _whole(head.weight),
+            None if head.bias is None else _whole(head.bias),
             micro_batch.token_ids,
             predicting_rows(micro_batch.positions),
             temperature=self.temperature,
             chunk=self.logits_chunk_tokens,
         )
         return TokenScores(logprobs, entropy)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter of the head, all of it where ranks have parts."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
