@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import LossConfig, ModelConfig
 from spmdrl.plan import Plan
 from spmdrl.types import Sequence
 
 VOCABULARY = 97  # odd, so that no number of ranks divides it
+
+
+def save_model(path: Path, config: PreTrainedConfig, *, seed: int = 0) -> str:
+    """A random model, biases included; returns its directory."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zero as they come, and then it would not matter how often one is added
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(path)
+    return str(path)
 
 
 def save_qwen3(path: Path, *, seed: int = 0, **changes: Any) -> str:
@@ -40,9 +44,7 @@ def save_qwen3(path: Path, *, seed: int = 0, **changes: Any) -> str:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**(settings | changes))).save_pretrained(path)
-    return str(path)
+    return save_model(path, Qwen3Config(**(settings | changes)), seed=seed)
 
 
 def save_llama(path: Path, *, seed: int = 0, **changes: Any) -> str:
@@ -58,9 +60,7 @@ def save_llama(path: Path, *, seed: int = 0, **changes: Any) -> str:
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
     }
-    torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**(settings | changes))).save_pretrained(path)
-    return str(path)
+    return save_model(path, LlamaConfig(**(settings | changes)), seed=seed)
 
 
 def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
@@ -85,9 +85,7 @@ def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))).save_pretrained(path)
-    return str(path)
+    return save_model(path, Qwen3MoeConfig(**(settings | changes)), seed=seed)
 
 
 def random_sequences(

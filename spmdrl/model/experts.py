@@ -30,7 +30,7 @@ def split_experts(module: nn.Module, tp: DeviceMesh) -> None:
             parts = compute(copy_to(hidden_states, tp), top_k_index, copy_to(top_k_weights, tp))
         return reduce_from(parts, tp)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def deal_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
@@ -43,12 +43,12 @@ def deal_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
     module.num_experts = num_experts // ep.size()
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        mine = [own_part(x, tp, 0) for x in (hidden_states, top_k_index, top_k_weights)]
+        mine, chosen, weights = (own_part(x, tp, 0) for x in (hidden_states, top_k_index, top_k_weights))
         with parameters_as(module, own_weight):
-            outputs = _dispatch(*mine, compute, num_experts=num_experts, ep=ep)
+            outputs = _dispatch(mine, chosen, weights, compute, num_experts=num_experts, ep=ep)
         return gather_parts(outputs, tp, 0, hidden_states.shape[0])
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def dealt_experts(model: nn.Module) -> list[nn.Module]:

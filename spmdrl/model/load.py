@@ -188,7 +188,9 @@ def shard_policy(
         assert meshes.expert is not None, "experts were dealt to ranks without a mesh"
         # Inside a layer activations have their dtype; a router may weigh its experts in float32 on purpose.
         as_they_come = dataclasses.replace(precision, cast_forward_inputs=False)
-        fully_shard(experts, mesh=_sharding_axes(meshes.expert, "expert_shard"), **options | {"mp_policy": as_they_come})
+        fully_shard(
+            experts, mesh=_sharding_axes(meshes.expert, "expert_shard"), **options | {"mp_policy": as_they_come}
+        )
     options["mesh"] = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
         fully_shard(layer, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,28 +134,27 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[str]
     """Sentences about parallel.tp and parallel.ep that this model, which may be on the meta device, cannot follow."""
     name = type(model).__name__
     rules = list(_rules(model, tp=tp, ep=ep))
-    if tp > 1 and not any(rule.axis == "tp" for rule in rules):
-        yield f"parallel.tp = {tp}, but transformers has no plan to split {name}'s layers; set tp = 1"
-    if ep > 1 and not any(rule.axis == "ep" for rule in rules):
-        yield f"parallel.ep = {ep}, but transformers has no plan to deal experts of {name} to ranks; set ep = 1"
-    unknown = {(rule.axis, rule.pattern, rule.style): None for rule in rules if not rule.is_supported}
-    for axis, pattern, style in unknown:
-        size = tp if axis == "tp" else ep
-        yield f'parallel.{axis} = {size}, but {name} splits {pattern} by "{style}", which is not supported; set {axis} = 1'
+    unknown = list(dict.fromkeys((rule.axis, rule.style, rule.pattern) for rule in rules if not rule.is_supported))
+    for axis, num_ranks in (("tp", tp), ("ep", ep)):
+        instead = "set tp = 1; cp and dp_shard split every model" if axis == "tp" else "set ep = 1"
+        if num_ranks > 1 and not any(rule.axis == axis for rule in rules):
+            yield f"parallel.{axis} = {num_ranks}, but transformers has no plan of how to split {name} so; {instead}"
+        for _, style, where in (rule for rule in unknown if rule[0] == axis):
+            yield f'parallel.{axis} = {num_ranks}, but {name} asks for "{style}" of {where}, not known here; {instead}'
     if not unknown:
-        vocabulary = [(model.get_input_embeddings().num_embeddings, "tokens of the vocabulary")]
-        yield from _indivisible("tp", tp, vocabulary + [rule.size for rule in rules if rule.axis == "tp"])
+        vocabulary = (model.get_input_embeddings().num_embeddings, "tokens of the vocabulary")
+        yield from _indivisible("tp", tp, [vocabulary, *(rule.size for rule in rules if rule.axis == "tp")])
         yield from _indivisible("ep", ep, [rule.size for rule in rules if rule.axis == "ep"])
 
 
-def _indivisible(axis: str, num_ranks: int, sizes: list[tuple[int, str] | None]) -> Iterator[str]:
-    """A sentence about each number of things that cannot be split over so many ranks."""
+def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | None]) -> Iterator[str]:
+    """A sentence when some of these cannot be split over so many ranks."""
     known = dict.fromkeys(size for size in sizes if size)
-    possible = math.gcd(*(count for count, _ in known))
-    divisors = ", ".join(str(n) for n in range(1, possible + 1) if possible % n == 0)
-    for count, what in known:
-        if count % num_ranks:
-            yield f"parallel.{axis} = {num_ranks} does not divide the {count} {what}; set it to one of {divisors}"
+    wrong = [f"the {count} {what}" for count, what in known if count % num_ranks]
+    if wrong:
+        most = math.gcd(*(count for count, _ in known))
+        possible = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        yield f"parallel.{axis} = {num_ranks} does not divide {', '.join(wrong)}; set it to {possible}"
 
 
 def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:

@@ -213,7 +213,7 @@ def sum_weight_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
         with parameters_as(module, lambda weight: copy_to(weight, mesh)):
             return compute(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def split_embedding(module: nn.Embedding, mesh: DeviceMesh) -> None:

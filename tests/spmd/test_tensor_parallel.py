@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
 from spmdrl.batch import build_batch
 from spmdrl.config import OptimConfig, ParallelConfig
@@ -16,19 +18,50 @@ from spmdrl.objective import PolicyObjective
 from spmdrl.update import Learner, prepare, update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3, save_qwen3_moe
+from tests.tiny import (
+    loss_config,
+    model_config,
+    plan_for,
+    random_sequences,
+    save_llama,
+    save_model,
+    save_qwen3,
+    save_qwen3_moe,
+)
 
 VOCABULARY = 96
 SEQUENCES = 12
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
 
 Outcome = tuple[dict[str, Tensor], dict[str, float]]  # every weight after one update, and the update's metrics
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    builders = {"qwen3": save_qwen3, "llama": save_llama, "qwen3_moe": save_qwen3_moe}
+    """Directories of models that between them are split in every way there is."""
+    folder = tmp_path_factory.mktemp("models")
     return {
-        name: save(tmp_path_factory.mktemp(name), vocab_size=VOCABULARY) for name, save in builders.items()
+        "qwen3": save_qwen3(folder / "qwen3", vocab_size=VOCABULARY),
+        "llama": save_llama(folder / "llama", vocab_size=VOCABULARY, attention_bias=True, mlp_bias=True),
+        "qwen3_moe": save_qwen3_moe(folder / "qwen3_moe", vocab_size=VOCABULARY),
+        # Embeddings that are scaled, windows, and norms around everything.
+        "gemma3": save_model(
+            folder / "gemma3",
+            Gemma3TextConfig(
+                **SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+            ),
+        ),
+        # Norms over all heads: projections are gathered, and every rank computes the whole attention.
+        "olmo2": save_model(folder / "olmo2", Olmo2Config(**SMALL, pad_token_id=0)),
     }
 
 
@@ -43,12 +76,10 @@ def _updated(world: World, path: str, parallel: ParallelConfig) -> Outcome:
     settings, losses = model_config(path, gradient_checkpointing=True), loss_config(**LOSS)
     policy = load_policy(settings, meshes.model, temperature=0.8)
     reference = load_reference(settings, losses, meshes.model, temperature=0.8)
-    mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "in blocks")
-    plan = plan_for(SEQUENCES, world.num_ranks)
-    batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-    learner = Learner.start(
-        policy, OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6), num_updates=1, dtype=next(policy.parameters()).dtype
-    )
+    mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
+    batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
+    optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
+    learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
     mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
     metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
     weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
@@ -59,6 +90,8 @@ CASES: dict[int, list[tuple[str, dict[str, int]]]] = {
     2: [
         ("qwen3", {"tp": 2}),
         ("llama", {"tp": 2}),
+        ("gemma3", {"tp": 2}),
+        ("olmo2", {"tp": 2}),
         ("qwen3_moe", {"tp": 2}),
         ("qwen3_moe", {"ep": 2}),
         ("qwen3_moe", {"tp": 2, "ep": 2}),
@@ -68,6 +101,7 @@ CASES: dict[int, list[tuple[str, dict[str, int]]]] = {
         ("llama", {"tp": 4}),
         ("qwen3", {"dp_replicate": 2}),
         ("qwen3", {"dp_replicate": 2, "tp": 2}),
+        ("qwen3_moe", {"tp": 2}),
         ("qwen3_moe", {"tp": 2, "ep": 2}),
         ("qwen3_moe", {"ep": 4}),
         ("qwen3_moe", {"dp_replicate": 2, "ep": 2}),
@@ -81,16 +115,35 @@ def one_rank(models: dict[str, str]) -> dict[str, Outcome]:
     return dict(zip(models, outcomes, strict=True))
 
 
+def assert_same_update(path: str, one: Outcome, others: list[Outcome]) -> None:
+    """Every rank has the weights of one rank, and the first of them its metrics."""
+    start = initial(path)
+    for weights, _ in others:
+        assert_same_change(one[0], weights, start, 1e-5)
+    for name in ("update/grad_norm", "update/loss"):
+        assert others[0][1][name] == pytest.approx(one[1][name], rel=1e-5, abs=1e-6), name
+
+
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_a_split_model_has_the_gradients_of_one_rank(
     num_ranks: int, models: dict[str, str], one_rank: dict[str, Outcome]
 ) -> None:
     cases = CASES[num_ranks]
     by_rank = run_ranks(num_ranks, _update_each, [(models[model], parallel) for model, parallel in cases])
-    for number, (model, parallel) in enumerate(cases):
-        start, (weights, metrics) = initial(models[model]), one_rank[model]
-        for outcomes in by_rank:
-            assert_same_change(weights, outcomes[number][0], start, 1e-5)
-        others = by_rank[0][number][1]
-        for name in ("update/grad_norm", "update/loss"):
-            assert others[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-6), (model, parallel, name)
+    for number, (model, _) in enumerate(cases):
+        assert_same_update(models[model], one_rank[model], [outcomes[number] for outcomes in by_rank])
+
+
+def test_a_rank_to_whose_experts_no_token_comes_takes_part(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):  # every token finds all experts equally good, and takes the same two
+            torch.nn.init.zeros_(parameter)
+    model.save_pretrained(path)
+    cases: list[tuple[str, dict[str, int]]] = [(path, {"ep": 4}), (path, {"tp": 2, "ep": 4})]
+    ((one,),) = run_ranks(1, _update_each, [(path, {})])
+    name = "model.layers.2.mlp.experts.down_proj"
+    assert ((one[0][name] - initial(path)[name]).abs().sum((1, 2)) > 0).sum() == 2
+    for outcomes in zip(*run_ranks(4, _update_each, cases), strict=True):
+        assert_same_update(path, one, list(outcomes))
