@@ -62,8 +62,8 @@ def save(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier(mesh)
-    weights, moments = get_state_dict(learner.policy, learner.optimizer)
-    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=mesh.get_group())
+    weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
+    dcp.save(_parts(weights, optimizer), checkpoint_id=unfinished, process_group=mesh.get_group())
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
@@ -75,6 +75,12 @@ def save(
     barrier(mesh)
 
 
+def _parts(weights: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """What a checkpoint holds of both: not the optimizer's settings, which are the launch's and may be changed on
+    purpose, nor how it groups parameters, which depends on the ranks they are split over."""
+    return {"policy": weights, "optimizer": {"state": optimizer["state"]}}
+
+
 def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> None:
     """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank of the mesh must call
     this.
@@ -84,14 +90,9 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
     if step == 0:
         return
     checkpoint = _folder_of(folder, step)
-    weights, moments = get_state_dict(learner.policy, learner.optimizer)
-    saved_parts = {"policy": weights, "optimizer": moments}
-    dcp.load(saved_parts, checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
-    set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=moments)
-    # The checkpoint's state, but this launch's settings: they may have been changed on purpose.
-    for group, setting in zip(learner.optimizer.param_groups, settings, strict=True):
-        group.update(setting)
+    weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
+    dcp.load(_parts(weights, optimizer), checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
+    set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
+from spmdrl import checkpoint
 from spmdrl.batch import build_batch
 from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
@@ -42,6 +43,7 @@ SMALL = {
     "initializer_range": 0.1,
 }
 
+Case = tuple[str, dict[str, int]]  # a model (in the end, its directory) and settings of [parallel]
 Outcome = tuple[dict[str, Tensor], dict[str, float]]  # every weight after one update, and the update's metrics
 
 
@@ -65,17 +67,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def _update_each(cases: list[tuple[str, dict[str, int]]]) -> list[Outcome]:
-    """One update of each case's model, split as the case says; run on each rank."""
+def _update_each(cases: list[Case], experts: str | None = None) -> list[Outcome]:
+    """One update of each case's model, split as the case says; run on each rank.
+
+    `experts` is transformers' name of how experts are computed.
+    """
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        return [_updated(world, path, ParallelConfig(**parallel)) for path, parallel in cases]
+        return [_updated(world, path, ParallelConfig(**parallel), experts) for path, parallel in cases]
 
 
-def _updated(world: World, path: str, parallel: ParallelConfig) -> Outcome:
+def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | None) -> Outcome:
     meshes = build_meshes(world, parallel)
     settings, losses = model_config(path, gradient_checkpointing=True), loss_config(**LOSS)
     policy = load_policy(settings, meshes.model, temperature=0.8)
     reference = load_reference(settings, losses, meshes.model, temperature=0.8)
+    if experts:
+        policy.model.set_experts_implementation(experts)
     mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
     batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
@@ -86,7 +93,7 @@ def _updated(world: World, path: str, parallel: ParallelConfig) -> Outcome:
     return weights, {name: metric.value() for name, metric in metrics.items()}
 
 
-CASES: dict[int, list[tuple[str, dict[str, int]]]] = {
+CASES: dict[int, list[Case]] = {
     2: [
         ("qwen3", {"tp": 2}),
         ("llama", {"tp": 2}),
@@ -141,9 +148,36 @@ def test_a_rank_to_whose_experts_no_token_comes_takes_part(tmp_path: Path) -> No
         if name.endswith("gate.weight"):  # every token finds all experts equally good, and takes the same two
             torch.nn.init.zeros_(parameter)
     model.save_pretrained(path)
-    cases: list[tuple[str, dict[str, int]]] = [(path, {"ep": 4}), (path, {"tp": 2, "ep": 4})]
-    ((one,),) = run_ranks(1, _update_each, [(path, {})])
+    cases: list[Case] = [(path, {"ep": 4}), (path, {"tp": 2, "ep": 4})]
+    ((one,),) = run_ranks(1, _update_each, [(path, {})], "eager")  # where no expert is used, no weight is touched
     name = "model.layers.2.mlp.experts.down_proj"
     assert ((one[0][name] - initial(path)[name]).abs().sum((1, 2)) > 0).sum() == 2
-    for outcomes in zip(*run_ranks(4, _update_each, cases), strict=True):
+    for outcomes in zip(*run_ranks(4, _update_each, cases, "eager"), strict=True):
         assert_same_update(path, one, list(outcomes))
+
+
+def _resume(path: str, folder: Path, parallel: dict[str, int], steps: tuple[int, int]) -> dict[str, Tensor]:
+    """Every weight after AdamW's updates from the first to the second of `steps`, each of which is saved."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world, ParallelConfig(**parallel))
+        policy = load_policy(model_config(path), meshes.model, temperature=0.8)
+        learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=steps[1], dtype=torch.float32)
+        mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
+        batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
+        checkpoint.restore(folder, learner, meshes.training, step=steps[0])
+        for step in range(steps[0] + 1, steps[1] + 1):
+            update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+            checkpoint.save(folder, learner, meshes.training, step=step, keep_last=9)
+        return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+
+
+def test_a_split_model_goes_on_where_it_was_saved(models: dict[str, str], tmp_path: Path) -> None:
+    path, split = models["qwen3_moe"], {"tp": 2, "ep": 2}
+    straight = run_ranks(2, _resume, path, tmp_path, split, (0, 2))[0]
+    resumed = run_ranks(2, _resume, path, tmp_path, split, (1, 2))[0]
+    whole = run_ranks(1, _resume, path, tmp_path, {}, (1, 2))[0]
+    split_again = run_ranks(2, _resume, path, tmp_path, split, (2, 2))[0]
+    for name, weight in straight.items():
+        assert torch.equal(weight, resumed[name]), name
+        assert (weight - whole[name]).abs().max() < 1e-4, name  # a tenth of what one update may move a weight
+        assert torch.equal(whole[name], split_again[name]), name
