@@ -12,6 +12,11 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map
 
 from spmdrl.dist.collectives import barrier
 from spmdrl.types import UserError
@@ -78,7 +83,40 @@ def save(
 def _parts(weights: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """What a checkpoint holds of both: not the optimizer's settings, which are the launch's and may be changed on
     purpose, nor how it groups parameters, which depends on the ranks they are split over."""
-    return {"policy": weights, "optimizer": {"state": optimizer["state"]}}
+    return tree_map(_in_chunks, {"policy": weights, "optimizer": {"state": optimizer["state"]}})
+
+
+def _in_chunks(value: Any) -> Any:
+    """A DTensor of which this rank has two parts that are not neighbours, as torch's checkpoints want to be told of it;
+    it shares the memory. Everything else as it is.
+
+    Such are experts over tp: a rank has a part of the gate's features and the same part of those of the up projection.
+    """
+    packed = _packed_axis(value)
+    if packed is None:
+        return value
+    placement, local = value.placements[packed], value.to_local()
+    size = value.shape[placement.dim] // placement.split_factor
+    within = value.device_mesh.get_local_rank(packed) * size // value.device_mesh.size(packed)
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    parts = list(local.chunk(placement.split_factor, placement.dim))
+    offsets = [
+        (*start[: placement.dim], number * size + within, *start[placement.dim + 1 :]) for number in range(len(parts))
+    ]
+    return DTensor(LocalShardsWrapper(parts, offsets), value._spec, requires_grad=False)
+
+
+def _packed_axis(value: Any) -> int | None:
+    """The axis of a DTensor's mesh along which its parts are not neighbours, if there is one."""
+    if not isinstance(value, DTensor):
+        return None
+    for axis, placement in enumerate(value.placements):
+        # Where a second axis splits the same dimension, "strided" only says which of the two splits first.
+        if isinstance(placement, _StridedShard):
+            dims = [getattr(other, "dim", None) for other in value.placements]
+            if dims.count(placement.dim) == 1:
+                return axis
+    return None
 
 
 def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> None:

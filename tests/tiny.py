@@ -69,7 +69,7 @@ def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 80,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "num_hidden_layers": 3,
         "mlp_only_layers": [0],
         "num_experts": 8,

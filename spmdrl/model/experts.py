@@ -73,7 +73,8 @@ def _dispatch(
 
     arrived = _AllToAll.apply(hidden[order // num_chosen], num_sent, num_received, ep)
     local_ids = torch.arange(received.shape[1], device=hidden.device).repeat(ep.size())
-    computed = _on_each(arrived, local_ids.repeat_interleave(received.flatten()), compute)
+    arrived_ids = local_ids.repeat_interleave(received.flatten(), output_size=sum(num_received))
+    computed = _on_each(arrived, arrived_ids, compute)
     returned = _AllToAll.apply(computed, num_received, num_sent, ep)
 
     by_choice = returned[order.argsort()].unflatten(0, expert_ids.shape)

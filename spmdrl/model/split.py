@@ -153,8 +153,8 @@ def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | No
     wrong = [f"the {count} {what}" for count, what in known if count % num_ranks]
     if wrong:
         most = math.gcd(*(count for count, _ in known))
-        possible = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        yield f"parallel.{axis} = {num_ranks} does not divide {', '.join(wrong)}; set it to {possible}"
+        possible = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        yield f"parallel.{axis} = {num_ranks} does not divide {', '.join(wrong)}; possible: {possible}"
 
 
 def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:

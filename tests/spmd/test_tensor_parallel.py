@@ -171,8 +171,11 @@ def _resume(path: str, folder: Path, parallel: dict[str, int], steps: tuple[int,
         return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
 
 
-def test_a_split_model_goes_on_where_it_was_saved(models: dict[str, str], tmp_path: Path) -> None:
-    path, split = models["qwen3_moe"], {"tp": 2, "ep": 2}
+@pytest.mark.parametrize("split", [{"tp": 2, "ep": 2}, {"tp": 2}], ids=str)
+def test_a_split_model_goes_on_where_it_was_saved(
+    models: dict[str, str], tmp_path: Path, split: dict[str, int]
+) -> None:
+    path = models["qwen3_moe"]
     straight = run_ranks(2, _resume, path, tmp_path, split, (0, 2))[0]
     resumed = run_ranks(2, _resume, path, tmp_path, split, (1, 2))[0]
     whole = run_ranks(1, _resume, path, tmp_path, {}, (1, 2))[0]
