@@ -12,6 +12,11 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map
 
 from spmdrl.dist.collectives import barrier
 from spmdrl.types import UserError
@@ -62,8 +67,8 @@ def save(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier(mesh)
-    weights, moments = get_state_dict(learner.policy, learner.optimizer)
-    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=mesh.get_group())
+    weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
+    dcp.save(_parts(weights, optimizer), checkpoint_id=unfinished, process_group=mesh.get_group())
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
@@ -75,6 +80,45 @@ def save(
     barrier(mesh)
 
 
+def _parts(weights: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """What a checkpoint holds of both: not the optimizer's settings, which are the launch's and may be changed on
+    purpose, nor how it groups parameters, which depends on the ranks they are split over."""
+    return tree_map(_in_chunks, {"policy": weights, "optimizer": {"state": optimizer["state"]}})
+
+
+def _in_chunks(value: Any) -> Any:
+    """A DTensor of which this rank has two parts that are not neighbours, as torch's checkpoints want to be told of it;
+    it shares the memory. Everything else as it is.
+
+    Such are experts over tp: a rank has a part of the gate's features and the same part of those of the up projection.
+    """
+    packed = _packed_axis(value)
+    if packed is None:
+        return value
+    placement, local = value.placements[packed], value.to_local()
+    size = value.shape[placement.dim] // placement.split_factor
+    within = value.device_mesh.get_local_rank(packed) * size // value.device_mesh.size(packed)
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    parts = list(local.chunk(placement.split_factor, placement.dim))
+    offsets = [
+        (*start[: placement.dim], number * size + within, *start[placement.dim + 1 :]) for number in range(len(parts))
+    ]
+    return DTensor(LocalShardsWrapper(parts, offsets), value._spec, requires_grad=False)
+
+
+def _packed_axis(value: Any) -> int | None:
+    """The axis of a DTensor's mesh along which its parts are not neighbours, if there is one."""
+    if not isinstance(value, DTensor):
+        return None
+    for axis, placement in enumerate(value.placements):
+        # Where a second axis splits the same dimension, "strided" only says which of the two splits first.
+        if isinstance(placement, _StridedShard):
+            dims = [getattr(other, "dim", None) for other in value.placements]
+            if dims.count(placement.dim) == 1:
+                return axis
+    return None
+
+
 def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> None:
     """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank of the mesh must call
     this.
@@ -84,14 +128,9 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
     if step == 0:
         return
     checkpoint = _folder_of(folder, step)
-    weights, moments = get_state_dict(learner.policy, learner.optimizer)
-    saved_parts = {"policy": weights, "optimizer": moments}
-    dcp.load(saved_parts, checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
-    set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=moments)
-    # The checkpoint's state, but this launch's settings: they may have been changed on purpose.
-    for group, setting in zip(learner.optimizer.param_groups, settings, strict=True):
-        group.update(setting)
+    weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
+    dcp.load(_parts(weights, optimizer), checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
+    set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]

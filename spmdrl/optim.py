@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.schedule import lr_fraction
 from spmdrl.config import OptimConfig
@@ -54,12 +56,20 @@ def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
         options |= {"momentum": cfg.momentum}
     else:
         options |= cfg.params
-    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return kind([group for group in groups if group["params"]], lr=cfg.lr, **options)
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            # By mesh too: torch updates many parameters in one call, but not of different meshes.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
+    return kind(
+        [
+            {"params": parameters, "weight_decay": cfg.weight_decay if is_decayed else 0.0}
+            for (is_decayed, _), parameters in groups.items()
+        ],
+        lr=cfg.lr,
+        **options,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, update: int, num_updates: int) -> float:

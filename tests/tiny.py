@@ -12,11 +12,9 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -26,6 +24,18 @@ from spmdrl.plan import Plan
 from spmdrl.types import Sequence
 
 VOCABULARY = 97  # odd, so that no number of ranks divides it
+
+
+def save_model(path: Path, config: PreTrainedConfig, *, seed: int = 0) -> str:
+    """A random model of that config in which no parameter is all zeros or ones; returns its directory."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.std() == 0:  # else it would not matter how often a bias is added
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    return str(path)
 
 
 def save_qwen3(path: Path, *, seed: int = 0, **changes: Any) -> str:
@@ -45,27 +55,23 @@ def save_qwen3(path: Path, *, seed: int = 0, **changes: Any) -> str:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**(settings | changes))).save_pretrained(path)
-    return str(path)
+    return save_model(path, Qwen3Config(**(settings | changes)), seed=seed)
 
 
-def save_llama(path: Path, *, seed: int = 0) -> str:
+def save_llama(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Llama with untied embeddings; returns its directory."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    }
+    return save_model(path, LlamaConfig(**(settings | changes)), seed=seed)
 
 
 SIZES: dict[str, Any] = {
@@ -93,27 +99,15 @@ GATED_DELTA_NET = {
 }
 
 
-def _save(config: PreTrainedConfig, path: Path, seed: int) -> str:
-    """A random model of that config in which no parameter is zero or one; returns its directory."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.std() == 0:
-                parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(path)
-    return str(path)
-
-
 def save_gemma3(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Gemma 3 text model: a sliding and a full layer, and scores scaled by something else than the head."""
     settings = SIZES | SLIDING | {"query_pre_attn_scalar": 24} | changes
-    return _save(Gemma3TextConfig(**settings), path, seed)
+    return save_model(path, Gemma3TextConfig(**settings), seed=seed)
 
 
 def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Qwen3 with experts in every layer."""
-    return _save(Qwen3MoeConfig(**(SIZES | EXPERTS | changes)), path, seed)
+    return save_model(path, Qwen3MoeConfig(**(SIZES | EXPERTS | changes)), seed=seed)
 
 
 def save_gpt_oss(path: Path, *, seed: int = 0, **changes: Any) -> str:
@@ -124,21 +118,23 @@ def save_gpt_oss(path: Path, *, seed: int = 0, **changes: Any) -> str:
         "num_experts_per_tok": 2,
         "rope_parameters": rope | {"truncate": False, "original_max_position_embeddings": 32},
     }
-    return _save(GptOssConfig(**(SIZES | SLIDING | settings | changes)), path, seed)
+    return save_model(path, GptOssConfig(**(SIZES | SLIDING | settings | changes)), seed=seed)
 
 
 def save_qwen3_next(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Qwen3-Next: a gated delta net, a gated attention, experts in both layers."""
     settings = SIZES | EXPERTS | GATED_DELTA_NET | {"shared_expert_intermediate_size": 24}
-    return _save(Qwen3NextConfig(**(settings | changes)), path, seed)
+    return save_model(path, Qwen3NextConfig(**(settings | changes)), seed=seed)
 
 
 def save_qwen3_5(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Qwen3.5 text model: a gated delta net and a gated attention."""
-    return _save(Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | changes)), path, seed)
+    return save_model(path, Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | changes)), seed=seed)
 
 
-def random_sequences(count: int, *, seed: int = 0, max_tokens: int = 40) -> list[Sequence]:
+def random_sequences(
+    count: int, *, seed: int = 0, max_tokens: int = 40, vocabulary: int = VOCABULARY
+) -> list[Sequence]:
     """Prompt and response of random lengths, with log-probabilities and advantages of a plausible size."""
     rng = random.Random(seed)
     sequences = []
@@ -147,7 +143,7 @@ def random_sequences(count: int, *, seed: int = 0, max_tokens: int = 40) -> list
         sequences.append(
             Sequence(
                 index=index,
-                token_ids=tuple(rng.randrange(2, VOCABULARY) for _ in range(prompt + response)),
+                token_ids=tuple(rng.randrange(2, vocabulary) for _ in range(prompt + response)),
                 loss_mask=(False,) * prompt + (True,) * response,
                 rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
                 advantage=rng.uniform(-2, 2),

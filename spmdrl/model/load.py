@@ -8,24 +8,28 @@ a CPU and CUDA, and models that live on a subset of the ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from spmdrl.config import LossConfig, ModelConfig
+from spmdrl.config import LossConfig, ModelConfig, ParallelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.experts import dealt_experts
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
 from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.types import UserError
 
@@ -59,19 +63,25 @@ def load_model_config(cfg: ModelConfig) -> Any:
     return config
 
 
-def _without_memory(config: Any, cfg: ModelConfig) -> PreTrainedModel:
-    """The architecture's model on the meta device, whether it ships with transformers or with the directory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=cfg.trust_remote_code)
-
-
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
     model = _without_memory(model_config, cfg)
-    model.tie_weights()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
+
+
+def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Sentences about parallel.tp and parallel.ep that the model cannot follow; takes no memory."""
+    yield from split_problems(_without_memory(model_config, cfg), tp=parallel.tp, ep=parallel.ep)
+
+
+def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device, its weights tied."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
+    model.tie_weights()
+    return model
 
 
 def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, trainable: bool = True) -> Policy:
@@ -86,14 +96,16 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
     policies: list[Policy] = []
 
     def shard(model: PreTrainedModel) -> None:
-        use_fast_linears(model)
         restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
+        split_model(model, meshes)
+        use_fast_linears(model)
         policy = Policy(
             model,
             kernel=choose_kernel(cfg.attention, device.type, dtype),
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
+            vocabulary=meshes.tp if meshes.tp.size() > 1 else None,
             context=meshes.cp if meshes.cp.size() > 1 else None,
             context_style=meshes.cp_style,
         )
@@ -155,16 +167,21 @@ def _from_pretrained(
 def shard_policy(
     policy: Policy, meshes: ModelMeshes, *, dtype: torch.dtype, offload: OffloadPolicy | None, reshard_root: bool
 ) -> None:
-    """Apply FSDP2: one unit for each decoder layer, one for everything else.
+    """Apply FSDP2: one unit for each decoder layer, one for its experts where they are dealt to ranks, one for
+    everything else.
 
     Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
     """
-    copies = meshes.dense["replicate"].size()
-    options: dict[str, Any] = {
-        "mesh": meshes.dense["replicate", "shard"] if copies > 1 else meshes.dense["shard"],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": offload or OffloadPolicy(),
-    }
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
+    for experts in dealt_experts(policy.model):
+        assert meshes.expert is not None, "experts were dealt to ranks without a mesh"
+        # Inside a layer activations have their dtype; a router may weigh its experts in float32 on purpose.
+        as_they_come = dataclasses.replace(precision, cast_forward_inputs=False)
+        fully_shard(
+            experts, mesh=_sharding_axes(meshes.expert, "expert_shard"), **options | {"mp_policy": as_they_come}
+        )
+    options["mesh"] = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
         fully_shard(layer, **options)
     fully_shard(policy, reshard_after_forward=reshard_root, **options)
@@ -172,6 +189,11 @@ def shard_policy(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
+    """The axis that weights are sharded over, and before it that of their copies where there are several."""
+    return mesh["replicate", shard] if mesh["replicate"].size() > 1 else mesh[shard]
 
 
 def reshard(policy: Policy) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from spmdrl.model.attention import Attend, Kernel, packed_attention
 from spmdrl.model.context import Style, context_attention, gather_tokens
 from spmdrl.model.logprobs import next_token_scores, place_at, predicting_rows
+from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.types import MicroBatch
 
 
@@ -66,8 +67,8 @@ class Policy(nn.Module):
         rows = predicting_rows(micro_batch.positions, chunk)
         scores = next_token_scores(
             hidden[rows],
-            head.weight,
-            head.bias,
+            own_weight(head.weight),
+            None if head.bias is None else own_weight(head.bias),
             micro_batch.token_ids[chunk.start + rows + 1],
             temperature=self.temperature,
             chunk=self.logits_chunk_tokens,

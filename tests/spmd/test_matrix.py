@@ -40,7 +40,7 @@ def matrix(path: str, excluded: tuple[str, ...] = ()) -> dict[str, tuple[Case, O
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Outcome]]:
-    return matrix(save_qwen3(tmp_path_factory.mktemp("dense"), vocab_size=VOCABULARY), excluded=("ep", "tp"))
+    return matrix(save_qwen3(tmp_path_factory.mktemp("dense"), vocab_size=VOCABULARY), excluded=("ep",))
 
 
 def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(dense: dict[str, tuple[Case, Outcome]]) -> None:

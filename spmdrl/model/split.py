@@ -1,0 +1,175 @@
+"""Which layers of a model are split over tp and ep, and how: as the plans say that transformers has of each model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel
+
+from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.model.experts import deal_experts, split_experts
+from spmdrl.model.tensor_parallel import (
+    ColwiseGatheringLinear,
+    ColwiseLinear,
+    RowwiseLinear,
+    RowwiseSplittingLinear,
+    SharedCopy,
+    split_embedding,
+    split_linear,
+    split_parameter,
+    sum_weight_gradients,
+)
+from spmdrl.types import UserError
+
+_LINEARS = {
+    "colwise": ColwiseLinear,
+    "colwise_gather_output": ColwiseGatheringLinear,
+    "rowwise": RowwiseLinear,
+    "rowwise_split_input": RowwiseSplittingLinear,
+}
+_NORM, _SPLIT_EXPERTS, _DEALT_EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts", "ep_dispatch_experts"
+# Weights of experts are [experts, outputs, inputs]; the outputs of "packed_colwise" are those of two layers, one after
+# the other.
+_EXPERT_WEIGHTS: dict[str, Placement] = {
+    "grouped_gemm": Shard(0),
+    "packed_colwise": _StridedShard(1, split_factor=2),
+    "colwise": Shard(1),
+    "rowwise": Shard(2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a plan says about one module, or about one parameter of a module of experts."""
+
+    axis: Literal["tp", "ep"]
+    style: str
+    pattern: str  # the name, with * for the number of a layer
+    parent: nn.Module  # of the module
+    module: nn.Module
+    parameter: str | None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether there is code for it."""
+        if self.parameter:
+            weight = self.module.get_parameter(self.parameter)
+            return self.style == "grouped_gemm" or (self.style in _EXPERT_WEIGHTS and weight.ndim == 3)
+        if self.style in _LINEARS:
+            return type(self.module).forward is nn.Linear.forward
+        if self.style == _SPLIT_EXPERTS:  # weights that lie the other way round would be split along the wrong side
+            return not getattr(self.module, "is_transposed", False)
+        return self.style in (_NORM, _DEALT_EXPERTS)
+
+    @property
+    def size(self) -> tuple[int, str] | None:
+        """(how many, of what) it splits; None when it splits nothing by itself."""
+        if self.parameter:
+            weight, placement = self.module.get_parameter(self.parameter), _EXPERT_WEIGHTS[self.style]
+            assert isinstance(placement, Shard | _StridedShard)
+            size = weight.shape[placement.dim]
+            if self.style == "packed_colwise":
+                return size // 2, f"outputs of each half of {self.pattern}"
+            return size, f"{('experts', 'outputs', 'inputs')[placement.dim]} of {self.pattern}"
+        if not isinstance(self.module, nn.Linear):
+            return None
+        if self.style.startswith("rowwise"):
+            return self.module.in_features, f"inputs of {self.pattern}"
+        head = getattr(self.parent, "head_dim", None)
+        if self.style == "colwise" and isinstance(head, int) and self.module.out_features % head == 0:
+            return self.module.out_features // head, f"heads of {self.pattern}"  # attention needs whole ones
+        return self.module.out_features, f"outputs of {self.pattern}"
+
+
+def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
+    """Split a model that is on the meta device, its weights tied, over `meshes.tp` and the ep axis of `meshes.expert`.
+
+    Call it before the model's layers are changed otherwise. Raises UserError with what `split_problems` finds.
+    """
+    tp, ep = meshes.tp, meshes.expert["ep"] if meshes.expert else None
+    sizes = {"tp": tp.size(), "ep": ep.size() if ep else 1}
+    if problems := list(split_problems(model, **sizes)):
+        raise UserError("\n".join(problems))
+    shared_copies: dict[nn.Module, SharedCopy] = {}
+    for rule in list(_rules(model, **sizes)):
+        if rule.parameter:
+            mesh = ep if ep and rule.axis == "ep" else tp
+            split_parameter(rule.module, rule.parameter, mesh, _EXPERT_WEIGHTS[rule.style])
+        elif rule.style == _NORM:
+            sum_weight_gradients(rule.module, tp)
+        elif rule.style == _SPLIT_EXPERTS:
+            split_experts(rule.module, tp)
+        elif ep and rule.style == _DEALT_EXPERTS:
+            deal_experts(rule.module, ep, tp)
+        elif isinstance(rule.module, nn.Linear):
+            if rule.parent not in shared_copies:
+                shared_copies[rule.parent] = SharedCopy(rule.parent, tp)
+            split_linear(rule.module, _LINEARS[rule.style], tp, shared_copies[rule.parent])
+    if tp.size() > 1:
+        _split_vocabulary(model, tp)
+
+
+def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
+    """Split the embedding and the head by rows, whatever the plan says: the head's forward is never called."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    split_embedding(embedding, tp)
+    if is_tied:
+        head.weight = embedding.weight
+    else:
+        split_parameter(head, "weight", tp, Shard(0))
+    if head.bias is not None:
+        split_parameter(head, "bias", tp, Shard(0))
+
+
+def split_problems(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[str]:
+    """Sentences about parallel.tp and parallel.ep that this model, which may be on the meta device, cannot follow."""
+    name = type(model).__name__
+    rules = list(_rules(model, tp=tp, ep=ep))
+    unknown = list(dict.fromkeys((rule.axis, rule.style, rule.pattern) for rule in rules if not rule.is_supported))
+    for axis, num_ranks in (("tp", tp), ("ep", ep)):
+        instead = "set tp = 1; cp and dp_shard split every model" if axis == "tp" else "set ep = 1"
+        if num_ranks > 1 and not any(rule.axis == axis for rule in rules):
+            yield f"parallel.{axis} = {num_ranks}, but transformers has no plan of how to split {name} so; {instead}"
+        for _, style, where in (rule for rule in unknown if rule[0] == axis):
+            yield f'parallel.{axis} = {num_ranks}, but {name} asks for "{style}" of {where}, not known here; {instead}'
+    if not unknown:
+        vocabulary = (model.get_input_embeddings().num_embeddings, "tokens of the vocabulary")
+        yield from _indivisible("tp", tp, [vocabulary, *(rule.size for rule in rules if rule.axis == "tp")])
+        yield from _indivisible("ep", ep, [rule.size for rule in rules if rule.axis == "ep"])
+
+
+def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | None]) -> Iterator[str]:
+    """A sentence when some of these cannot be split over so many ranks."""
+    known = dict.fromkeys(size for size in sizes if size)
+    wrong = [f"the {count} {what}" for count, what in known if count % num_ranks]
+    if wrong:
+        most = math.gcd(*(count for count, _ in known))
+        possible = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        yield f"parallel.{axis} = {num_ranks} does not divide {', '.join(wrong)}; possible: {possible}"
+
+
+def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
+    """The rules that apply to the model's layers; the embedding and the head have none, see `_split_vocabulary`."""
+    ep_plan = model.ep_plan if ep > 1 else {}
+    tp_plan = model.tp_plan if tp > 1 else {}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if module in ends:
+            continue
+        parent = modules[name.rpartition(".")[0]]
+        for parameter in (None, *module._parameters):
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f"{name}.{parameter}" if parameter else name)
+            if pattern in ep_plan:
+                yield _Rule("ep", ep_plan[pattern], pattern, parent, module, parameter)
+            elif pattern in tp_plan and not any(pattern.startswith(f"{experts}.") for experts in ep_plan):
+                yield _Rule("tp", tp_plan[pattern], pattern, parent, module, parameter)

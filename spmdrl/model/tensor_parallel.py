@@ -1,0 +1,236 @@
+"""Layers split over a tp mesh, whose ranks compute the same tokens with a part of each weight.
+
+A split weight is a DTensor on that mesh: FSDP shards it further, and transformers reads into each rank only its part.
+Layers compute with the plain parts. Where the ranks meet is explicit: `copy_to` and `reduce_from` begin and end the
+stretch of a layer in which they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+from spmdrl.dist.collectives import gather_flat, sum_over
+from spmdrl.model.linear import linear
+
+
+def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """x, which all ranks of the mesh have alike, as each goes on with it by itself; its gradient is their sum."""
+    return _Copy.apply(x, mesh)
+
+
+def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of the ranks' x, on all of them; what follows is the same on all, and so is its gradient."""
+    return _Reduce.apply(x, mesh)
+
+
+def own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's part of an x that all ranks have alike: equal slices along `dim`, but for the last ones."""
+    return _Own.apply(x, mesh, dim) if mesh.size() > 1 else x
+
+
+def gather_parts(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+    """What `own_part` took apart, of `size` along `dim` in all, on every rank."""
+    return _Gather.apply(x, mesh, dim, size) if mesh.size() > 1 else x
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over(ctx.mesh, grad.contiguous()), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return sum_over(mesh, x.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim, ctx.size = mesh, dim, x.shape[dim]
+        return _slice(x, mesh, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(grad, ctx.mesh, ctx.dim, ctx.size), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        return _joined(x, mesh, dim, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _slice(grad, ctx.mesh, ctx.dim), None, None, None
+
+
+def _slice(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    size = x.shape[dim]
+    each = math.ceil(size / mesh.size())
+    start = min(size, mesh.get_local_rank() * each)
+    return x.narrow(dim, start, min(each, size - start)).contiguous()
+
+
+def _joined(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+    rows = x.movedim(dim, 0)
+    each = math.ceil(size / mesh.size())
+    mine = rows.new_zeros(each, *rows.shape[1:])
+    mine[: rows.shape[0]] = rows
+    everyone = mine.new_empty(each * mesh.size(), *rows.shape[1:])
+    gather_flat(mesh, everyone, mine)
+    # Not a view: FSDP hangs a hook on what its modules return, and models may add to it in place.
+    return everyone[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+def split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Let a parameter of the module be a DTensor on the mesh; nothing is sent."""
+    whole = module.get_parameter(name)
+    part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+def own_weight(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, for use in a layer; its gradient is that part's."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextmanager
+def parameters_as(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """In this block the module computes with what `transform` makes of each of its own parameters."""
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    module._parameters.update({name: transform(parameter) for name, parameter in held.items()})  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        module._parameters.update(held)
+
+
+class SharedCopy:
+    """`copy_to` for those layers of a parent module that read the same tensor, as q, k and v projections do.
+
+    They share one copy of it, so that backward sums its gradient over the ranks once instead of once for each.
+    """
+
+    def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._source: Tensor | None = None
+        self._copy: Tensor | None = None
+        # Also when the parent raises: recomputing a checkpointed layer is broken off as soon as it has what it needs.
+        parent.register_forward_hook(self._forget, always_call=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._copy is None or self._source is not x:
+            self._source, self._copy = x, copy_to(x, self._mesh)
+        return self._copy
+
+    def _forget(self, *_: Any) -> None:
+        self._source = self._copy = None
+
+
+class _SplitLinear(nn.Linear):
+    tp: DeviceMesh
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, own_weight(self.weight), bias)
+
+
+class ColwiseLinear(_SplitLinear):
+    """A rank computes its part of the output features from all input features."""
+
+    shared_copy: SharedCopy
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else own_weight(self.bias)
+        return self.product(self.shared_copy(input), bias)
+
+
+class ColwiseGatheringLinear(ColwiseLinear):
+    """As `ColwiseLinear`; every rank then has all output features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gather_parts(super().forward(input), self.tp, -1, self.out_features)
+
+
+class RowwiseLinear(_SplitLinear):
+    """A rank has its part of the input features; what they contribute to the output is summed over the ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = reduce_from(self.product(input, None), self.tp)
+        return y if self.bias is None else y + self.bias  # once, and not once for each rank
+
+
+class RowwiseSplittingLinear(RowwiseLinear):
+    """As `RowwiseLinear`, where every rank has all input features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(own_part(input, self.tp, -1))
+
+
+def split_linear(module: nn.Linear, kind: type[_SplitLinear], mesh: DeviceMesh, shared_copy: SharedCopy) -> None:
+    """Turn a linear layer into one of the kinds above."""
+    by_outputs = issubclass(kind, ColwiseLinear)
+    split_parameter(module, "weight", mesh, Shard(0 if by_outputs else 1))
+    if by_outputs and module.bias is not None:
+        split_parameter(module, "bias", mesh, Shard(0))
+    module.__class__ = kind
+    assert isinstance(module, _SplitLinear)
+    module.tp = mesh
+    if isinstance(module, ColwiseLinear):
+        module.shared_copy = shared_copy
+
+
+def sum_weight_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """For a layer with whole weights that sees only this rank's part of the features, such as a norm of each head."""
+    compute = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with parameters_as(module, lambda weight: copy_to(weight, mesh)):
+            return compute(*args, **kwargs)
+
+    module.forward = forward
+
+
+def split_embedding(module: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Split the vocabulary: a rank looks up its own tokens, and the ranks' results are summed."""
+    split_parameter(module, "weight", mesh, Shard(0))
+    num_rows = module.num_embeddings // mesh.size()
+    first = mesh.get_local_rank() * num_rows
+    if module.padding_idx is not None:  # the row without gradient: this rank's number of it, if it is here
+        here = first <= module.padding_idx < first + num_rows
+        module.padding_idx = module.padding_idx - first if here else None
+    look_up = module.forward  # of a subclass that scales, with the scale
+
+    def forward(input: Tensor) -> Tensor:
+        rows = input - first
+        elsewhere = (rows < 0) | (rows >= num_rows)
+        with parameters_as(module, own_weight):
+            found = look_up(rows.masked_fill(elsewhere, 0))
+        return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
+
+    module.forward = forward  # type: ignore[method-assign]

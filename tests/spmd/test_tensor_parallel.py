@@ -1,0 +1,187 @@
+"""A model split over tp and ep, and copies of it, give the gradients and weights of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
+
+from spmdrl import checkpoint
+from spmdrl.batch import build_batch
+from spmdrl.config import OptimConfig, ParallelConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import World, spmd_session
+from spmdrl.model.load import load_policy, load_reference
+from spmdrl.objective import PolicyObjective
+from spmdrl.update import Learner, prepare, update
+from tests.spmd.ranks import run_ranks
+from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial
+from tests.tiny import (
+    loss_config,
+    model_config,
+    plan_for,
+    random_sequences,
+    save_llama,
+    save_model,
+    save_qwen3,
+    save_qwen3_moe,
+)
+
+VOCABULARY = 96
+MIXED = {"vocab_size": VOCABULARY, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [0]}
+SEQUENCES = 12
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+
+Case = tuple[str, dict[str, int]]  # a model (in the end, its directory) and settings of [parallel]
+Outcome = tuple[dict[str, Tensor], dict[str, float]]  # every weight after one update, and the update's metrics
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of models that between them are split in every way there is."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": save_qwen3(folder / "qwen3", vocab_size=VOCABULARY),
+        "llama": save_llama(folder / "llama", vocab_size=VOCABULARY, attention_bias=True, mlp_bias=True),
+        "qwen3_moe": save_qwen3_moe(folder / "qwen3_moe", **MIXED),
+        # Embeddings that are scaled, windows, and norms around everything.
+        "gemma3": save_model(
+            folder / "gemma3",
+            Gemma3TextConfig(
+                **SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+            ),
+        ),
+        # Norms over all heads: projections are gathered, and every rank computes the whole attention.
+        "olmo2": save_model(folder / "olmo2", Olmo2Config(**SMALL, pad_token_id=0)),
+    }
+
+
+def _update_each(cases: list[Case], experts: str | None = None) -> list[Outcome]:
+    """One update of each case's model, split as the case says; run on each rank.
+
+    `experts` is transformers' name of how experts are computed.
+    """
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        return [_updated(world, path, ParallelConfig(**parallel), experts) for path, parallel in cases]
+
+
+def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | None) -> Outcome:
+    meshes = build_meshes(world, parallel)
+    settings, losses = model_config(path, gradient_checkpointing=True), loss_config(**LOSS)
+    policy = load_policy(settings, meshes.model, temperature=0.8)
+    reference = load_reference(settings, losses, meshes.model, temperature=0.8)
+    if experts:
+        policy.model.set_experts_implementation(experts)
+    mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
+    batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
+    optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
+    learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
+    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+    metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
+    weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+    return weights, {name: metric.value() for name, metric in metrics.items()}
+
+
+CASES: dict[int, list[Case]] = {
+    2: [
+        ("qwen3", {"tp": 2}),
+        ("llama", {"tp": 2}),
+        ("gemma3", {"tp": 2}),
+        ("olmo2", {"tp": 2}),
+        ("qwen3_moe", {"tp": 2}),
+        ("qwen3_moe", {"ep": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2}),
+    ],
+    4: [
+        ("qwen3", {"tp": 2}),
+        ("llama", {"tp": 4}),
+        ("qwen3", {"dp_replicate": 2}),
+        ("qwen3", {"dp_replicate": 2, "tp": 2}),
+        ("qwen3_moe", {"tp": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2}),
+        ("qwen3_moe", {"ep": 4}),
+        ("qwen3_moe", {"dp_replicate": 2, "ep": 2}),
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def one_rank(models: dict[str, str]) -> dict[str, Outcome]:
+    (outcomes,) = run_ranks(1, _update_each, [(path, {}) for path in models.values()])
+    return dict(zip(models, outcomes, strict=True))
+
+
+def assert_same_update(path: str, one: Outcome, others: list[Outcome]) -> None:
+    """Every rank has the weights of one rank, and the first of them its metrics."""
+    start = initial(path)
+    for weights, _ in others:
+        assert_same_change(one[0], weights, start, 1e-5)
+    for name in ("update/grad_norm", "update/loss"):
+        assert others[0][1][name] == pytest.approx(one[1][name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_a_split_model_has_the_gradients_of_one_rank(
+    num_ranks: int, models: dict[str, str], one_rank: dict[str, Outcome]
+) -> None:
+    cases = CASES[num_ranks]
+    by_rank = run_ranks(num_ranks, _update_each, [(models[model], parallel) for model, parallel in cases])
+    for number, (model, _) in enumerate(cases):
+        assert_same_update(models[model], one_rank[model], [outcomes[number] for outcomes in by_rank])
+
+
+def test_a_rank_to_whose_experts_no_token_comes_takes_part(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path, **MIXED)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):  # every token finds all experts equally good, and takes the same two
+            torch.nn.init.zeros_(parameter)
+    model.save_pretrained(path)
+    cases: list[Case] = [(path, {"ep": 4}), (path, {"tp": 2, "ep": 4})]
+    ((one,),) = run_ranks(1, _update_each, [(path, {})], "eager")  # where no expert is used, no weight is touched
+    name = "model.layers.2.mlp.experts.down_proj"
+    assert ((one[0][name] - initial(path)[name]).abs().sum((1, 2)) > 0).sum() == 2
+    for outcomes in zip(*run_ranks(4, _update_each, cases, "eager"), strict=True):
+        assert_same_update(path, one, list(outcomes))
+
+
+def _resume(path: str, folder: Path, parallel: dict[str, int], steps: tuple[int, int]) -> dict[str, Tensor]:
+    """Every weight after AdamW's updates from the first to the second of `steps`, each of which is saved."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world, ParallelConfig(**parallel))
+        policy = load_policy(model_config(path), meshes.model, temperature=0.8)
+        learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=steps[1], dtype=torch.float32)
+        mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
+        batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
+        checkpoint.restore(folder, learner, meshes.training, step=steps[0])
+        for step in range(steps[0] + 1, steps[1] + 1):
+            update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+            checkpoint.save(folder, learner, meshes.training, step=step, keep_last=9)
+        return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+
+
+@pytest.mark.parametrize("split", [{"tp": 2, "ep": 2}, {"tp": 2}], ids=str)
+def test_a_split_model_goes_on_where_it_was_saved(
+    models: dict[str, str], tmp_path: Path, split: dict[str, int]
+) -> None:
+    path = models["qwen3_moe"]
+    straight = run_ranks(2, _resume, path, tmp_path, split, (0, 2))[0]
+    resumed = run_ranks(2, _resume, path, tmp_path, split, (1, 2))[0]
+    whole = run_ranks(1, _resume, path, tmp_path, {}, (1, 2))[0]
+    split_again = run_ranks(2, _resume, path, tmp_path, split, (2, 2))[0]
+    for name, weight in straight.items():
+        assert torch.equal(weight, resumed[name]), name
+        assert (weight - whole[name]).abs().max() < 1e-4, name  # a tenth of what one update may move a weight
+        assert torch.equal(whole[name], split_again[name]), name
