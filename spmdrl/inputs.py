@@ -19,7 +19,7 @@ from spmdrl.dist.session import local_rank
 from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan, engine_problems, memory_problems, model_size, plan_memory
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, parameter_shapes
+from spmdrl.model.load import compute_dtype, load_model_config, parallel_model_problems, parameter_shapes
 from spmdrl.optim import check_optimizer
 from spmdrl.plan import Plan, make_plan, make_sft_plan, training_ranks
 from spmdrl.rollout.start import check_engine
@@ -75,6 +75,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     if plan is not None:
         plan = planned = _with_costs(plan, cfg, model_config)
         problems.attempt(lambda: _check_length(planned, model_config))
+    problems.attempt(lambda: _check_parallel(cfg, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
@@ -122,6 +123,11 @@ def _with_costs(plan: Plan, cfg: Config | SftConfig, model_config: Any) -> Plan:
     shapes, _ = parameter_shapes(model_config, cfg.model)
     linear, quadratic = sequence_flops(model_config, shapes)
     return dataclasses.replace(plan, cost_per_token=linear, cost_per_squared_token=quadratic)
+
+
+def _check_parallel(cfg: Config | SftConfig, model_config: Any) -> None:
+    if sentences := list(parallel_model_problems(model_config, cfg.model, cfg.parallel)):
+        raise UserError("\n".join(sentences))
 
 
 def _check_attention(cfg: ModelConfig) -> None:

@@ -7,7 +7,6 @@ a CPU and CUDA, and models that live on a subset of the ranks.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import LossConfig, ModelConfig, ParallelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.context import context_problems
 from spmdrl.model.experts import dealt_experts
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
@@ -72,12 +72,23 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
 
 
 def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Sentences about parallel.tp and parallel.ep that the model cannot follow; takes no memory."""
+    """Sentences about settings of [parallel] that the model cannot follow; takes no memory."""
     yield from split_problems(_without_memory(model_config, cfg), tp=parallel.tp, ep=parallel.ep)
+    if parallel.cp > 1:
+        if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
+            yield (
+                f"parallel.cp = {parallel.cp}, but {model_config.model_type} has layers that carry a state from token "
+                "to token, which cannot be cut into chunks; set cp = 1"
+            )
+        heads = model_config.num_attention_heads // parallel.tp  # of this rank
+        kv_heads = (
+            getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+        ) // parallel.tp
+        yield from context_problems(heads, max(1, kv_heads), parallel.cp, parallel.cp_style)
 
 
 def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device, its weights tied."""
+    """The model on the meta device, its weights tied, whether it ships with transformers or with the directory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
     model.tie_weights()

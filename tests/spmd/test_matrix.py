@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from pathlib import Path
 
 from spmdrl.config import PackConfig
 from spmdrl.dist.session import spmd_session
 from spmdrl.parity import ONE_RANK, Case, Outcome, Settings, cases, deviation, outcome, random_batch
 from spmdrl.types import Sequence
 from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, save_qwen3
+from tests.tiny import loss_config, model_config, save_qwen3, save_qwen3_moe
 
 LOSS = {"clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.05, "entropy_coef": 0.01}
 VOCABULARY = 96  # tp divides it
@@ -20,8 +21,8 @@ def _outcomes(some: list[Case], settings: Settings, batch: list[Sequence]) -> li
         return [outcome(case, settings, batch, world) for case in some]
 
 
-def matrix(path: str, excluded: tuple[str, ...] = ()) -> dict[str, tuple[Case, Outcome]]:
-    """The outcome of every case by its name; all cases of as many ranks share their processes."""
+def matrix(path: str, wanted: Callable[[Case], bool]) -> dict[str, tuple[Case, Outcome]]:
+    """The outcome of every wanted case by its name; all cases of as many ranks share their processes."""
     settings = Settings(
         model=model_config(path),
         loss=loss_config(**LOSS),
@@ -29,7 +30,7 @@ def matrix(path: str, excluded: tuple[str, ...] = ()) -> dict[str, tuple[Case, O
         temperature=0.8,
     )
     batch = random_batch(vocabulary=VOCABULARY, num_sequences=24, max_tokens=40)
-    every = [ONE_RANK, *(case for case in cases(settings) if not any(word in case.name for word in excluded))]
+    every = [ONE_RANK, *filter(wanted, cases(settings))]
     found = {}
     for num_ranks in (1, 2, 4):
         some = [case for case in every if case.num_ranks == num_ranks]
@@ -38,14 +39,19 @@ def matrix(path: str, excluded: tuple[str, ...] = ()) -> dict[str, tuple[Case, O
     return found
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Outcome]]:
-    return matrix(save_qwen3(tmp_path_factory.mktemp("dense"), vocab_size=VOCABULARY), excluded=("ep",))
-
-
-def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(dense: dict[str, tuple[Case, Outcome]]) -> None:
-    _, one = dense["1 rank"]
+def require_same(found: dict[str, tuple[Case, Outcome]]) -> None:
+    _, one = found["1 rank"]
     assert max(float(x.norm()) for x in one.gradients.values()) > 1e-2, "gradients of 0 prove nothing"
-    for name, (case, result) in dense.items():
-        found = deviation(result, one)
-        assert found.is_within, f"{name}: {found}; allowed is that {case.reason}"
+    for name, (case, result) in found.items():
+        apart = deviation(result, one)
+        assert apart.is_within, f"{name}: {apart}; allowed is that {case.reason}"
+
+
+def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
+    require_same(matrix(path, lambda case: case.parallel.ep == 1))
+
+
+def test_every_layout_of_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
+    require_same(matrix(path, lambda case: case.parallel.ep > 1 or case.name in ("dp 2", "tp 2", "cp 2")))
