@@ -15,6 +15,7 @@ from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.update import Learner, prepare, update
 from tests.spmd.ranks import run_ranks
@@ -89,8 +90,11 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
     mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
     metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
-    weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-    return weights, {name: metric.value() for name, metric in metrics.items()}
+    return full_weights(policy), {name: metric.value() for name, metric in metrics.items()}
+
+
+def full_weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
 
 
 CASES: dict[int, list[Case]] = {
@@ -157,7 +161,7 @@ def test_a_rank_to_whose_experts_no_token_comes_takes_part(tmp_path: Path) -> No
 
 
 def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> list[dict[str, Tensor]]:
-    """Every weight after AdamW's updates from one step to another, each saved, of every (folder, parallel, from, to)."""
+    """Every weight after AdamW's updates, each saved, of every (folder, parallel, step to start from, last step)."""
     weights = []
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         for folder, parallel, start, end in runs:
