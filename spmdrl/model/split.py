@@ -67,7 +67,7 @@ class _Rule:
             return type(self.module).forward is nn.Linear.forward
         if self.style == _SPLIT_EXPERTS:  # weights that lie the other way round would be split along the wrong side
             return not getattr(self.module, "is_transposed", False)
-        return self.style in (_NORM, _DEALT_EXPERTS)
+        return self.style == _NORM or (self.style == _DEALT_EXPERTS and hasattr(self.module, "num_experts"))
 
     @property
     def size(self) -> tuple[int, str] | None:

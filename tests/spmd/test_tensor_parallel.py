@@ -15,6 +15,7 @@ from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.update import Learner, prepare, update
 from tests.spmd.ranks import run_ranks
@@ -90,8 +91,11 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
     mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
     metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
-    weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-    return weights, {name: metric.value() for name, metric in metrics.items()}
+    return full_weights(policy), {name: metric.value() for name, metric in metrics.items()}
+
+
+def full_weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
 
 
 CASES: dict[int, list[Case]] = {
@@ -157,31 +161,37 @@ def test_a_rank_to_whose_experts_no_token_comes_takes_part(tmp_path: Path) -> No
         assert_same_update(path, one, list(outcomes))
 
 
-def _resume(path: str, folder: Path, parallel: dict[str, int], steps: tuple[int, int]) -> dict[str, Tensor]:
-    """Every weight after AdamW's updates from the first to the second of `steps`, each of which is saved."""
+def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> list[dict[str, Tensor]]:
+    """Every weight after AdamW's updates, each saved, of every (folder, parallel, step to start from, last step)."""
+    weights = []
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        meshes = build_meshes(world, ParallelConfig(**parallel))
-        policy = load_policy(model_config(path), meshes.model, temperature=0.8)
-        learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=steps[1], dtype=torch.float32)
-        mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
-        batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
-        checkpoint.restore(folder, learner, meshes.training, step=steps[0])
-        for step in range(steps[0] + 1, steps[1] + 1):
-            update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
-            checkpoint.save(folder, learner, meshes.training, step=step, keep_last=9)
-        return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+        for folder, parallel, start, end in runs:
+            meshes = build_meshes(world, ParallelConfig(**parallel))
+            policy = load_policy(model_config(path), meshes.model, temperature=0.8)
+            learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=end, dtype=torch.float32)
+            mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
+            batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
+            checkpoint.restore(folder, learner, meshes.training, step=start)
+            for step in range(start + 1, end + 1):
+                update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+                checkpoint.save(folder, learner, meshes.training, step=step, keep_last=9)
+            weights.append(
+                {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+            )
+    return weights
 
 
-@pytest.mark.parametrize("split", [{"tp": 2, "ep": 2}, {"tp": 2}], ids=str)
-def test_a_split_model_goes_on_where_it_was_saved(
-    models: dict[str, str], tmp_path: Path, split: dict[str, int]
-) -> None:
+def test_a_split_model_goes_on_where_it_was_saved(models: dict[str, str], tmp_path: Path) -> None:
     path = models["qwen3_moe"]
-    straight = run_ranks(2, _resume, path, tmp_path, split, (0, 2))[0]
-    resumed = run_ranks(2, _resume, path, tmp_path, split, (1, 2))[0]
-    whole = run_ranks(1, _resume, path, tmp_path, {}, (1, 2))[0]
-    split_again = run_ranks(2, _resume, path, tmp_path, split, (2, 2))[0]
-    for name, weight in straight.items():
-        assert torch.equal(weight, resumed[name]), name
-        assert (weight - whole[name]).abs().max() < 1e-4, name  # a tenth of what one update may move a weight
-        assert torch.equal(whole[name], split_again[name]), name
+    splits: dict[Path, dict[str, int]] = {tmp_path / "tp": {"tp": 2}, tmp_path / "both": {"tp": 2, "ep": 2}}
+    runs = [(folder, split, *steps) for folder, split in splits.items() for steps in ((0, 2), (1, 2))]
+    split = run_ranks(2, _train_on, path, runs)[0]
+    whole = run_ranks(1, _train_on, path, [(folder, {}, 1, 2) for folder in splits])[0]
+    split_again = run_ranks(2, _train_on, path, [(*run, 2, 2) for run in splits.items()])[0]
+    for number in range(len(splits)):
+        straight, resumed = split[2 * number : 2 * number + 2]
+        for name, weight in straight.items():
+            assert torch.equal(weight, resumed[name]), name
+            # A tenth of what one update may move a weight.
+            assert (weight - whole[number][name]).abs().max() < 1e-4, name
+            assert torch.equal(whole[number][name], split_again[number][name]), name
