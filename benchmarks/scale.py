@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import spmdrl.batch
 from spmdrl.batch import build_batch
@@ -45,12 +45,21 @@ from spmdrl.model.load import load_policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.parity import plan_of, random_batch
 from spmdrl.refit.gather import Gatherer
-from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.update import Learner, prepare, update
 
 ROLLOUTS_PER_RANK = 64
 MAX_TOKENS = 128
 BUDGET = 4096
+MODEL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 LAYOUTS = {
     "fsdp": ParallelConfig(),
     "hsdp of 8": ParallelConfig(dp_shard=8),
@@ -88,7 +97,8 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
         parallel = parallel.model_copy(update={"dp_replicate": num_ranks // parallel.dp_shard})
     meter = Meter()
     with tempfile.TemporaryDirectory() as folder, meter:
-        parameters = save_tiny_model(Path(folder), hidden_size=1024, num_layers=2)
+        model = Qwen3ForCausalLM(Qwen3Config(**MODEL))
+        model.save_pretrained(folder)
         meshes = build_meshes(world, parallel)
         policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
         learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=1, dtype=torch.float32)
@@ -116,7 +126,7 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
     return {
         "layout": layout,
         "ranks": num_ranks,
-        "parameters": parameters,
+        "parameters": model.num_parameters(),
         "micro_batches": len(batch.mini_batches[0]),
         "batch_s": round(plan_s, 3),
         "phases": meter.counts,
