@@ -11,6 +11,7 @@ from torch import nn
 
 from spmdrl.algo.schedule import lr_fraction
 from spmdrl.config import OptimConfig
+from spmdrl.model.host_state import with_state_on_host
 from spmdrl.types import UserError
 
 
@@ -54,6 +55,8 @@ def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
         options |= {"momentum": cfg.momentum}
     else:
         options |= cfg.params
+    if cfg.state_on_host:
+        kind = with_state_on_host(kind)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": cfg.weight_decay},

@@ -23,8 +23,10 @@ from transformers.distributed import DistributedConfig
 from spmdrl.config import LossConfig, ModelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
+from spmdrl.model.prefetch import prefetch_layers
 from spmdrl.types import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,7 +106,15 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
             logits_chunk_tokens=cfg.logits_chunk_tokens,
         )
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
-        shard_policy(policy, meshes, dtype=dtype, offload=offload, reshard_root=not trainable)
+        shard_policy(
+            policy,
+            meshes,
+            dtype=dtype,
+            offload=offload,
+            reshard_root=not trainable,
+            reshard_layers=cfg.reshard_after_forward or not trainable,
+        )
+        prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         policies.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
@@ -117,8 +127,13 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
     (policy,) = policies
     own_memory(policy, torch.device("cpu") if offload else device)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
-    if cfg.gradient_checkpointing and trainable:
-        checkpoint_layers(model)
+    if cfg.gradient_checkpointing != "none" and trainable:
+        checkpoint_layers(
+            model,
+            decoder_layers(model),
+            recomputed=cfg.gradient_checkpointing,
+            every_layers=cfg.checkpoint_every_layers,
+        )
     return policy.requires_grad_(trainable)
 
 
@@ -159,7 +174,13 @@ def _from_pretrained(
 
 
 def shard_policy(
-    policy: Policy, meshes: ModelMeshes, *, dtype: torch.dtype, offload: OffloadPolicy | None, reshard_root: bool
+    policy: Policy,
+    meshes: ModelMeshes,
+    *,
+    dtype: torch.dtype,
+    offload: OffloadPolicy | None,
+    reshard_root: bool,
+    reshard_layers: bool = True,
 ) -> None:
     """Apply FSDP2: one unit for each decoder layer, one for everything else.
 
@@ -172,7 +193,7 @@ def shard_policy(
         "offload_policy": offload or OffloadPolicy(),
     }
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, **options)
+        fully_shard(layer, reshard_after_forward=reshard_layers, **options)
     fully_shard(policy, reshard_after_forward=reshard_root, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -181,7 +202,7 @@ def shard_policy(
 
 
 def reshard(policy: Policy) -> None:
-    """Let every parameter be its shard again: a forward pass without gradients leaves the trainable root whole."""
+    """Let every parameter be its shard again: a forward pass without gradients leaves whole what waits for a backward."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -195,17 +216,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if not layers:
         raise UserError(f"model.path: {type(model).__name__} does not say which modules are its layers")
     return layers
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in backward.
-
-    transformers recomputes only layers in training mode; the flag is set on the layers alone, so that dropout
-    inside them stays off.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in decoder_layers(model):
-        layer.training = True
 
 
 @torch.no_grad()

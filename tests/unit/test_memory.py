@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from spmdrl.config import Config
 from spmdrl.memory import GIB, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
+from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
-from spmdrl.model.offload import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
 from tests.tiny import model_config, save_llama, save_qwen3
 

@@ -1,0 +1,91 @@
+"""What each level of checkpointing computes again, and that it changes no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.load import decoder_layers
+from spmdrl.model.policy import Policy
+from tests.live import Watch
+
+TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a policy's forward reads of a micro-batch."""
+
+    token_ids: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    seqlens: list[int]
+
+
+def tokens(*seqlens: int) -> Tokens:
+    positions = torch.cat([torch.arange(length) for length in seqlens])
+    ends = torch.tensor([0, *seqlens]).cumsum(0)
+    return Tokens(torch.arange(len(positions)) % 90 + 2, positions, ends.int(), list(seqlens))
+
+
+def policy_of(level: str, *, every_layers: int = 1, dtype: torch.dtype = torch.float32, **sizes: Any) -> Policy:
+    torch.manual_seed(0)
+    settings = {"vocab_size": 97, "num_hidden_layers": 4, "tie_word_embeddings": True} | sizes
+    model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="spmdrl")).to(dtype).eval()
+    use_fast_linears(model)
+    if level != "none":
+        checkpoint_layers(model, decoder_layers(model), recomputed=level, every_layers=every_layers)
+    return Policy(model, kernel="sdpa", temperature=1.0, logits_chunk_tokens=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One forward and backward pass."""
+
+    gradients: list[Tensor]
+    operations: Counter[str]  # of both
+    kept_bytes: int  # at the end of the forward pass
+
+
+def computed(policy: Policy, batch: Tokens) -> Computed:
+    with Watch() as watch:
+        scores = policy(batch)
+        kept = watch.live_bytes
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    return Computed([p.grad for p in policy.parameters()], watch.operations, kept)
+
+
+# 300 tokens are tiles and a rest to the linear layers of a CPU; 40 are too few for tiles.
+@pytest.mark.parametrize(
+    ("seqlens", "dtype"),
+    [((100, 100, 60, 40), torch.float32), ((20, 20), torch.float32), ((100, 28), torch.bfloat16)],
+)
+def test_levels_differ_in_what_runs_twice_and_in_nothing_else(seqlens: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch = tokens(*seqlens)
+    none = computed(policy_of("none", dtype=dtype, **TINY), batch)
+    for level, every_layers in (("full", 1), ("full", 2), ("selective", 1), ("selective", 3)):
+        other = computed(policy_of(level, every_layers=every_layers, dtype=dtype, **TINY), batch)
+        assert all(torch.equal(one, two) for one, two in zip(none.gradients, other.gradients, strict=True))
+        again = other.operations - none.operations
+        assert again["aten::rsqrt"] > 0, "norms are computed again"
+        products = {name for name in again if any(word in name for word in ("mm", "linear", "attention"))}
+        assert bool(products) == (level == "full"), (level, products)
+
+
+def test_less_is_kept_the_more_is_computed_again() -> None:
+    batch = tokens(100, 28)
+    kept = {
+        (level, every_layers): computed(policy_of(level, every_layers=every_layers, **TINY), batch).kept_bytes
+        for level, every_layers in (("none", 1), ("selective", 2), ("selective", 1), ("full", 2), ("full", 1))
+    }
+    assert kept["full", 1] < kept["selective", 1] < kept["selective", 2] < kept["none", 1]
+    assert kept["full", 1] < 0.12 * kept["none", 1]
+    assert kept["full", 1] < kept["full", 2] < kept["none", 1]
