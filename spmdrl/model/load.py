@@ -44,6 +44,14 @@ def compute_dtype(setting: str, device_type: str) -> torch.dtype:
 
 
 def load_model_config(cfg: ModelConfig) -> Any:
+    """The config of a directory that holds weights too; raises UserError as `read_model_config` does."""
+    config = read_model_config(cfg)
+    if not any(Path(cfg.path).glob("*.safetensors")):
+        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
+    return config
+
+
+def read_model_config(cfg: ModelConfig) -> Any:
     """The directory's model config, checked for what cannot be trained here; needs no GPU and no weights.
 
     Raises UserError when the path is not a model, or holds one whose attention or logits are not supported.
@@ -57,8 +65,6 @@ def load_model_config(cfg: ModelConfig) -> Any:
         reason = " ".join(str(error).split())
         raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
     name = model_class.__name__
-    if not any(Path(cfg.path).glob("*.safetensors")):
-        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
     if not model_class._supports_attention_backend:
         raise UserError(f'model.path = "{cfg.path}": {name} does not let its attention be replaced (no packing)')
     if unknown := set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS:
@@ -202,7 +208,7 @@ def shard_policy(
 
 
 def reshard(policy: Policy) -> None:
-    """Let every parameter be its shard again: a forward pass without gradients leaves whole what waits for a backward."""
+    """Let every parameter be its shard again: a forward pass without gradients leaves whole what a backward needs."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

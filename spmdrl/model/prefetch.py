@@ -15,7 +15,7 @@ def prefetch_layers(layers: Sequence[nn.Module], *, num_ahead: int) -> None:
     """
     if num_ahead == 1:
         return
-    sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    sharded: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for place, layer in enumerate(sharded):
         layer.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + num_ahead])
         layer.set_modules_to_backward_prefetch(sharded[max(0, place - num_ahead) : place][::-1])

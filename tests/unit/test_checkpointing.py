@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from spmdrl.activations import Kept, kept_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.policy import Policy
+from spmdrl.model.sizes import decoder_of
 from tests.live import Watch
 
 TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -89,3 +91,24 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
     assert kept["full", 1] < kept["selective", 1] < kept["selective", 2] < kept["none", 1]
     assert kept["full", 1] < 0.12 * kept["none", 1]
     assert kept["full", 1] < kept["full", 2] < kept["none", 1]
+
+
+MEDIUM = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("seqlens", [(64, 64), (100, 60, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [TINY, MEDIUM | {"head_dim": 64}], ids=["tiny", "medium"])
+def test_what_is_kept_is_what_the_formula_says(
+    sizes: dict[str, int], dtype: torch.dtype, seqlens: tuple[int, ...]
+) -> None:
+    for level, every_layers in (("none", 1), ("full", 1), ("selective", 1), ("full", 2), ("selective", 3)):
+        policy = policy_of(level, every_layers=every_layers, dtype=dtype, **sizes)
+        with Watch() as watch:
+            scores = policy(tokens(*seqlens))
+            measured = watch.live_bytes
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+        kept = Kept(level=level, every_layers=every_layers, compute_bytes=dtype.itemsize, repeats_keys=False)
+        predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
+        assert 0.85 < predicted / measured < 1.15, (level, every_layers)
+        del scores

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from spmdrl.config import Config
-from spmdrl.memory import GIB, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
+from spmdrl.memory import GIB, Layout, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
 from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
@@ -136,7 +136,9 @@ def test_sizes_are_those_of_the_model(tmp_path, save) -> None:
 
     path = save(tmp_path)
     parameters = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    size = model_size(*parameter_shapes(AutoConfig.from_pretrained(path), model_config(path)), num_ranks=2)
+    size = model_size(
+        *parameter_shapes(AutoConfig.from_pretrained(path), model_config(path)), layout=Layout(copy_ranks=2)
+    )
     assert size.whole == sum(p.numel() for p in parameters.values())
     layer = sum(p.numel() for name, p in parameters.items() if ".layers.1." in name)
     assert size.largest_layer == layer
