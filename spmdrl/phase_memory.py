@@ -16,7 +16,7 @@ from spmdrl.memory import CONTEXT_BYTES, GIB, MemoryPlan, ModelSize, gathered_we
 from spmdrl.model.host_memory import BLOCK_BYTES
 from spmdrl.plan import Plan
 
-PROCESS_BYTES = 6 * GIB // 10  # of the host: Python, torch and transformers
+PROCESS_BYTES = GIB // 2  # of the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # the same with CUDA's libraries
 _FLOAT32 = 4
 

@@ -36,7 +36,7 @@ class Model:
             copy_ranks=num_training // parallel.dp_replicate,
             tp=parallel.tp,
             ep=parallel.ep,
-            cut_by_tp=cut_by_tp(self.config, self.shapes),
+            cut_by_tp=cut_by_tp(self.config, set().union(*self.layers)),  # embedding and head are counted whole
             experts=expert_names(self.shapes),
         )
         return model_size(self.shapes, self.layers, layout=layout)

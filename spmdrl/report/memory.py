@@ -81,21 +81,24 @@ def take_peak_bytes() -> int:
 
 
 def prediction_table(step: int, phases: Sequence[PhaseMemory], scalars: Mapping[str, float], *, on_gpu: bool) -> str:
-    """Predicted beside measured, for each span that a step's scalars have a peak of.
+    """Predicted beside measured, for each span that has a prediction and a peak among a step's scalars.
 
     Without a device the measured numbers never fall, so the predicted ones are those of the fullest phase until then.
     """
-    predicted, highest = {}, 0
-    for phase in phases:
-        highest = max(highest, phase.process_bytes + phase.host_bytes)
-        predicted[phase.name] = phase.process_bytes if on_gpu else highest
-    rows = [
-        [span, f"{max(predicted.get(name, 0) for name in names) / _GIB:.2f}", f"{scalars[key]:.2f}"]
-        for span, names in PREDICTED.items()
-        if (key := f"memory/{span}_peak_gib") in scalars
-    ]
+    by_name = {
+        phase.name: phase.process_bytes if on_gpu else phase.process_bytes + phase.host_bytes for phase in phases
+    }
+    rows, highest = [["phase", "predicted", "measured"]], 0 if on_gpu else by_name["load"]
+    for span, names in PREDICTED.items():
+        measured, predicted = (
+            scalars.get(f"memory/{span}_peak_gib"),
+            [by_name[name] for name in names if name in by_name],
+        )
+        if measured is not None and predicted:
+            highest = max(predicted) if on_gpu else max(highest, *predicted)
+            rows.append([span, f"{highest / _GIB:.2f}", f"{measured:.2f}"])
     what = "torch's allocations on the fullest device" if on_gpu else "resident host memory of the largest rank so far"
-    return "\n".join([f"peaks in step {step}, GiB: {what}", *_aligned([["phase", "predicted", "measured"], *rows])])
+    return "\n".join([f"peaks in step {step}, GiB: {what}", *_aligned(rows)])
 
 
 def edge_row(edge: Edge) -> dict[str, Any]:

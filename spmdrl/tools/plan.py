@@ -39,6 +39,7 @@ _LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("model.reshard_after_forward", (True,)),
     ("model.prefetch_layers", (1,)),
     ("offload.trainer", ("all",)),
+    ("rollout.max_running", (64, 32, 16, 8, 4)),
     ("rollout.tp_size", (2, 4, 8)),
     ("rollout.memory_fraction", (0.8, 0.7, 0.6, 0.5, 0.4)),
     ("optim.state_on_host", (True,)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import re
 from typing import Any
 
 import pytest
@@ -189,3 +190,29 @@ def test_resident_memory_is_that_of_this_process() -> None:
     with mmap.mmap(-1, 64 * 2**20) as held:
         held.write(b"x" * len(held))
         assert 50 * 2**20 < resident_bytes() - before < 200 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"model": {"path": "m", "checkpoint_every_layers": 2}},
+            'checkpoint_every_layers = 2 has no meaning with gradient_checkpointing = "none"',
+        ),
+        (
+            {"optim": {"lr": 1e-3, "state_on_host": True}, "offload": {"trainer": "optimizer"}},
+            'nothing for offload.trainer = "optimizer" to move; set it to "all" or "none"',
+        ),
+        (
+            {"optim": {"lr": 1e-3, "state_on_host": True}, "model": {"path": "m", "cpu_offload": True}},
+            "model.cpu_offload = true runs the optimizer on the host",
+        ),
+        (
+            {"optim": {"name": "sgd", "lr": 1e-3, "state_on_host": True}},
+            'name = "sgd" with momentum = 0 has no state; remove it',
+        ),
+    ],
+)
+def test_levers_that_move_nothing_are_refused(sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        config(**sections)
