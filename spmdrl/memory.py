@@ -14,6 +14,7 @@ from spmdrl.config import Config, ModelConfig, OptimConfig
 
 GIB = 2**30
 CONTEXT_BYTES = GIB  # CUDA's own memory and NCCL's buffers, of the trainer's and the engine's process
+STATE_BLOCK_BYTES = 2**28  # of weights whose optimizer state visits the device together, when it is on the host
 _FLOAT32 = 4
 
 

@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 
 from spmdrl.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
 from spmdrl.config import Config
-from spmdrl.memory import CONTEXT_BYTES, GIB, MemoryPlan, ModelSize, gathered_weights, states_per_weight
-from spmdrl.model.host_memory import BLOCK_BYTES
+from spmdrl.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    STATE_BLOCK_BYTES,
+    MemoryPlan,
+    ModelSize,
+    gathered_weights,
+    states_per_weight,
+)
 from spmdrl.plan import Plan
 
 PROCESS_BYTES = GIB // 2  # of the host: Python, torch and transformers
@@ -33,6 +40,11 @@ class PhaseMemory:
     elsewhere: Parts = field(default_factory=dict)  # on the same device, of other processes
 
     @property
+    def on_device(self) -> Parts:
+        """On the device, of all processes."""
+        return dict(self.device) | dict(self.elsewhere)
+
+    @property
     def process_bytes(self) -> int:
         """On the device, in this process."""
         return sum(self.device.values())
@@ -40,7 +52,7 @@ class PhaseMemory:
     @property
     def device_bytes(self) -> int:
         """On the device, of all processes."""
-        return self.process_bytes + sum(self.elsewhere.values())
+        return sum(self.on_device.values())
 
     @property
     def host_bytes(self) -> int:
@@ -188,7 +200,7 @@ def _visiting_state(cfg: Config, rank: Rank) -> dict[str, int]:
     """What of an optimizer's state on the host is on the device together: that of a block of weights."""
     if not cfg.optim.state_on_host:
         return {}
-    block = min(BLOCK_BYTES, rank.size.shard * _FLOAT32)
+    block = min(STATE_BLOCK_BYTES, rank.size.shard * _FLOAT32)
     return {"visiting state": block * states_per_weight(cfg.optim)}
 
 

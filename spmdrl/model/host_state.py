@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers
+from spmdrl.memory import STATE_BLOCK_BYTES
+from spmdrl.model.host_memory import HostBuffers
 
 
 class StateOnHost(torch.optim.Optimizer):
     """Put before an optimizer class among the bases of another: see `with_state_on_host`."""
 
-    block_bytes = BLOCK_BYTES  # of the parameters whose state is on the device together; one may be larger
+    block_bytes = STATE_BLOCK_BYTES  # of the parameters whose state is on the device together; one may be larger
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

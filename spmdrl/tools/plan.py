@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +29,9 @@ PARTS_SHOWN = 4
 MAX_REMEDIES = 3
 WIDTH_OF_FILES = 140
 _MIB = 2**20
+
+Shortage = tuple[int, int]  # problems, and the bytes that all phases together have too much
+_FITS: Shortage = (0, 0)
 
 # Settings that save memory of the device, cheapest first: (setting, values from mild to strong).
 _LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -86,14 +89,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _problems(cfg: Config, rank: Rank, phases: Sequence[PhaseMemory]) -> Iterator[str]:
     """What a launch would refuse, and the phases that are too large with what a launch does not count."""
-    sizes: dict[str, int] = {"device_bytes": rank.device_bytes}
-    yield from memory_problems(rank.memory, cfg, **sizes)
-    yield from engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, **sizes)
-    for phase in _too_large(phases, rank.device_bytes):
-        yield (
-            f"{phase.name} takes {gib(phase.device_bytes + CONTEXT_BYTES)} of {gib(rank.device_bytes)}: "
-            f"{_largest(dict(phase.device) | dict(phase.elsewhere))}"
-        )
+    device_bytes = rank.device_bytes
+    yield from memory_problems(rank.memory, cfg, device_bytes=device_bytes)
+    yield from engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=device_bytes)
+    for phase in _too_large(phases, device_bytes):
+        takes = gib(phase.device_bytes + CONTEXT_BYTES)
+        yield f"{phase.name} takes {takes} of {gib(device_bytes)}: {_largest(phase.on_device)}"
 
 
 def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMemory]:
@@ -103,33 +104,27 @@ def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMe
 def _remedies(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
     """Sentences about settings with which everything fits: levers that are enough alone, else some of them together."""
 
-    def shortage(settings: Config) -> tuple[int, int]:
-        """(what is wrong, bytes too much of all phases); nothing when it fits."""
+    def shortage(settings: Config) -> Shortage:
         rank = describe_rank(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
         phases = phase_memory(settings, rank)
         too_much = sum(phase.device_bytes + CONTEXT_BYTES - device_bytes for phase in _too_large(phases, device_bytes))
         return len([*_problems(settings, rank, phases)]), too_much
 
-    fits = (0, 0)
-    moves = [(setting, value) for setting, values in _LEVERS for value in values]
-    alone = [move for move in moves if (changed := _with(cfg, [move])) and shortage(changed) == fits]
+    engine_ranks = cfg.rollout.num_ranks or num_ranks
+    moves = [
+        (setting, value)
+        for setting, values in _LEVERS
+        for value in values
+        if setting != "rollout.tp_size" or engine_ranks % value == 0
+    ]
+    alone = [move for move in moves if (changed := _with(cfg, dict([move]))) and shortage(changed) == _FITS]
+    for setting, value in alone[:MAX_REMEDIES]:
+        yield f"it fits with {setting} = {_toml(value)}"
     if alone:
-        for setting, value in alone[:MAX_REMEDIES]:
-            yield f"it fits with {setting} = {_toml(value)}"
         return
-    taken: dict[str, Any] = {}
-    least = shortage(cfg)
-    for setting, value in moves:
-        changed = _with(cfg, [*(taken | {setting: value}).items()])
-        if changed and least > fits and (now := shortage(changed)) < least:
-            taken, least = taken | {setting: value}, now
-    for setting in [*taken]:
-        rest = {name: value for name, value in taken.items() if name != setting}
-        changed = _with(cfg, [*rest.items()])
-        if changed and shortage(changed) <= least:
-            taken = rest
-    levers = " and ".join(f"{setting} = {_toml(value)}" for setting, value in taken.items())
-    if least == fits:
+    together, left = _together(cfg, moves, shortage)
+    levers = " and ".join(f"{setting} = {_toml(value)}" for setting, value in together.items())
+    if left == _FITS:
         yield f"it fits with {levers}"
     else:
         yield (
@@ -138,10 +133,28 @@ def _remedies(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int) -
         )
 
 
-def _with(cfg: Config, changes: Sequence[tuple[str, Any]]) -> Config | None:
+def _together(
+    cfg: Config, moves: Sequence[tuple[str, Any]], shortage: Callable[[Config], Shortage]
+) -> tuple[dict[str, Any], Shortage]:
+    """Levers that make it fit, or nearly, and what is short then: each that helps, less those not needed."""
+    taken: dict[str, Any] = {}
+    least = shortage(cfg)
+    for setting, value in moves:
+        changed = _with(cfg, taken | {setting: value})
+        if changed and least > _FITS and (left := shortage(changed)) < least:
+            taken, least = taken | {setting: value}, left
+    for setting in tuple(taken):
+        others = {name: value for name, value in taken.items() if name != setting}
+        changed = _with(cfg, others)
+        if changed and shortage(changed) <= least:
+            taken = others
+    return taken, least
+
+
+def _with(cfg: Config, changes: Mapping[str, Any]) -> Config | None:
     """The settings with these changes; None where one changes nothing or they do not go together."""
     values = cfg.model_dump()
-    for setting, value in changes:
+    for setting, value in changes.items():
         table, _, key = setting.partition(".")
         if values[table][key] == value:
             return None
@@ -179,7 +192,7 @@ def _show(console: Console, cfg: Config, rank: Rank, phases: Sequence[PhaseMemor
         table.add_row(
             Text(phase.name, style=style),
             Text(f"{(phase.device_bytes + CONTEXT_BYTES) / GIB:.1f}", style=style),
-            _largest(dict(phase.device) | dict(phase.elsewhere)),
+            _largest(phase.on_device),
             f"{phase.host_bytes / GIB:.1f}",
             _largest(phase.host),
         )
@@ -188,7 +201,7 @@ def _show(console: Console, cfg: Config, rank: Rank, phases: Sequence[PhaseMemor
         f"of {gib(rank.device_bytes)}; {gib(CONTEXT_BYTES)} of each phase is CUDA's own and NCCL's", style="dim"
     )
     for problem in problems:
-        console.print(f"- {problem}", soft_wrap=True)
+        console.print(f"- {problem}", soft_wrap=True, markup=False)
 
 
 def _largest(parts: Parts) -> str:
@@ -203,7 +216,7 @@ def _as_json(phases: Sequence[PhaseMemory], problems: Sequence[str], device_byte
             "phase": phase.name,
             "gpu_bytes": phase.device_bytes + CONTEXT_BYTES,
             "host_bytes": phase.host_bytes,
-            "gpu": dict(phase.device) | dict(phase.elsewhere),
+            "gpu": dict(phase.on_device),
             "host": dict(phase.host),
         }
         for phase in phases

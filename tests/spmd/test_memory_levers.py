@@ -120,7 +120,8 @@ def test_levers_of_fsdp_reach_it(qwen3: str) -> None:
 
 
 def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """After four updates: with all state on the device, and by blocks, with a sleep, a save and a restore between."""
+    """After four updates: with all state on the device, and by blocks, with sleeps in between, and checkpoints that are
+    handed from one to the other and back."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         usual = _start(path, meshes, ADAMW)
@@ -128,9 +129,9 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
             _update(usual, world, meshes, step=step)
         whole = _state(usual)
         del usual
-        for first, last in ((1, 2), (3, 4)):
-            learner = _start(path, meshes, ADAMW | {"state_on_host": True})
-            assert isinstance(learner.optimizer, StateOnHost)
+        for first, last, on_host in ((1, 1, True), (2, 2, False), (3, 4, True)):
+            learner = _start(path, meshes, ADAMW | {"state_on_host": on_host})
+            assert isinstance(learner.optimizer, StateOnHost) == on_host
             learner.optimizer.block_bytes = 2**13
             checkpoint.restore(Path(folder), learner, meshes.training, step=first - 1)
             memory = TrainerMemory(learner.policy, learner.optimizer, torch.device("cpu"), moves="all")
