@@ -13,7 +13,7 @@ Attention kernels that know no grouped heads are given keys and values repeated:
 over those that a token goes to, and 2 b D each come on top: a token's copy and its result.
 
 Recomputing a layer keeps b D, its input. Recomputing selectively keeps beside it what products and attention gave:
-b (A + 2 K) and b D of the projections, b A + 4 H of attention, 2 b I and b D of the MLP.
+b (A + 2 K) and b D of the projections, b A + 4 H of attention, 2 b I and b D of the MLP, or b D of each expert.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def kept_per_layer(decoder: Decoder, kept: Kept, *, level: Level) -> int:
     if level == "full":
         return b * d
     attention = b * a + _FLOAT32 * decoder.query_heads
-    expert_results = decoder.experts_per_token * b * d
     if level == "selective":
-        return b * d + b * (a + 2 * k) + b * d + attention + 2 * b * decoder.mlp_width + b * d + expert_results
+        results_of_down = max(1, decoder.experts_per_token) * b * d
+        return b * d + b * (a + 2 * k) + b * d + attention + 2 * b * decoder.mlp_width + results_of_down
     return (
         decoder.norms * (_FLOAT32 + b) * d
         + 2 * b * d
@@ -87,7 +87,7 @@ def kept_per_layer(decoder: Decoder, kept: Kept, *, level: Level) -> int:
         + attention
         + b * (a + 2 * (a if kept.repeats_keys else k))
         + 4 * b * decoder.mlp_width
-        + 2 * expert_results
+        + 2 * decoder.experts_per_token * b * d
     )
 
 

@@ -18,7 +18,6 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.operations: Counter[str] = Counter()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._given: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations[func.name().partition(".")[0]] += 1
@@ -27,9 +26,7 @@ class Watch(TorchDispatchMode):
         for result in tree_leaves(results):
             if isinstance(result, torch.Tensor):
                 storage = result.untyped_storage()
-                known = self._made.get(storage._cdata)
-                # Addresses are used again once their owner is gone.
-                if storage._cdata not in given or (known is not None and not known[0].expired()):
+                if storage._cdata not in given:  # else it is a view, or was written in place
                     self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return results
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.activations import Kept, kept_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -38,10 +38,17 @@ def tokens(*seqlens: int) -> Tokens:
     return Tokens(torch.arange(len(positions)) % 90 + 2, positions, ends.int(), list(seqlens))
 
 
-def policy_of(level: str, *, every_layers: int = 1, dtype: torch.dtype = torch.float32, **sizes: Any) -> Policy:
+def policy_of(
+    level: str,
+    *,
+    every_layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kind: type[PreTrainedConfig] = Qwen3Config,
+    **sizes: Any,
+) -> Policy:
     torch.manual_seed(0)
     settings = {"vocab_size": 97, "num_hidden_layers": 4, "tie_word_embeddings": True} | sizes
-    model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="spmdrl")).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(kind(**settings), attn_implementation="spmdrl").to(dtype).eval()
     use_fast_linears(model)
     if level != "none":
         checkpoint_layers(model, decoder_layers(model), recomputed=level, every_layers=every_layers)
@@ -67,14 +74,21 @@ def computed(policy: Policy, batch: Tokens) -> Computed:
 
 # 300 tokens are tiles and a rest to the linear layers of a CPU; 40 are too few for tiles.
 @pytest.mark.parametrize(
-    ("seqlens", "dtype"),
-    [((100, 100, 60, 40), torch.float32), ((20, 20), torch.float32), ((100, 28), torch.bfloat16)],
+    ("model", "seqlens", "dtype"),
+    [
+        ("tiny", (100, 100, 60, 40), torch.float32),
+        ("tiny", (20, 20), torch.float32),
+        ("tiny", (100, 28), torch.bfloat16),
+        ("experts", (100, 28), torch.float32),
+    ],
 )
-def test_levels_differ_in_what_runs_twice_and_in_nothing_else(seqlens: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_levels_differ_in_what_runs_twice_and_in_nothing_else(
+    model: str, seqlens: tuple[int, ...], dtype: torch.dtype
+) -> None:
     batch = tokens(*seqlens)
-    none = computed(policy_of("none", dtype=dtype, **TINY), batch)
+    none = computed(policy_of("none", dtype=dtype, **MODELS[model]), batch)
     for level, every_layers in (("full", 1), ("full", 2), ("selective", 1), ("selective", 3)):
-        other = computed(policy_of(level, every_layers=every_layers, dtype=dtype, **TINY), batch)
+        other = computed(policy_of(level, every_layers=every_layers, dtype=dtype, **MODELS[model]), batch)
         assert all(torch.equal(one, two) for one, two in zip(none.gradients, other.gradients, strict=True))
         again = other.operations - none.operations
         assert again["aten::rsqrt"] > 0, "norms are computed again"
@@ -94,16 +108,21 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
 
 
 MEDIUM = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": TINY,
+    "medium": MEDIUM | {"head_dim": 64},
+    "llama": TINY | {"kind": LlamaConfig},
+    "experts": TINY | EXPERTS | {"hidden_size": 128, "head_dim": 32, "kind": Qwen3MoeConfig},
+}
 
 
-@pytest.mark.parametrize("seqlens", [(64, 64), (100, 60, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [TINY, MEDIUM | {"head_dim": 64}], ids=["tiny", "medium"])
-def test_what_is_kept_is_what_the_formula_says(
-    sizes: dict[str, int], dtype: torch.dtype, seqlens: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_kept_is_what_the_formula_says(model: str, dtype: torch.dtype) -> None:
+    seqlens = (100, 60, 40)  # runs of several lengths, whose results SDPA's caller has to join
     for level, every_layers in (("none", 1), ("full", 1), ("selective", 1), ("full", 2), ("selective", 3)):
-        policy = policy_of(level, every_layers=every_layers, dtype=dtype, **sizes)
+        policy = policy_of(level, every_layers=every_layers, dtype=dtype, **MODELS[model])
         with Watch() as watch:
             scores = policy(tokens(*seqlens))
             measured = watch.live_bytes
