@@ -62,8 +62,16 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "varlen", "flash_attn_2", "flash_attn_3"] = "auto"
     """Packed attention: `sdpa` runs one call per run of equal lengths and works everywhere; `varlen` is torch's own
     CUDA kernel; `flash_attn_*` need that package. `auto` is `varlen` on CUDA and `sdpa` on a CPU."""
-    gradient_checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing; whole decoder layers; or `selective`, of a
+    layer only norms, rotary embeddings and activation functions, so that no matrix product runs twice."""
+    checkpoint_every_layers: Count = 1
+    """Apply `gradient_checkpointing` to the first of every so many layers; the others keep their activations."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after forward and gather them again in backward; `false` keeps all layers in
+    between."""
+    prefetch_layers: Count = 1
+    """Layers that are gathered ahead of the one that computes. More hides slower links and holds more weights."""
     logits_chunk_tokens: Count = 2048
     """Most tokens whose logits exist at the same time; a tile of them covers less of the vocabulary the more tokens it
     has, so that its memory is bounded."""
@@ -71,6 +79,16 @@ class ModelConfig(Section):
     """Keep parameters, gradients and optimizer state of the policy in host memory between uses."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model directory."""
+
+    @model_validator(mode="after")
+    def _something_is_checkpointed(self) -> ModelConfig:
+        if self.gradient_checkpointing == "none" and self.checkpoint_every_layers > 1:
+            raise ValueError(
+                f"checkpoint_every_layers = {self.checkpoint_every_layers} has no meaning with "
+                'gradient_checkpointing = "none", where no layer is recomputed; set that to "full" or "selective", or '
+                "remove checkpoint_every_layers"
+            )
+        return self
 
 
 class ParallelConfig(Section):
@@ -403,6 +421,9 @@ class OptimConfig(Section):
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
+    state_on_host: bool = False
+    """Keep the optimizer's state in pinned host memory and bring it to the device for a block of parameters at a time.
+    The optimizer must treat each parameter by itself, as all of torch's but LBFGS do."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_optimizer(self) -> OptimConfig:
@@ -410,6 +431,15 @@ class OptimConfig(Section):
         for setting in ("betas", "eps", "momentum", "params"):
             if setting not in used and getattr(self, setting) != type(self).model_fields[setting].default:
                 raise ValueError(f'{setting} has no meaning for name = "{self.name}"; remove it')
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_state_to_keep(self) -> OptimConfig:
+        if self.state_on_host and self.name == "sgd" and self.momentum == 0:
+            raise ValueError(
+                'state_on_host = true has nothing to keep on the host: name = "sgd" with momentum = 0 has no state; '
+                "remove it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -479,6 +509,15 @@ class ReportConfig(Section):
     """Print a table of the memory at each change between trainer and engine, and write it to memory.jsonl."""
 
 
+def _refuse_host_state_twice(model: ModelConfig, optim: OptimConfig) -> None:
+    """Raises ValueError when the optimizer's state is on the host already."""
+    if model.cpu_offload and optim.state_on_host:
+        raise ValueError(
+            "model.cpu_offload = true runs the optimizer on the host, where its state is, so there is nothing for "
+            "optim.state_on_host = true to bring to the device; remove one of them"
+        )
+
+
 class Config(Section):
     """One training run."""
 
@@ -505,6 +544,16 @@ class Config(Section):
                 "model.cpu_offload = true keeps the policy in host memory at all times, so there is nothing for "
                 f'offload.trainer = "{self.offload.trainer}" to move; set it to "none", or model.cpu_offload = false'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_optimizers_state_is_offloaded_once(self) -> Config:
+        if self.optim.state_on_host and self.offload.trainer == "optimizer":
+            raise ValueError(
+                "optim.state_on_host = true keeps the optimizer's state on the host at all times, so there is nothing "
+                'for offload.trainer = "optimizer" to move; set it to "all" or "none", or optim.state_on_host = false'
+            )
+        _refuse_host_state_twice(self.model, self.optim)
         return self
 
     @model_validator(mode="after")
@@ -562,6 +611,11 @@ class SftConfig(Section):
     def _memory_has_one_phase(self) -> SftConfig:
         if self.report.memory:
             raise ValueError("report.memory = true has nothing to show: fine-tuning has no engine to make room for")
+        return self
+
+    @model_validator(mode="after")
+    def _the_optimizers_state_is_offloaded_once(self) -> SftConfig:
+        _refuse_host_state_twice(self.model, self.optim)
         return self
 
 

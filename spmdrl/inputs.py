@@ -15,13 +15,14 @@ from spmdrl.config import Config, HeldOutConfig, ModelConfig, SftConfig
 from spmdrl.costs import sequence_flops
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
-from spmdrl.dist.session import local_rank
 from spmdrl.export import refuse_overwriting
-from spmdrl.memory import MemoryPlan, engine_problems, memory_problems, model_size, plan_memory
+from spmdrl.memory import MemoryPlan, engine_problems, memory_problems
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, parallel_model_problems, parameter_shapes
 from spmdrl.optim import check_optimizer
-from spmdrl.plan import Plan, make_plan, make_sft_plan, training_ranks
+from spmdrl.phase_memory import PhaseMemory, phase_memory
+from spmdrl.plan import Plan, make_plan, make_sft_plan
+from spmdrl.predict import Model, describe_rank_here
 from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError
 
@@ -40,6 +41,7 @@ class Inputs:
     held_out: list[Prompt]  # of all ranks
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
+    phases: list[PhaseMemory]  # what they will hold; none for a run without an engine
 
 
 class _Problems:
@@ -79,7 +81,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
-    memory = problems.attempt(lambda: _memory(cfg, model_config, num_ranks))
+    memory, phases = problems.attempt(lambda: _memory(cfg, model_config, num_ranks)) or (None, [])
     problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
     problems.attempt(lambda: _check_engine(cfg, model_config, stops, num_ranks))
@@ -92,7 +94,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
         problems.attempt(lambda: prompts.take(0, 1))
     problems.refuse()
     assert plan and stops and prompts and held_out is not None
-    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory)
+    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory, phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +153,21 @@ def _check_length(plan: Plan, model_config: Any) -> None:
         )
 
 
-def _memory(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> MemoryPlan | None:
-    if isinstance(cfg, SftConfig) or not torch.cuda.is_available():
-        return None
-    # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
-    torch.cuda.set_device(local_rank())
-    device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
-    num_training = training_ranks(cfg, num_ranks)
-    size = model_size(*parameter_shapes(model_config, cfg.model), num_ranks=num_training)
-    compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda").itemsize
-    plan = plan_memory(cfg, size, num_ranks=num_training, compute_bytes=compute_bytes, device_bytes=device_bytes)
+def _memory(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> tuple[MemoryPlan | None, list[PhaseMemory]]:
+    """What each phase will hold. Raises UserError where that is more than the device has, whatever it computes."""
+    if isinstance(cfg, SftConfig):
+        return None, []
+    rank = describe_rank_here(cfg, Model.read(model_config, cfg.model), num_ranks=num_ranks)
+    phases = phase_memory(cfg, rank)
+    if not rank.on_gpu:
+        return None, phases
     sentences = [
-        *memory_problems(plan, cfg, device_bytes=device_bytes),
-        *engine_problems(cfg, size, compute_bytes=compute_bytes, device_bytes=device_bytes),
+        *memory_problems(rank.memory, cfg, device_bytes=rank.device_bytes),
+        *engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=rank.device_bytes),
     ]
     if sentences:
         raise UserError("\n".join(sentences))
-    return plan
+    return rank.memory, phases
 
 
 def _check_vocabulary(cfg: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:

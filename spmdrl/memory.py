@@ -10,32 +10,59 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spmdrl.config import Config, OptimConfig
+from spmdrl.config import Config, ModelConfig, OptimConfig
 
 GIB = 2**30
 CONTEXT_BYTES = GIB  # CUDA's own memory and NCCL's buffers, of the trainer's and the engine's process
+STATE_BLOCK_BYTES = 2**28  # of weights whose optimizer state visits the device together, when it is on the host
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Numbers of parameters, tied ones counted once."""
+class Layout:
+    """Over how many ranks each parameter of one copy of the policy is laid."""
 
-    whole: int
+    copy_ranks: int  # that hold one copy between them
+    tp: int = 1
+    ep: int = 1
+    cut_by_tp: frozenset[str] = frozenset()  # parameters that tensor parallelism divides
+    experts: frozenset[str] = frozenset()  # parameters that hold one slice for each expert
+
+    def cuts(self, name: str) -> int:
+        """Parts that a layer is computed in: a rank that gathers the parameter gets one of them."""
+        if self.ep > 1 and name in self.experts:
+            return self.ep
+        return self.tp if name in self.cut_by_tp else 1
+
+    def shards(self, name: str) -> int:
+        """Ranks that each part is sharded over by rows."""
+        return self.copy_ranks // (self.ep if self.ep > 1 and name in self.experts else self.tp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Numbers of parameters, tied ones counted once; one rank's part where a layer is computed in parts."""
+
+    whole: int  # of the model, undivided
     shard: int  # on the rank with the most; FSDP splits by rows and pads
     root: int  # outside the decoder layers: gathered from forward to backward
     largest_layer: int  # gathered while it is computed
+    num_layers: int = 1
 
 
-def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, num_ranks: int) -> ModelSize:
+def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, layout: Layout) -> ModelSize:
     """Sizes from the shape of each parameter, and which parameters form each decoder layer."""
-    counts = {name: math.prod(shape) for name, shape in shapes.items()}
-    in_layers = [sum(counts[name] for name in layer) for layer in layers]
+    gathered = {name: math.prod(shape) // layout.cuts(name) for name, shape in shapes.items()}
+    in_layers = [sum(gathered[name] for name in layer) for layer in layers]
     return ModelSize(
-        whole=sum(counts.values()),
-        shard=sum(math.ceil(shape[0] / num_ranks) * math.prod(shape[1:]) for shape in shapes.values()),
-        root=sum(counts.values()) - sum(in_layers),
+        whole=sum(map(math.prod, shapes.values())),
+        shard=sum(
+            math.ceil(shape[0] / layout.shards(name)) * math.prod(shape[1:]) // layout.cuts(name)
+            for name, shape in shapes.items()
+        ),
+        root=sum(gathered.values()) - sum(in_layers),
         largest_layer=max(in_layers, default=0),
+        num_layers=len(layers),
     )
 
 
@@ -45,7 +72,7 @@ class MemoryPlan:
 
     weights: int  # float32 master shards
     gradients: int  # float32 shards
-    optimizer: int  # state of a known optimizer; 0 when only the user knows it
+    optimizer: int  # state of a known optimizer between steps; 0 when only the user knows it
     gathered: int  # full weights in the compute dtype, at the time most of them are
     buckets: int  # the two of a refit, and what is gathered for one
     asleep: int  # what of the above the trainer still holds while the engine samples
@@ -74,12 +101,13 @@ class MemoryPlan:
 def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: int, device_bytes: int) -> MemoryPlan:
     """The plan of a reinforcement-learning run whose compute dtype has elements of `compute_bytes`.
 
-    It is that of one of `num_ranks` ranks that train, with the engine beside it unless that is on other ranks.
+    It is that of one of the `num_ranks` ranks that hold a copy of the policy, with the engine beside it unless that is
+    on other ranks.
     """
     apart = cfg.rollout.placement == "disaggregated"
     shard = size.shard * _FLOAT32
     on_device = 0 if cfg.model.cpu_offload else shard
-    optimizer = on_device * _states_per_weight(cfg.optim)
+    optimizer = 0 if cfg.optim.state_on_host else on_device * states_per_weight(cfg.optim)
     engine_weights = 0 if apart else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts, and then the optimizer has no state yet. The torch
     # engine has no fixed share: its cache is as large as the requests that run.
@@ -92,7 +120,7 @@ def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: 
         weights=on_device,
         gradients=on_device,
         optimizer=optimizer,
-        gathered=(size.root + size.largest_layer) * compute_bytes,
+        gathered=gathered_weights(cfg.model, size) * compute_bytes,
         buckets=2 * bucket + staging,
         asleep={"none": on_device + optimizer, "optimizer": on_device, "all": 0}[cfg.offload.trainer],
         engine_weights=engine_weights,
@@ -168,6 +196,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-def _states_per_weight(optim: OptimConfig) -> int:
+def gathered_weights(model: ModelConfig, size: ModelSize, *, trainable: bool = True) -> int:
+    """Parameters that are whole on a rank at the same time: what is outside the layers, the layer that computes and
+    those gathered ahead of it; of a policy whose layers stay gathered, all of them."""
+    ahead = 1 + model.prefetch_layers if model.reshard_after_forward or not trainable else size.num_layers
+    return size.root + min(ahead, size.num_layers) * size.largest_layer
+
+
+def states_per_weight(optim: OptimConfig) -> int:
     """float32 numbers that the optimizer keeps for each weight, as far as its name tells."""
     return {"adamw": 2, "sgd": int(optim.momentum > 0)}.get(optim.name, 0)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.schedule import lr_fraction
 from spmdrl.config import OptimConfig
+from spmdrl.model.host_state import with_state_on_host
 from spmdrl.types import UserError
 
 
@@ -56,6 +57,8 @@ def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
         options |= {"momentum": cfg.momentum}
     else:
         options |= cfg.params
+    if cfg.state_on_host:
+        kind = with_state_on_host(kind)
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in policy.parameters():
         if parameter.requires_grad:

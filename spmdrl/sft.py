@@ -77,7 +77,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 merge_all([batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
-                | resource_metrics(world.device),
+                | resource_metrics(report.take_peaks()),
             )
             report.step(
                 step,

@@ -119,6 +119,7 @@ def train(
         )
         sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
         report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
+        report.expect(inputs.phases)
         if world.is_main:
             folder.write_launch(cfg, plan)
 
@@ -162,7 +163,7 @@ def train(
                 merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
-                | resource_metrics(world.device),
+                | resource_metrics(report.take_peaks()),
             )
             report.step(
                 step,

@@ -25,10 +25,12 @@ from transformers.distributed import DistributedConfig
 from spmdrl.config import LossConfig, ModelConfig, ParallelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import dealt_experts
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.policy import Policy
+from spmdrl.model.prefetch import prefetch_layers
 from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
@@ -45,14 +47,20 @@ def compute_dtype(setting: str, device_type: str) -> torch.dtype:
 
 
 def load_model_config(cfg: ModelConfig) -> Any:
+    """The config of a directory that holds weights too; raises UserError as `read_model_config` does."""
+    config = read_model_config(cfg)
+    if not any(Path(cfg.path).glob("*.safetensors")):
+        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
+    return config
+
+
+def read_model_config(cfg: ModelConfig) -> Any:
     """The directory's model config, checked for what cannot be trained here; needs no GPU and no weights.
 
     Raises UserError when the path is not a model, or holds one whose attention or logits are not supported.
     """
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
-    if not any(Path(cfg.path).glob("*.safetensors")):
-        raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
         refusal = refusal_of_config(config) or refusal_of_model(_without_memory(config, cfg), cfg.attention)
@@ -81,11 +89,10 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
                 f"parallel.cp = {parallel.cp}, but {model_config.model_type} has layers that carry a state from token "
                 "to token, which cannot be cut into chunks; set cp = 1"
             )
-        heads = model_config.num_attention_heads // parallel.tp  # of this rank
-        kv_heads = (
-            getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-        ) // parallel.tp
-        yield from context_problems(heads, max(1, kv_heads), parallel.cp, parallel.cp_style)
+        heads = model_config.num_attention_heads
+        kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
+        heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # of a rank
+        yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
 
 
 def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
@@ -122,7 +129,15 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
             context_style=meshes.cp_style,
         )
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
-        shard_policy(policy, meshes, dtype=dtype, offload=offload, reshard_root=not trainable)
+        shard_policy(
+            policy,
+            meshes,
+            dtype=dtype,
+            offload=offload,
+            reshard_root=not trainable,
+            reshard_layers=cfg.reshard_after_forward or not trainable,
+        )
+        prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         policies.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
@@ -135,8 +150,13 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
     (policy,) = policies
     own_memory(policy, torch.device("cpu") if offload else device)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
-    if cfg.gradient_checkpointing and trainable:
-        checkpoint_layers(model)
+    if cfg.gradient_checkpointing != "none" and trainable:
+        checkpoint_layers(
+            model,
+            decoder_layers(model),
+            recomputed=cfg.gradient_checkpointing,
+            every_layers=cfg.checkpoint_every_layers,
+        )
     return policy.requires_grad_(trainable)
 
 
@@ -177,7 +197,13 @@ def _from_pretrained(
 
 
 def shard_policy(
-    policy: Policy, meshes: ModelMeshes, *, dtype: torch.dtype, offload: OffloadPolicy | None, reshard_root: bool
+    policy: Policy,
+    meshes: ModelMeshes,
+    *,
+    dtype: torch.dtype,
+    offload: OffloadPolicy | None,
+    reshard_root: bool,
+    reshard_layers: bool = True,
 ) -> None:
     """Apply FSDP2: one unit for each decoder layer, one for its experts where they are dealt to ranks, one for
     everything else.
@@ -195,7 +221,7 @@ def shard_policy(
         )
     options["mesh"] = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, **options)
+        fully_shard(layer, reshard_after_forward=reshard_layers, **options)
     fully_shard(policy, reshard_after_forward=reshard_root, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -209,7 +235,7 @@ def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
 
 
 def reshard(policy: Policy) -> None:
-    """Let every parameter be its shard again: a forward pass without gradients leaves the trainable root whole."""
+    """Let every parameter be its shard again: a forward pass without gradients leaves whole what a backward needs."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -223,17 +249,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if not layers:
         raise UserError(f"model.path: {type(model).__name__} does not say which modules are its layers")
     return layers
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in backward.
-
-    transformers recomputes only layers in training mode; the flag is set on the layers alone, so that dropout
-    inside them stays off.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in decoder_layers(model):
-        layer.training = True
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from spmdrl.config import ReportConfig
+from spmdrl.phase_memory import PhaseMemory
 from spmdrl.report.console import Display, Progress, open_display
 from spmdrl.report.files import MetricsFile, StepRowsFile, read_rows
-from spmdrl.report.memory import Edge, edge_row, memory_table
+from spmdrl.report.memory import Edge, edge_row, memory_table, prediction_table, take_peak_bytes
 from spmdrl.report.run_folder import RunFolder
 
 
@@ -39,6 +40,8 @@ class Report:
         start_step: int = 0,
     ) -> None:
         self._times: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+        self._expected: Sequence[PhaseMemory] = ()
         self._taken = time.perf_counter()
         self._folder = folder if active else None
         self._shows_memory = cfg_report.memory
@@ -61,6 +64,7 @@ class Report:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - began
+        self._peaks[name] = max(self._peaks.get(name, 0), take_peak_bytes())
 
     def take_times(self) -> dict[str, float]:
         """Seconds of this rank in each phase since the last call, as `time/{name}_s`, and of all, as `time/step_s`.
@@ -70,6 +74,15 @@ class Report:
         times, self._times = self._times, {}
         began, self._taken = self._taken, time.perf_counter()
         return {f"time/{name}_s": seconds for name, seconds in times.items()} | {"time/step_s": self._taken - began}
+
+    def take_peaks(self) -> dict[str, int]:
+        """Peak memory of this rank in each phase since the last call, in bytes: see `take_peak_bytes`."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def expect(self, phases: Sequence[PhaseMemory]) -> None:
+        """What phases are predicted to hold; the next step that is reported is compared with it, once."""
+        self._expected = phases
 
     def step(
         self,
@@ -84,6 +97,9 @@ class Report:
             self._files.step(step, scalars, samples, histograms)
         if self._display:
             self._display.end_step(step, scalars)
+        if self._expected:
+            self.message(prediction_table(step, self._expected, scalars, on_gpu=torch.cuda.is_initialized()))
+            self._expected = ()
 
     def eval(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show and write an evaluation of the policy after `step`, before or after `step` itself is reported.

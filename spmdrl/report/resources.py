@@ -5,9 +5,8 @@ from __future__ import annotations
 import resource
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from spmdrl.metrics import Max, Metrics, Total
+from spmdrl.report.memory import PREDICTED
 
 _GIB = 2**30
 
@@ -39,10 +38,8 @@ def loading_line(peaks_gib: Sequence[float]) -> str:
     return f"loaded on {len(peaks_gib)} ranks; peak host memory, GiB: {' '.join(f'{peak:.2f}' for peak in peaks_gib)}"
 
 
-def resource_metrics(device: torch.device) -> Metrics:
-    """Peak memory since the last step: of the device where it has its own, else of the process since its start."""
-    peak = host = host_peak_gib()
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / _GIB
-        torch.cuda.reset_peak_memory_stats(device)
-    return {"memory/peak_gib": Max(peak), "memory/host_peak_gib": Max(host)}
+def resource_metrics(peaks: Mapping[str, int]) -> Metrics:
+    """Peak memory in each phase that has a prediction, and in all of `peaks`, which `Report.take_peaks` gave."""
+    phases: Metrics = {f"memory/{name}_peak_gib": Max(peaks[name] / _GIB) for name in PREDICTED if name in peaks}
+    total = max(peaks.values(), default=0) / _GIB
+    return phases | {"memory/peak_gib": Max(total), "memory/host_peak_gib": Max(host_peak_gib())}

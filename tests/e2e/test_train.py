@@ -132,6 +132,7 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
             "time/refit_s",
             "speed/loss_tokens_per_s",
             "memory/peak_gib",
+            "memory/update_peak_gib",
         } <= row.keys()
         assert row["mismatch/max_abs_nats"] < 1e-5
         assert 0 < row["refit/probe_max_abs_nats"] < 1e-5

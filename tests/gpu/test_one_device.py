@@ -85,7 +85,9 @@ def test_the_first_update_is_exactly_on_policy(qwen3: str) -> None:
         assert metrics["update/k3_ref_nats"] == 0.0
 
 
-@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"cpu_offload": True}])
+@pytest.mark.parametrize(
+    "changes", [{"gradient_checkpointing": "full"}, {"gradient_checkpointing": "selective"}, {"cpu_offload": True}]
+)
 def test_memory_levers_do_not_change_the_update(qwen3: str, changes: dict[str, bool]) -> None:
     usual, _ = trained(qwen3, "bfloat16")
     other, _ = trained(qwen3, "bfloat16", **changes)

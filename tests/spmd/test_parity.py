@@ -124,7 +124,6 @@ def _trained(path: str, options: dict[str, Any]) -> Any:
 CUTS: dict[str, dict[str, Any]] = {
     "one sequence at a time": {"plan": {"max_tokens_per_micro_batch": None, "sequences_per_micro_batch": 1}},
     "one micro-batch": {"plan": {"max_tokens_per_micro_batch": 100_000}},
-    "checkpointing": {"model": {"gradient_checkpointing": True}},
     "whole head at once": {"model": {"logits_chunk_tokens": 100_000}},
     "parameters on the host": {"model": {"cpu_offload": True}},
 }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import re
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from spmdrl.config import Config
-from spmdrl.memory import GIB, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
+from spmdrl.memory import GIB, Layout, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
+from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
-from spmdrl.model.offload import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
 from tests.tiny import model_config, save_llama, save_qwen3
 
@@ -136,7 +137,9 @@ def test_sizes_are_those_of_the_model(tmp_path, save) -> None:
 
     path = save(tmp_path)
     parameters = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    size = model_size(*parameter_shapes(AutoConfig.from_pretrained(path), model_config(path)), num_ranks=2)
+    size = model_size(
+        *parameter_shapes(AutoConfig.from_pretrained(path), model_config(path)), layout=Layout(copy_ranks=2)
+    )
     assert size.whole == sum(p.numel() for p in parameters.values())
     layer = sum(p.numel() for name, p in parameters.items() if ".layers.1." in name)
     assert size.largest_layer == layer
@@ -187,3 +190,29 @@ def test_resident_memory_is_that_of_this_process() -> None:
     with mmap.mmap(-1, 64 * 2**20) as held:
         held.write(b"x" * len(held))
         assert 50 * 2**20 < resident_bytes() - before < 200 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"model": {"path": "m", "checkpoint_every_layers": 2}},
+            'checkpoint_every_layers = 2 has no meaning with gradient_checkpointing = "none"',
+        ),
+        (
+            {"optim": {"lr": 1e-3, "state_on_host": True}, "offload": {"trainer": "optimizer"}},
+            'nothing for offload.trainer = "optimizer" to move; set it to "all" or "none"',
+        ),
+        (
+            {"optim": {"lr": 1e-3, "state_on_host": True}, "model": {"path": "m", "cpu_offload": True}},
+            "model.cpu_offload = true runs the optimizer on the host",
+        ),
+        (
+            {"optim": {"name": "sgd", "lr": 1e-3, "state_on_host": True}},
+            'name = "sgd" with momentum = 0 has no state; remove it',
+        ),
+    ],
+)
+def test_levers_that_move_nothing_are_refused(sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        config(**sections)

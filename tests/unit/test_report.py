@@ -18,10 +18,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from spmdrl.config import Config, ReportConfig
+from spmdrl.phase_memory import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
 from spmdrl.report.curves import smoothed
 from spmdrl.report.files import StepRowsFile, cut_after, read_rows
+from spmdrl.report.resources import resource_metrics
 from spmdrl.tools import plot
 from spmdrl.types import UserError
 
@@ -409,3 +411,20 @@ def test_git_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder
     assert (describe_machine()["git_commit"], describe_machine()["git_dirty"]) == (None, None)
     monkeypatch.setenv("PATH", "")
     assert describe_machine()["git_commit"] is None
+
+
+def test_the_first_step_is_compared_with_what_was_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = [PhaseMemory(name, {}, {"process": 2**30}) for name in ("load", "rollout", "refit")]
+    with Report(ReportConfig(console="plain"), None, num_steps=2, active=True) as report:
+        report.expect(phases)
+        with report.span("rollout"):
+            torch.zeros(1)
+        peaks = report.take_peaks()
+        assert set(peaks) == {"rollout"} and not report.take_peaks()
+        measured = {name: metric.value() for name, metric in resource_metrics(peaks).items()}
+        assert measured["memory/peak_gib"] == measured["memory/rollout_peak_gib"] == peaks["rollout"] / 2**30
+        for step in (1, 2):
+            report.step(step, scalars_of(step) | measured, samples=[], histograms={})
+    shown = capsys.readouterr().out
+    assert shown.count("predicted") == 1
+    assert f"rollout       1.00  {measured['memory/rollout_peak_gib']:8.2f}" in shown

@@ -1,0 +1,52 @@
+"""What the memory's arithmetic must know of a model: its widths, and which weights parallelism cuts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spmdrl.activations import Decoder
+
+# Styles of a tensor-parallel plan whose weights every rank holds whole.
+_WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
+
+
+def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
+    """The widths of the model of transformers' `config` whose parameters have these shapes."""
+    config = config.get_text_config()
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or hidden // heads
+    mlp_width = getattr(config, "intermediate_size", None) or 4 * hidden
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
+    expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
+    first_layer = [name for name in shapes if ".layers.0." in name]
+    return Decoder(
+        num_layers=config.num_hidden_layers,
+        hidden=hidden,
+        query_width=heads * head_width,
+        key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        query_heads=heads,
+        head_width=head_width,
+        mlp_width=expert_width * experts_per_token or mlp_width,
+        experts_per_token=experts_per_token,
+        norms=sum("norm" in name and shapes[name] == (hidden,) for name in first_layer),
+        norms_heads=any(name.endswith("q_norm.weight") for name in first_layer),
+        vocabulary=config.vocab_size,
+    )
+
+
+def cut_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
+    """Of these parameters, those that the model's tensor-parallel plan divides."""
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    patterns = [
+        re.compile(re.escape(module).replace(r"\*", r"\d+") + r"(\.(weight|bias))?$")
+        for module, style in plan.items()
+        if not style.startswith(_WHOLE)
+    ]
+    return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))
+
+
+def expert_names(names: Iterable[str]) -> frozenset[str]:
+    """Of these parameters, those that hold one slice for each expert."""
+    return frozenset(name for name in names if ".experts." in name)

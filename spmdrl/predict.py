@@ -1,0 +1,82 @@
+"""From the settings and the model's config to what each phase will hold; needs no GPU, no ranks and no weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmdrl.config import Config, ModelConfig, ParallelConfig
+from spmdrl.dist.session import local_rank
+from spmdrl.memory import Layout, ModelSize, model_size, plan_memory
+from spmdrl.model.load import compute_dtype, parameter_shapes
+from spmdrl.model.sizes import cut_by_tp, decoder_of, expert_names
+from spmdrl.phase_memory import Rank
+from spmdrl.plan import make_plan, training_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is known of a model before its weights are read."""
+
+    config: Any  # transformers'
+    shapes: dict[str, tuple[int, ...]]  # of each parameter, tied ones once
+    layers: list[set[str]]  # the parameters of each decoder layer
+
+    @classmethod
+    def read(cls, config: Any, cfg: ModelConfig) -> Model:
+        """Of the model that `config` describes."""
+        return cls(config, *parameter_shapes(config, cfg))
+
+    def size(self, parallel: ParallelConfig, *, num_training: int) -> ModelSize:
+        """The parameters of one of so many ranks that train."""
+        in_layers = set().union(*self.layers)
+        vocabulary = {name for name in self.shapes.keys() - in_layers if len(self.shapes[name]) == 2}
+        layout = Layout(
+            copy_ranks=num_training // parallel.dp_replicate,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            cut_by_tp=cut_by_tp(self.config, in_layers) | vocabulary,
+            experts=expert_names(self.shapes),
+        )
+        return model_size(self.shapes, self.layers, layout=layout)
+
+
+def describe_rank(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Rank:
+    """One of `num_ranks` ranks whose devices have so much memory. Raises UserError when the settings do not make a
+    run."""
+    run = make_plan(cfg, num_ranks=num_ranks)
+    num_training = training_ranks(cfg, num_ranks)
+    size = model.size(cfg.parallel, num_training=num_training)
+    compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
+    copy_ranks = num_training // cfg.parallel.dp_replicate
+    return Rank(
+        run=run,
+        memory=plan_memory(cfg, size, num_ranks=copy_ranks, compute_bytes=compute_bytes, device_bytes=device_bytes),
+        size=size,
+        decoder=decoder_of(model.config, model.shapes),
+        repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
+        compute_bytes=compute_bytes,
+        file_bytes=getattr(model.config.dtype, "itemsize", 4),
+        device_bytes=device_bytes,
+        on_gpu=on_gpu,
+    )
+
+
+def _attention(setting: str, *, on_gpu: bool, compute_bytes: int) -> str:
+    """As `attention.choose_kernel`, which asks the device itself, would choose on a GPU of today."""
+    return ("varlen" if on_gpu and compute_bytes == 2 else "sdpa") if setting == "auto" else setting
+
+
+def describe_rank_here(cfg: Config, model: Model, *, num_ranks: int) -> Rank:
+    """A rank on this machine's kind of device."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
+        torch.cuda.set_device(local_rank())
+        device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
+    else:
+        device_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)

@@ -1,0 +1,232 @@
+"""`python -m spmdrl.tools.plan CONFIG.toml --ranks 8 --gpu-gib 80 [section.key=value ...]`: will it fit?
+
+It predicts what each phase of a run holds on each rank's GPU and on the host, from the settings and the model's
+config.json alone: no GPU, no weights. What does not fit is told with the settings that would make it fit, and the exit
+code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spmdrl.config import Config, read_config
+from spmdrl.launch import EXIT_USER_ERROR
+from spmdrl.memory import CONTEXT_BYTES, GIB, engine_problems, gib, memory_problems
+from spmdrl.model.load import read_model_config
+from spmdrl.phase_memory import Parts, PhaseMemory, Rank, micro_batch_tokens, phase_memory
+from spmdrl.predict import Model, describe_rank
+from spmdrl.types import UserError
+
+PARTS_SHOWN = 4
+MAX_REMEDIES = 3
+WIDTH_OF_FILES = 140
+_MIB = 2**20
+
+Shortage = tuple[int, int]  # problems, and the bytes that all phases together have too much
+_FITS: Shortage = (0, 0)
+
+# Settings that save memory of the device, cheapest first: (setting, values from mild to strong).
+_LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("offload.engine", (("kv_cache", "weights"),)),
+    ("model.gradient_checkpointing", ("selective", "full")),
+    ("model.checkpoint_every_layers", (1,)),
+    ("model.logits_chunk_tokens", (1024, 512)),
+    ("model.reshard_after_forward", (True,)),
+    ("model.prefetch_layers", (1,)),
+    ("offload.trainer", ("all",)),
+    ("rollout.max_running", (64, 32, 16, 8, 4)),
+    ("rollout.tp_size", (2, 4, 8)),
+    ("rollout.memory_fraction", (0.8, 0.7, 0.6, 0.5, 0.4)),
+    ("optim.state_on_host", (True,)),
+    ("model.cpu_offload", (True,)),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; returns the exit code, 0 when everything fits."""
+    arguments = _parse(argv)
+    try:
+        cfg = read_config(Config, arguments.config, arguments.override)
+        model = Model.read(read_model_config(cfg.model), cfg.model)
+        device_bytes = int(arguments.gpu_gib * GIB)
+        rank = describe_rank(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
+    except UserError as error:
+        print("\n".join(["cannot plan:", *(f"  - {line}" for line in str(error).splitlines())]), file=sys.stderr)
+        return EXIT_USER_ERROR
+    phases = phase_memory(cfg, rank)
+    problems = [*_problems(cfg, rank, phases)]
+    if problems:
+        problems += _remedies(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes)
+    if arguments.json:
+        print(json.dumps(_as_json(phases, problems, device_bytes), indent=1))
+    else:
+        _show(_console(), cfg, rank, phases, problems)
+    return EXIT_USER_ERROR if problems else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Predict the memory of each phase of a run.", epilog="docs/memory.md says how to read it."
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks that torchrun will start, one for each GPU")
+    parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU in GiB")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.ranks < 1 or arguments.gpu_gib <= 0:
+        parser.error("--ranks is at least 1 and --gpu-gib above 0")
+    return arguments
+
+
+def _problems(cfg: Config, rank: Rank, phases: Sequence[PhaseMemory]) -> Iterator[str]:
+    """What a launch would refuse, and the phases that are too large with what a launch does not count."""
+    device_bytes = rank.device_bytes
+    yield from memory_problems(rank.memory, cfg, device_bytes=device_bytes)
+    yield from engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=device_bytes)
+    for phase in _too_large(phases, device_bytes):
+        takes = gib(phase.device_bytes + CONTEXT_BYTES)
+        yield f"{phase.name} takes {takes} of {gib(device_bytes)}: {_largest(phase.on_device)}"
+
+
+def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMemory]:
+    return [phase for phase in phases if phase.device_bytes + CONTEXT_BYTES > device_bytes]
+
+
+def _remedies(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
+    """Sentences about settings with which everything fits: levers that are enough alone, else some of them together."""
+
+    def shortage(settings: Config) -> Shortage:
+        rank = describe_rank(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
+        phases = phase_memory(settings, rank)
+        too_much = sum(phase.device_bytes + CONTEXT_BYTES - device_bytes for phase in _too_large(phases, device_bytes))
+        return len([*_problems(settings, rank, phases)]), too_much
+
+    engine_ranks = cfg.rollout.num_ranks or num_ranks
+    moves = [
+        (setting, value)
+        for setting, values in _LEVERS
+        for value in values
+        if setting != "rollout.tp_size" or engine_ranks % value == 0
+    ]
+    alone = [move for move in moves if (changed := _with(cfg, dict([move]))) and shortage(changed) == _FITS]
+    for setting, value in alone[:MAX_REMEDIES]:
+        yield f"it fits with {setting} = {_toml(value)}"
+    if alone:
+        return
+    together, left = _together(cfg, moves, shortage)
+    levers = " and ".join(f"{setting} = {_toml(value)}" for setting, value in together.items())
+    if left == _FITS:
+        yield f"it fits with {levers}"
+    else:
+        yield (
+            f"the levers of docs/memory.md are not enough{f' ({levers} come nearest)' if levers else ''}; lower "
+            "pack.max_tokens_per_micro_batch, raise parallel.cp or parallel.tp, or use more ranks"
+        )
+
+
+def _together(
+    cfg: Config, moves: Sequence[tuple[str, Any]], shortage: Callable[[Config], Shortage]
+) -> tuple[dict[str, Any], Shortage]:
+    """Levers that make it fit, or nearly, and what is short then: each that helps, less those not needed."""
+    taken: dict[str, Any] = {}
+    least = shortage(cfg)
+    for setting, value in moves:
+        changed = _with(cfg, taken | {setting: value})
+        if changed and least > _FITS and (left := shortage(changed)) < least:
+            taken, least = taken | {setting: value}, left
+    for setting in tuple(taken):
+        others = {name: value for name, value in taken.items() if name != setting}
+        changed = _with(cfg, others)
+        if changed and shortage(changed) <= least:
+            taken = others
+    return taken, least
+
+
+def _with(cfg: Config, changes: Mapping[str, Any]) -> Config | None:
+    """The settings with these changes; None where one changes nothing or they do not go together."""
+    values = cfg.model_dump()
+    for setting, value in changes.items():
+        table, _, key = setting.partition(".")
+        if values[table][key] == value:
+            return None
+        values[table][key] = value
+    try:
+        return Config.model_validate(values)
+    except ValueError:
+        return None
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_FILES)
+
+
+def _show(console: Console, cfg: Config, rank: Rank, phases: Sequence[PhaseMemory], problems: Sequence[str]) -> None:
+    run, parallel, size = rank.run, cfg.parallel, rank.size
+    console.print(
+        f"{size.whole / 1e9:.2f} billion parameters, {size.shard / 1e9:.2f} on each of {run.training_ranks} ranks that "
+        f"train (dp_replicate {parallel.dp_replicate}, cp {parallel.cp}, tp {parallel.tp}, ep {parallel.ep}); "
+        f"{micro_batch_tokens(cfg, run)} tokens of a micro-batch on a rank"
+    )
+    too_large = _too_large(phases, rank.device_bytes)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, is_number in (
+        ("phase", False),
+        ("GPU, GiB", True),
+        ("of it", False),
+        ("host, GiB", True),
+        ("of it", False),
+    ):
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+    for phase in phases:
+        style = "bold red" if phase in too_large else ""
+        table.add_row(
+            Text(phase.name, style=style),
+            Text(f"{(phase.device_bytes + CONTEXT_BYTES) / GIB:.1f}", style=style),
+            _largest(phase.on_device),
+            f"{phase.host_bytes / GIB:.1f}",
+            _largest(phase.host),
+        )
+    console.print(table)
+    console.print(
+        f"of {gib(rank.device_bytes)}; {gib(CONTEXT_BYTES)} of each phase is CUDA's own and NCCL's", style="dim"
+    )
+    for problem in problems:
+        console.print(f"- {problem}", soft_wrap=True, markup=False)
+
+
+def _largest(parts: Parts) -> str:
+    """The largest parts, those that show in a table of GiB."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in ordered[:PARTS_SHOWN] if size >= 50 * _MIB)
+
+
+def _as_json(phases: Sequence[PhaseMemory], problems: Sequence[str], device_bytes: int) -> dict[str, Any]:
+    rows = [
+        {
+            "phase": phase.name,
+            "gpu_bytes": phase.device_bytes + CONTEXT_BYTES,
+            "host_bytes": phase.host_bytes,
+            "gpu": dict(phase.on_device),
+            "host": dict(phase.host),
+        }
+        for phase in phases
+    ]
+    return {"gpu_total_bytes": device_bytes, "fits": not problems, "phases": rows, "problems": list(problems)}
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

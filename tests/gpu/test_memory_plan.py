@@ -1,0 +1,125 @@
+"""On a device: levers change where memory is and no number, and predictions are near what torch allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from spmdrl.activations import Kept, kept_bytes
+from spmdrl.batch import build_batch
+from spmdrl.config import OptimConfig
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.model.host_state import StateOnHost
+from spmdrl.model.load import load_policy
+from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.sizes import decoder_of
+from spmdrl.objective import PolicyObjective
+from spmdrl.phase_memory import phase_memory
+from spmdrl.predict import Model, describe_rank
+from spmdrl.update import Learner, update
+from tests.gpu.test_memory import MIB, allocated, state
+from tests.live import Watch
+from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+from tests.unit.test_checkpointing import policy_of, tokens
+from tests.unit.test_memory import config
+
+CUDA = torch.device("cuda")
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+LEVELS = ["none", "selective", "full"]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=6, **SIZES)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    policy = policy_of(level, dtype=torch.bfloat16, **SIZES, **heads).to(CUDA)
+    policy.kernel = "varlen"
+    batch = tokens(*[512] * 8)
+    batch = replace(batch, **{name: getattr(batch, name).to(CUDA) for name in ("token_ids", "positions", "cu_seqlens")})
+    policy(batch).logprobs.sum().backward()  # cuBLAS's workspaces, and gradients
+    before = allocated()
+    scores = policy(batch)
+    measured = allocated() - before
+    shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+    kept = Kept(level=level, every_layers=1, compute_bytes=2, repeats_keys=True)
+    predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=512 * 8)
+    assert 0.85 < predicted / measured < 1.15
+    with Watch() as watch:
+        scores.logprobs.sum().backward()
+    attention = sum(count for name, count in watch.operations.items() if name.endswith("_varlen_attn"))
+    assert bool(attention) == (level == "full"), watch.operations
+
+
+def start(path: str, meshes: Meshes, *, state_on_host: bool = False, level: str = "none") -> Learner:
+    policy = load_policy(model_config(path, gradient_checkpointing=level), meshes.model, temperature=1.0)
+    optim = OptimConfig(lr=1e-3, weight_decay=0.1, state_on_host=state_on_host)
+    return Learner.start(policy, optim, num_updates=4, dtype=torch.bfloat16)
+
+
+def train(learner: Learner, meshes: Meshes, *, step: int, count: int = 8, max_tokens: int = 40) -> int:
+    """One update; returns the tokens of the largest micro-batch."""
+    sequences = random_sequences(count, seed=step, max_tokens=max_tokens)
+    plan = plan_for(count, 1, max_sequence_tokens=max_tokens, max_tokens_per_micro_batch=8192)
+    batch = build_batch(sequences, plan, meshes, aggregation="token_mean")
+    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    return max(len(micro_batch.token_ids) for mini_batch in batch.mini_batches for micro_batch in mini_batch)
+
+
+def test_state_on_the_host_is_bitwise_state_on_the_device(qwen3: str) -> None:
+    results: dict[bool, tuple[list[Tensor], int]] = {}
+    for on_host in (False, True):
+        with spmd_session(threads_per_rank=1, deterministic=True) as world:
+            meshes = build_meshes(world)
+            learner = start(qwen3, meshes, state_on_host=on_host)
+            if on_host:
+                assert isinstance(learner.optimizer, StateOnHost)
+                learner.optimizer.block_bytes = 8 * MIB
+            memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
+            for step in (1, 2):
+                train(learner, meshes, step=step)
+                memory.sleep()
+                memory.wake()
+            held = allocated()
+            weights = sum(parameter.to_local().nbytes for parameter in learner.policy.parameters())
+            results[on_host] = state(learner), held
+            if on_host:
+                moments = [value for values in learner.optimizer.state.values() for value in values.values()]
+                locals_ = [value.to_local() if hasattr(value, "to_local") else value for value in moments]
+                assert all(local.is_pinned() for local in locals_)
+            del learner, memory
+    for one, other in zip(results[False][0], results[True][0], strict=True):
+        assert torch.equal(one, other)
+    assert results[False][1] - results[True][1] > 2 * weights - MIB
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        learner = start(qwen3, meshes, level=level)
+        train(learner, meshes, step=1, count=64, max_tokens=250)
+        torch.cuda.reset_peak_memory_stats()
+        num_tokens = train(learner, meshes, step=2, count=64, max_tokens=250)
+        measured = torch.cuda.max_memory_allocated()
+        del learner
+    cfg = config(
+        model={"path": qwen3, "gradient_checkpointing": level, "logits_chunk_tokens": 16},
+        rollout={"prompts_per_step": 1024, "group_size": 2, "max_response_tokens": 8},
+        pack={"max_tokens_per_micro_batch": num_tokens},
+    )
+    model = Model.read(AutoConfig.from_pretrained(Path(qwen3)), cfg.model)
+    device_bytes = torch.cuda.get_device_properties(0).total_memory
+    rank = describe_rank(cfg, model, num_ranks=1, device_bytes=device_bytes, on_gpu=True)
+    (phase,) = [phase for phase in phase_memory(cfg, rank) if phase.name == "forward-backward"]
+    predicted = phase.process_bytes - phase.device["engine"] - phase.device["refit buckets"]
+    assert 0.7 < predicted / measured < 1.3, (predicted / MIB, measured / MIB)

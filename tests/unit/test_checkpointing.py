@@ -1,0 +1,133 @@
+"""What each level of checkpointing computes again, and that it changes no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from spmdrl.activations import Kept, kept_bytes
+from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.load import decoder_layers
+from spmdrl.model.policy import Policy
+from spmdrl.model.sizes import decoder_of
+from tests.live import Watch
+
+TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a policy's forward reads of a micro-batch."""
+
+    token_ids: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    seqlens: list[int]
+
+
+def tokens(*seqlens: int) -> Tokens:
+    positions = torch.cat([torch.arange(length) for length in seqlens])
+    ends = torch.tensor([0, *seqlens]).cumsum(0)
+    return Tokens(torch.arange(len(positions)) % 90 + 2, positions, ends.int(), list(seqlens))
+
+
+def policy_of(
+    level: str,
+    *,
+    every_layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kind: type[PreTrainedConfig] = Qwen3Config,
+    **sizes: Any,
+) -> Policy:
+    torch.manual_seed(0)
+    settings = {"vocab_size": 97, "num_hidden_layers": 4, "tie_word_embeddings": True} | sizes
+    model = AutoModelForCausalLM.from_config(kind(**settings), attn_implementation="spmdrl").to(dtype).eval()
+    use_fast_linears(model)
+    if level != "none":
+        checkpoint_layers(model, decoder_layers(model), recomputed=level, every_layers=every_layers)
+    return Policy(model, kernel="sdpa", temperature=1.0, logits_chunk_tokens=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One forward and backward pass."""
+
+    gradients: list[Tensor]
+    operations: Counter[str]  # of both
+    kept_bytes: int  # at the end of the forward pass
+
+
+def computed(policy: Policy, batch: Tokens) -> Computed:
+    with Watch() as watch:
+        scores = policy(batch)
+        kept = watch.live_bytes
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    return Computed([p.grad for p in policy.parameters()], watch.operations, kept)
+
+
+# 300 tokens are tiles and a rest to the linear layers of a CPU; 40 are too few for tiles.
+@pytest.mark.parametrize(
+    ("model", "seqlens", "dtype"),
+    [
+        ("tiny", (100, 100, 60, 40), torch.float32),
+        ("tiny", (20, 20), torch.float32),
+        ("tiny", (100, 28), torch.bfloat16),
+        ("experts", (100, 28), torch.float32),
+    ],
+)
+def test_levels_differ_in_what_runs_twice_and_in_nothing_else(
+    model: str, seqlens: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    batch = tokens(*seqlens)
+    none = computed(policy_of("none", dtype=dtype, **MODELS[model]), batch)
+    for level, every_layers in (("full", 1), ("full", 2), ("selective", 1), ("selective", 3)):
+        other = computed(policy_of(level, every_layers=every_layers, dtype=dtype, **MODELS[model]), batch)
+        assert all(torch.equal(one, two) for one, two in zip(none.gradients, other.gradients, strict=True))
+        again = other.operations - none.operations
+        assert again["aten::rsqrt"] > 0, "norms are computed again"
+        products = {name for name in again if any(word in name for word in ("mm", "linear", "attention"))}
+        assert bool(products) == (level == "full"), (level, products)
+
+
+def test_less_is_kept_the_more_is_computed_again() -> None:
+    batch = tokens(100, 28)
+    kept = {
+        (level, every_layers): computed(policy_of(level, every_layers=every_layers, **TINY), batch).kept_bytes
+        for level, every_layers in (("none", 1), ("selective", 2), ("selective", 1), ("full", 2), ("full", 1))
+    }
+    assert kept["full", 1] < kept["selective", 1] < kept["selective", 2] < kept["none", 1]
+    assert kept["full", 1] < 0.12 * kept["none", 1]
+    assert kept["full", 1] < kept["full", 2] < kept["none", 1]
+
+
+MEDIUM = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": TINY,
+    "medium": MEDIUM | {"head_dim": 64},
+    "llama": TINY | {"kind": LlamaConfig},
+    "experts": TINY | EXPERTS | {"hidden_size": 128, "head_dim": 32, "kind": Qwen3MoeConfig},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_kept_is_what_the_formula_says(model: str, dtype: torch.dtype) -> None:
+    seqlens = (100, 60, 40)  # runs of several lengths, whose results SDPA's caller has to join
+    for level, every_layers in (("none", 1), ("full", 1), ("selective", 1), ("full", 2), ("selective", 3)):
+        policy = policy_of(level, every_layers=every_layers, dtype=dtype, **MODELS[model])
+        with Watch() as watch:
+            scores = policy(tokens(*seqlens))
+            measured = watch.live_bytes
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+        kept = Kept(level=level, every_layers=every_layers, compute_bytes=dtype.itemsize, repeats_keys=False)
+        predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
+        assert 0.85 < predicted / measured < 1.15, (level, every_layers)
+        del scores
