@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.batch import lay_end_to_end
+from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
@@ -147,20 +148,22 @@ def plain_scores(model: PreTrainedModel, sequences: list[Sequence]) -> Scores:
 def every_way(path: str, sequences: list[Sequence]) -> Ways:
     """What this rank sees; beside the other rank it has half of the sequences."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        grid = init_device_mesh("cpu", (world.num_ranks, 1), mesh_dim_names=("data", "alone"))
+        meshes = build_meshes(world).model
+        grid = init_device_mesh("cpu", (world.num_ranks, 1, 1, 1), mesh_dim_names=("rank", "replicate", "shard", "tp"))
+        alone = replace(meshes, dense=grid["replicate", "shard", "tp"])
         ordered = sorted(sequences, key=lambda sequence: len(sequence.token_ids))  # as packing does
         halves = [ordered[::2], ordered[1::2]]
 
-        def load(mesh: DeviceMesh, **model: bool) -> Policy:
-            return load_policy(model_config(path, **model), mesh, temperature=TEMPERATURE)
+        def load(meshes: ModelMeshes, **model: str) -> Policy:
+            return load_policy(model_config(path, **model), meshes, temperature=TEMPERATURE)
 
-        shared = load(grid["data"])
+        shared = load(meshes)
         namings: tuple[Naming, ...] = ("model", "checkpoint")
         return Ways(
-            packed=trainer_scores(load(grid["alone"]), halves),
-            single=trainer_scores(load(grid["alone"], gradient_checkpointing=True), [[s] for s in sequences]),
+            packed=trainer_scores(load(alone), halves),
+            single=trainer_scores(load(alone, gradient_checkpointing="full"), [[s] for s in sequences]),
             shared=trainer_scores(shared, [halves[world.rank]]),
-            sent={naming: sent_weights(shared, grid["data"], naming) for naming in namings},
+            sent={naming: sent_weights(shared, meshes.copy, naming) for naming in namings},
         )
 
 

@@ -1,4 +1,4 @@
-"""The same global batch gives the same gradients and weights, however it is cut over ranks and micro-batches."""
+"""The same global batch gives the same gradients, whatever the aggregation, ranks and dtype (layouts: test_matrix.py)."""
 
 from __future__ import annotations
 
@@ -105,13 +105,11 @@ def assert_same_change(
         assert difference <= allowed, f"{name}: {difference:.2e} apart, allowed {allowed:.2e}"
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama"])
-def test_gradients_do_not_depend_on_the_number_of_ranks(model: str, request: pytest.FixtureRequest) -> None:
-    path = request.getfixturevalue(model)
-    start = initial(path)
-    (one, metrics), *_ = run_ranks(1, _trained, path, {})
+def test_gradients_do_not_depend_on_the_number_of_ranks(llama: str) -> None:
+    start = initial(llama)
+    (one, metrics), *_ = run_ranks(1, _trained, llama, {})
     for num_ranks in (2, 4):
-        results = run_ranks(num_ranks, _trained, path, {})
+        results = run_ranks(num_ranks, _trained, llama, {})
         assert_same_change(one, results[0][0], start, 1e-5)
         assert results[0][1]["update/grad_norm"] == pytest.approx(metrics["update/grad_norm"], rel=1e-5)
         assert results[0][1]["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-5)
@@ -121,17 +119,8 @@ def _trained(path: str, options: dict[str, Any]) -> Any:
     return trained(path, **options)
 
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one sequence at a time": {"plan": {"max_tokens_per_micro_batch": None, "sequences_per_micro_batch": 1}},
-    "one micro-batch": {"plan": {"max_tokens_per_micro_batch": 100_000}},
-    "whole head at once": {"model": {"logits_chunk_tokens": 100_000}},
-    "parameters on the host": {"model": {"cpu_offload": True}},
-}
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_gradients_do_not_depend_on_how_a_rank_computes_them(qwen3: str, start, usual, cut: str) -> None:
-    (other, _), _ = run_ranks(2, _trained, qwen3, CUTS[cut])
+def test_gradients_do_not_depend_on_where_parameters_are(qwen3: str, start, usual) -> None:
+    (other, _), _ = run_ranks(2, _trained, qwen3, {"model": {"cpu_offload": True}})
     assert_same_change(usual[0], other, start, 1e-5)
 
 
@@ -154,20 +143,6 @@ def test_a_rank_without_sequences_takes_part(qwen3: str, start) -> None:
     ((one, _),) = run_ranks(1, _trained, qwen3, options)
     (four, _), *_ = run_ranks(4, _trained, qwen3, options)
     assert_same_change(one, four, start, 1e-5)
-
-
-def test_adamw_weights_agree_after_several_updates(qwen3: str, start) -> None:
-    # Adam divides by the gradient's own size: where that is rounding noise the step is noise too, of at most lr.
-    options = {
-        "optim": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1},
-        "plan": {"updates_per_step": 4, "rollouts_per_mini_batch": SEQUENCES // 4, "num_updates": 4},
-    }
-    ((one, _),) = run_ranks(1, _trained, qwen3, options)
-    assert max((one[name] - start[name]).abs().max() for name in start) > 3e-4
-    for num_ranks in (2, 4):
-        others, _ = run_ranks(num_ranks, _trained, qwen3, options)[0]
-        for name in one:  # a tenth of what one update may move a weight
-            assert (one[name] - others[name]).abs().max() < 1e-5, name
 
 
 def test_the_first_update_is_exactly_on_policy(usual) -> None:

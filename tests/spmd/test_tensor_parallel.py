@@ -80,7 +80,7 @@ def _update_each(cases: list[Case], experts: str | None = None) -> list[Outcome]
 
 def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | None) -> Outcome:
     meshes = build_meshes(world, parallel)
-    settings, losses = model_config(path, gradient_checkpointing=True), loss_config(**LOSS)
+    settings, losses = model_config(path, gradient_checkpointing="full"), loss_config(**LOSS)
     policy = load_policy(settings, meshes.model, temperature=0.8)
     reference = load_reference(settings, losses, meshes.model, temperature=0.8)
     if experts:
