@@ -34,7 +34,7 @@ class Layout:
 class CausalAttention(Protocol):
     """q is [T, H, D], k and v [earlier + T, K, D] with K dividing H; the result is [T, H, D].
 
-    A window of w lets a token see itself and w - 1 before it. Sinks are [H].
+    A window of w lets a token see itself and w - 1 before it. Sinks are [H]; sinks.py says what they do.
     """
 
     def __call__(
@@ -73,10 +73,11 @@ def runs_of_equal_length(seqlens: list[int], start: int = 0) -> Iterator[tuple[s
 
 def _runs(layout: Layout) -> Iterator[tuple[slice, slice, int]]:
     """(queries, keys, sequences) of every run of neighbours of equal lengths."""
-    alone = layout.seqlens[0] if layout.earlier else 0
-    if alone:
-        yield slice(0, alone), slice(0, layout.earlier + alone), 1
-    for tokens, count, _ in runs_of_equal_length(layout.seqlens[1 if alone else 0 :], start=alone):
+    start, rest = 0, layout.seqlens
+    if layout.earlier:
+        start, *rest = layout.seqlens
+        yield slice(0, start), slice(0, layout.earlier + start), 1
+    for tokens, count, _ in runs_of_equal_length(rest, start):
         yield tokens, slice(layout.earlier + tokens.start, layout.earlier + tokens.stop), count
 
 
