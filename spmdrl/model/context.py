@@ -13,25 +13,22 @@ decides only how many rows move.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
-from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import gather_flat
-from spmdrl.model.attention import Attend, Kernel
+from spmdrl.model.attention import Attend
+from spmdrl.model.kernels import CausalAttention, Kernel, Layout, causal_attention
+from spmdrl.model.ring import has_ring_attention, ring_attention
 from spmdrl.types import UserError
 
 Style = Literal["all_gather", "ulysses"]
@@ -67,21 +64,23 @@ def context_attention(
     """
     assert sum(seqlens) % mesh.size() == 0, f"{sum(seqlens)} tokens cannot be cut into {mesh.size()} equal chunks"
     if style == "ulysses":
-        attend = _varying_attention([(length, length) for length in seqlens], kernel, cu_seqlens.device)
-        return _HeadsForTokens(attend, mesh)
-    if kernel == "flash_attn_2" and importlib.util.find_spec("ring_flash_attn"):
-        return _ring_attention(cu_seqlens, seqlens, mesh)
+        return _HeadsForTokens(causal_attention(Layout(seqlens, cu_seqlens), kernel), mesh)
+    heads_per_group = functools.partial(_heads_per_group, sum(seqlens))
+    if kernel == "flash_attn_2" and has_ring_attention():
+        return ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)
     num_tokens = sum(seqlens) // mesh.size()
 
     @functools.cache
     def view(window: int | None) -> _View:
-        chunks = [_visible(seqlens, rank * num_tokens, num_tokens, window) for rank in range(mesh.size())]
+        chunks = [_cut(seqlens, rank * num_tokens, num_tokens, window) for rank in range(mesh.size())]
         rank = mesh.get_local_rank()
-        lent = _lent_tokens([keys - queries for ((queries, keys), *_) in chunks], num_tokens)
-        attend = _varying_attention(chunks[rank], kernel, cu_seqlens.device)
+        lent = _lent_tokens([earlier for _, earlier in chunks], num_tokens)
+        mine, earlier = chunks[rank]
+        offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
+        attend = causal_attention(Layout(mine, offsets, earlier), kernel)
         return _View(attend, send=lent[rank], receive=[by_lender[rank] for by_lender in lent])
 
-    return _KeysComeToQueries(view, sum(seqlens), mesh)
+    return _KeysComeToQueries(view, heads_per_group, mesh)
 
 
 def gather_tokens(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -130,19 +129,18 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMes
 # --- which keys a chunk sees -----------------------------------------------------------------------------------------
 
 
-def _visible(seqlens: list[int], start: int, num_tokens: int, window: int | None) -> list[tuple[int, int]]:
-    """(queries, keys) of each sequence that touches the chunk of `num_tokens` at `start`, in tokens.
+def _cut(seqlens: list[int], start: int, num_tokens: int, window: int | None) -> tuple[list[int], int]:
+    """(tokens of each sequence within the chunk of `num_tokens` at `start`, earlier tokens that its queries see).
 
-    The keys end where the queries do, and are more only in the first sequence: by its tokens before the chunk that
-    the chunk's first query sees.
+    The earlier ones are of the first of these sequences, and seen by the chunk's first query.
     """
-    seen = []
+    inside, earlier = [], 0
     for first, end in pairwise(accumulate(seqlens, initial=0)):
-        queries = min(end, start + num_tokens) - max(first, start)
-        if queries > 0:
-            before = max(0, start - first)
-            seen.append((queries, queries + (before if window is None else min(before, window - 1))))
-    return seen
+        tokens = min(end, start + num_tokens) - max(first, start)
+        if tokens > 0:
+            inside.append(tokens)
+            earlier += max(0, start - first)
+    return inside, earlier if window is None else min(earlier, window - 1)
 
 
 def _lent_tokens(borrowed: list[int], num_tokens: int) -> list[list[int]]:
@@ -166,7 +164,7 @@ def _lent_tokens(borrowed: list[int], num_tokens: int) -> list[list[int]]:
 class _View:
     """What this rank's queries see through a window, and what the other ranks' queries see of its keys."""
 
-    attend: _AttendVarying
+    attend: CausalAttention
     send: list[int]  # [R] tokens at the end of this chunk that go to each rank
     receive: list[int]  # [R] tokens that come from each, in the order of the tokens
 
@@ -179,7 +177,7 @@ class _KeysComeToQueries:
     """
 
     view: Callable[[int | None], _View]  # of a window
-    total_tokens: int
+    heads_per_group: Callable[[Tensor], int]  # of a key
     mesh: DeviceMesh
 
     def __call__(
@@ -194,7 +192,7 @@ class _KeysComeToQueries:
         sinks: Tensor | None = None,
     ) -> Tensor:
         view = self.view(window)
-        kv_heads = _heads_per_group(key, self.total_tokens)
+        kv_heads = self.heads_per_group(key)
         heads = kv_heads * query.shape[1] // key.shape[1]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
@@ -215,7 +213,7 @@ class _KeysComeToQueries:
         return torch.cat(outputs, dim=1).unsqueeze(0)
 
 
-def _heads_per_group(key: Tensor, total_tokens: int) -> int:
+def _heads_per_group(total_tokens: int, key: Tensor) -> int:
     """The most heads of key [1, K, n, D] that divide K and whose keys and values of all tokens are within the bound.
 
     By the tokens of all ranks, not by those that this one borrows: every rank must have as many groups.
@@ -236,7 +234,7 @@ def _with_borrowed(local: Tensor, view: _View, mesh: DeviceMesh) -> Tensor:
 class _HeadsForTokens:
     """Every rank gives away its tokens of the other ranks' heads, and attends over all tokens of its own."""
 
-    attend: _AttendVarying
+    attend: CausalAttention
     mesh: DeviceMesh
 
     def __call__(
@@ -268,179 +266,3 @@ class _HeadsForTokens:
         """Block r of [R, ...] goes to rank r; what comes is in the order of the ranks."""
         one_each = [1] * self.mesh.size()
         return _Exchange.apply(blocks, one_each, one_each, self.mesh)
-
-
-# --- attention of one rank, where sequences may have more keys than queries ------------------------------------------
-
-# (q [tokens, heads, D], k, v [key tokens, kv heads, D], scale=, window=, sinks= [heads] or None) -> as q.
-_AttendVarying = Callable[..., Tensor]
-
-
-def _varying_attention(lengths: list[tuple[int, int]], kernel: Kernel, device: torch.device) -> _AttendVarying:
-    """Attention of sequences end to end with these (queries, keys) tokens; the last of both are the same token."""
-    if kernel == "sdpa":
-        return functools.partial(_sdpa_in_runs, lengths)
-    run, layout = _load_varlen(kernel), _layout(lengths, device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
-        _refuse_sinks(kernel, sinks)
-        return run(q, k, v, layout, scale, _sees(window))
-
-    return attend
-
-
-class _Layout(NamedTuple):
-    """Where sequences lie among queries and keys, in the order in which kernels take it."""
-
-    cu_queries: Tensor  # [sequences + 1] int32, as cu_seqlens
-    cu_keys: Tensor
-    max_queries: int
-    max_keys: int
-
-
-def _layout(lengths: list[tuple[int, int]], device: torch.device) -> _Layout:
-    queries, keys = zip(*lengths, strict=True)
-    cu_queries, cu_keys = (
-        torch.tensor([*accumulate(x, initial=0)], dtype=torch.int32, device=device) for x in (queries, keys)
-    )
-    return _Layout(cu_queries, cu_keys, max(queries), max(keys))
-
-
-def _sees(window: int | None) -> tuple[int, int]:
-    """How far back and ahead of itself a token sees, as kernels count it."""
-    return (-1, 0) if window is None else (window - 1, 0)
-
-
-def _refuse_sinks(kernel: Kernel, sinks: Tensor | None) -> None:
-    if sinks is not None:
-        raise UserError(
-            f'model.attention = "{kernel}" under context parallelism has no attention sinks, '
-            'and this model uses them; set it to "sdpa"'
-        )
-
-
-def _sdpa_in_runs(
-    lengths: list[tuple[int, int]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """One batched call for each run of neighbours of equal lengths."""
-    runs = [(queries, keys, sum(1 for _ in run)) for (queries, keys), run in groupby(lengths)]
-    q_rows = q.split([queries * count for queries, _, count in runs])
-    k_rows, v_rows = (x.split([keys * count for _, keys, count in runs]) for x in (k, v))
-    outputs = []
-    for rows, (_, _, count) in zip(zip(q_rows, k_rows, v_rows, strict=True), runs, strict=True):
-        batch = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in rows]
-        outputs.append(_causal_sdpa(*batch, scale=scale, window=window, sinks=sinks).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)
-
-
-def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
-    """q [B, H, queries, D], k and v [B, K, keys, D]; the last query and the last key are the same token."""
-    queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    if sinks is None and queries == keys and (window is None or window >= keys):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    token = torch.arange(keys, device=q.device)
-    distance = token[keys - queries :, None] - token
-    mask = (distance >= 0) & (distance < (keys if window is None else window))
-    if sinks is not None:
-        # A sink is one more key of zeros, whose logit is given and whose value is zero.
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        bias = q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf).expand(len(sinks), -1, -1)
-        mask = torch.cat([bias, sinks.to(q.dtype)[:, None, None].expand(-1, queries, 1)], dim=2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-
-
-def _load_varlen(kernel: Kernel) -> Callable[[Tensor, Tensor, Tensor, _Layout, float, tuple[int, int]], Tensor]:
-    """A CUDA kernel as (q, k, v, layout, scale, sees) -> [tokens, heads, D].
-
-    All of them let the last query of a sequence see up to its last key, which is what a chunk's own queries need.
-    """
-    try:
-        if kernel == "varlen":
-            from torch.nn.attention.varlen import varlen_attn
-
-            def run(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, scale: float, sees: tuple[int, int]) -> Tensor:
-                groups = q.shape[1] // k.shape[1]
-                # Repeated, not enable_gqa: torch 2.11 has no such argument.
-                k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
-                out = varlen_attn(q, k, v, *layout, scale=scale, window_size=sees)
-                assert isinstance(out, Tensor)  # it was not asked for anything besides
-                return out
-
-            return run
-        if kernel == "flash_attn_2":
-            from flash_attn import flash_attn_varlen_func
-        else:
-            from flash_attn_interface import flash_attn_varlen_func
-    except ImportError as error:
-        raise UserError(f'model.attention = "{kernel}" needs a package that is not installed ({error})') from error
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return lambda q, k, v, layout, scale, sees: flash_attn_varlen_func(
-        q, k, v, *layout, softmax_scale=scale, causal=True, window_size=sees, deterministic=deterministic
-    )
-
-
-# --- ring_flash_attn -------------------------------------------------------------------------------------------------
-
-
-def _ring_attention(cu_seqlens: Tensor, seqlens: list[int], mesh: DeviceMesh) -> Attend:
-    """The same exchange of keys by the package ring_flash_attn, whose backward need not attend again."""
-    ring = _load_ring()
-    # On the host, where its lengths are read without waiting for the device.
-    on_host = torch.tensor([*accumulate(seqlens, initial=0)], dtype=torch.int32)
-    cu_queries, cu_keys, max_queries, max_keys, key_slice = ring.llama3_flash_attn_prepare_cu_seqlens(
-        on_host, causal=True, rank=mesh.get_local_rank(), world_size=mesh.size()
-    )
-    cu_queries, cu_keys = cu_queries.to(cu_seqlens.device), cu_keys.to(cu_seqlens.device)
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        _refuse_sinks("flash_attn_2", sinks)
-        out = ring.llama3_flash_attn_varlen_func(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
-            cu_queries,
-            cu_keys,
-            max_queries,
-            max_keys,
-            heads_k_stride=_heads_per_group(key, sum(seqlens)),
-            local_k_slice=key_slice,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_sees(window),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            group=mesh.get_group(),
-        )
-        return out.unsqueeze(0)
-
-    return attend
-
-
-@functools.cache
-def _load_ring() -> ModuleType:
-    """The one module of ring_flash_attn that is used, without the package's `__init__`.
-
-    ring_flash_attn 0.1.8 imports, for an adapter that is not used here, a name that transformers 5 has moved.
-    """
-    found = importlib.util.find_spec("ring_flash_attn")
-    assert found is not None and found.submodule_search_locations is not None
-    package = ModuleType("spmdrl_ring_flash_attn")
-    package.__path__ = found.submodule_search_locations
-    sys.modules[package.__name__] = package
-    try:
-        return importlib.import_module(f"{package.__name__}.llama3_flash_attn_varlen")
-    except ImportError as error:
-        raise UserError(f'model.attention = "flash_attn_2" cannot use ring_flash_attn ({error})') from error

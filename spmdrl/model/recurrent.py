@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.attention import runs_of_equal_length
+from spmdrl.model.kernels import runs_of_equal_length
 
 _MIXERS = {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.batch import lay_end_to_end
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.attention import packed_attention
+from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.model.load import load_policy
 from tests.tiny import (
     model_config,
@@ -31,21 +31,22 @@ SEQLENS = [1, 3, 3, 17, 40, 130]
 MODELS = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss, save_qwen3_next, save_qwen3_5]
 
 
-def attention_leaves(heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
-    """query, key, value and sinks on the CPU, float32, every number one that bfloat16 has."""
+def attention_leaves(heads: int, kv_heads: int, head_dim: int, earlier: int) -> list[Tensor]:
+    """q, k, v and sinks on the CPU, float32, every number one that bfloat16 has; `earlier` keys precede the queries."""
     torch.manual_seed(0)
-    shapes = [(1, n, sum(SEQLENS), head_dim) for n in (heads, kv_heads, kv_heads)] + [(heads,)]
-    return [torch.randn(shape).bfloat16().float() for shape in shapes]
+    tokens = sum(SEQLENS)
+    shapes = [(tokens, heads), (earlier + tokens, kv_heads), (earlier + tokens, kv_heads)]
+    return [torch.randn(shape).bfloat16().float() for shape in [*((*shape, head_dim) for shape in shapes), (heads,)]]
 
 
 def output_and_gradients(
-    leaves: list[Tensor], kernel: str, device: str, dtype: torch.dtype, *, window: int | None, has_sinks: bool
+    leaves: list[Tensor], kernel: Kernel, device: str, dtype: torch.dtype, *, window: int | None, has_sinks: bool
 ) -> list[Tensor]:
     leaves = [leaf.to(device, dtype, copy=True).requires_grad_() for leaf in leaves]
     q, k, v, sinks = leaves
     cu_seqlens = torch.tensor([0, *SEQLENS], device=device).cumsum(0).to(torch.int32)
-    attend = packed_attention(cu_seqlens, SEQLENS, kernel)
-    out = attend(q, k, v, layer=0, scale=0.2, window=window, sinks=sinks if has_sinks else None)
+    causal = causal_attention(Layout(SEQLENS, cu_seqlens, len(k) - len(q)), kernel)
+    out = causal(q, k, v, scale=0.2, window=window, sinks=sinks if has_sinks else None)
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out.float() * slope.to(device)).sum().backward()
     return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
@@ -53,12 +54,13 @@ def output_and_gradients(
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("earlier", [0, 70])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 64), (6, 1, 128), (4, 2, 16)])
 @pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
 def test_forward_and_backward_equal_the_cpu(
-    kernel: str, heads: int, kv_heads: int, head_dim: int, window: int | None, has_sinks: bool
+    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, earlier: int, window: int | None, has_sinks: bool
 ) -> None:
-    leaves = attention_leaves(heads, kv_heads, head_dim)
+    leaves = attention_leaves(heads, kv_heads, head_dim, earlier)
     options = {"window": window, "has_sinks": has_sinks}
     expected = output_and_gradients(leaves, "sdpa", "cpu", torch.float32, **options)
     found = output_and_gradients(leaves, kernel, "cuda", torch.bfloat16, **options)

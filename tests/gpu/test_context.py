@@ -6,8 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
-from spmdrl.model.attention import Kernel, choose_kernel, packed_attention
+from spmdrl.dist.collectives import sum_over
+from spmdrl.model.attention import Attend, Kernel, choose_kernel, packed_attention
 from spmdrl.model.context import context_attention, gather_tokens
 from spmdrl.types import UserError
 from tests.spmd.ranks import run_ranks
@@ -20,35 +22,46 @@ LAYOUTS = [[512, 512], [1024], [500, 24, 500], [300, 1, 1, 700, 22], [1000, *[1]
 WINDOWS = [None, 100, 700]
 
 
-def _kernel_equals_float32(kernel: Kernel) -> None:
+def _attended(attend: Attend, leaves: list[Tensor], grad: Tensor, window: int | None) -> list[Tensor]:
+    """The result, and the gradients of query, key, value and, if they are given, sinks."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    query, key, value, *sinks = leaves
+    out = attend(query, key, value, layer=0, scale=HEAD_DIM**-0.5, window=window, sinks=sinks[0] if sinks else None)
+    return _with_gradients(out, grad, leaves)
+
+
+def _kernel_equals_float32(kernel: Kernel, has_sinks: bool) -> None:
     """With `kernel` in bfloat16 over two ranks, as SDPA in float32 of the same numbers on one."""
     with _mesh() as mesh:
         torch.manual_seed(0)
         for style, seqlens, kv_heads, window in product(STYLES, LAYOUTS, (8, 2, 1), WINDOWS):
-            cu = _offsets(seqlens).cuda()
-            tokens, options = sum(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
-            heads = (HEADS, kv_heads, kv_heads)
+            cu, tokens = _offsets(seqlens).cuda(), sum(seqlens)
             # Drawn on the host: the same numbers on every device.
-            qkv = [torch.randn(1, h, tokens, HEAD_DIM).cuda().bfloat16() for h in heads]
+            qkv = [torch.randn(1, h, tokens, HEAD_DIM).cuda().bfloat16() for h in (HEADS, kv_heads, kv_heads)]
+            sinks = [torch.randn(HEADS).cuda().bfloat16()] if has_sinks else []
             grad = torch.randn(1, tokens, HEADS, HEAD_DIM).cuda().bfloat16()
-            whole = [x.float().requires_grad_() for x in qkv]
-            wanted = _with_gradients(packed_attention(cu, seqlens, "sdpa")(*whole, **options), grad.float(), whole)
-            local = [_mine(x, 2, mesh).requires_grad_() for x in qkv]
+            whole = [x.float() for x in (*qkv, *sinks)]
+            wanted = _attended(packed_attention(cu, seqlens, "sdpa"), whole, grad.float(), window)
+            wanted[:4] = (_mine(x, dim, mesh) for x, dim in zip(wanted[:4], (1, 2, 2, 2), strict=True))
+            local = [*(_mine(x, 2, mesh) for x in qkv), *sinks]
             attend = context_attention(cu, seqlens, kernel, mesh, style=style)
-            found = _with_gradients(attend(*local, **options), _mine(grad, 1, mesh), local)
-            for one, of_all, dim in zip(found, wanted, (1, 2, 2, 2), strict=True):
-                mine = _mine(of_all, dim, mesh)
-                error = (one.float() - mine).norm() / mine.norm()
+            found = [x.float() for x in _attended(attend, local, _mine(grad, 1, mesh), window)]
+            found[4:] = (sum_over(mesh, of_sinks) for of_sinks in found[4:])
+            for one, other in zip(found, wanted, strict=True):
+                error = (one - other).norm() / other.norm()
                 assert error < 0.02, f"{style}, {seqlens}, {kv_heads} kv heads, window {window}: {error:.3g}"
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attn_2", "flash_attn_3"])
-def test_two_devices_attend_as_one(kernel: Kernel) -> None:
+CASES = [*product(("sdpa", "varlen"), (False, True)), ("flash_attn_2", False), ("flash_attn_3", False)]
+
+
+@pytest.mark.parametrize(("kernel", "has_sinks"), CASES)
+def test_two_devices_attend_as_one(kernel: Kernel, has_sinks: bool) -> None:
     try:
         choose_kernel(kernel, "cuda", torch.bfloat16)
     except UserError as problem:
         pytest.skip(str(problem))
-    run_ranks(2, _kernel_equals_float32, kernel)
+    run_ranks(2, _kernel_equals_float32, kernel, has_sinks)
 
 
 def _gathered() -> None:

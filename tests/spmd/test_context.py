@@ -18,9 +18,10 @@ from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model import context
-from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention import Kernel, packed_attention
 from spmdrl.model.context import Style, context_attention, context_problems, gather_tokens
 from spmdrl.types import UserError
+from tests import flash_on_cpu  # noqa: F401
 from tests.spmd.ranks import run_ranks
 
 # 48 tokens: chunks of 24 on two ranks, of 12 on four.
@@ -76,11 +77,20 @@ def _mine(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 
-def _equal(style: Style, seqlens: list[int], kv_heads: int, window: int | None, sinks: bool, mesh: DeviceMesh) -> None:
+def _equal(
+    style: Style,
+    seqlens: list[int],
+    kv_heads: int,
+    window: int | None,
+    sinks: bool,
+    *,
+    kernel: Kernel,
+    mesh: DeviceMesh,
+) -> None:
     (*qkv, logits), grad = _random(seqlens, kv_heads)
     cu, options = _offsets(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
     local = [_mine(x.detach(), 2, mesh).requires_grad_() for x in qkv]
-    attend: Any = context_attention(cu, seqlens, "sdpa", mesh, style=style)
+    attend: Any = context_attention(cu, seqlens, kernel, mesh, style=style)
     if sinks:
         wanted = _with_gradients(_dense(*qkv, logits, seqlens, window), grad, [*qkv, logits])
         out = attend(*local, **options, sinks=logits)
@@ -93,19 +103,24 @@ def _equal(style: Style, seqlens: list[int], kv_heads: int, window: int | None, 
         torch.testing.assert_close(one, _mine(whole, dim, mesh), rtol=1e-5, atol=2e-6)
 
 
-def _all_equal() -> None:
+def _all_equal(kernel: Kernel, kv_heads: list[int]) -> None:
     with _mesh() as mesh:
-        for case in product(STYLES, LAYOUTS, KV_HEADS, WINDOWS, (False, True)):
-            style, layout, kv_heads, window, sinks = case
+        for case in product(STYLES, LAYOUTS, kv_heads, WINDOWS, (False, True)):
+            style, layout, *others = case
             try:
-                _equal(style, LAYOUTS[layout], kv_heads, window, sinks, mesh)
+                _equal(style, LAYOUTS[layout], *others, kernel=kernel, mesh=mesh)
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_equals_attention_on_one_rank(num_ranks: int) -> None:
-    run_ranks(num_ranks, _all_equal)
+    run_ranks(num_ranks, _all_equal, "sdpa", KV_HEADS)
+
+
+def test_the_varlen_kernel_is_told_what_each_rank_sees() -> None:
+    """On a stand-in for the CUDA kernel, which tests/flash_on_cpu.py is."""
+    run_ranks(4, _all_equal, "varlen", [2])
 
 
 def _head_by_head(seqlens: list[int]) -> list[int]:

@@ -1,48 +1,68 @@
-"""Attention sinks on every path: equal to a softmax that is written out, forward and backward."""
+"""Attention by every kernel equals a softmax that is written out, forward and backward, with and without sinks."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model.attention import attention_with_sinks, packed_attention
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.rollout.torch_engine import _attend_to_cache
+from spmdrl.types import UserError
+from tests import flash_on_cpu
 
 SCALE = 0.3
-SEQLENS = [1, 3, 3, 9, 14]
+SEQLENS = [3, 3, 3, 1, 9, 14, 14]
+CU_SEQLENS = torch.tensor([0, *SEQLENS]).cumsum(0).int()
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+FLASH_ATTN: dict[Kernel, str] = {"flash_attn_2": "flash_attn", "flash_attn_3": "flash_attn_interface"}
 
 
-def inputs() -> tuple[Tensor, ...]:
-    """query, key, value and sinks for the sequences end to end."""
+@pytest.fixture(autouse=True)
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in FLASH_ATTN.values():
+        monkeypatch.setitem(sys.modules, module, flash_on_cpu)
+
+
+def inputs(earlier: int = 0) -> tuple[Tensor, ...]:
+    """q, k, v and sinks for the sequences end to end, and `earlier` more keys."""
     torch.manual_seed(0)
     tokens = sum(SEQLENS)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    return *(torch.randn(1, n, tokens, HEAD_DIM) for n in heads), torch.randn(HEADS)
+    shapes = [(tokens, HEADS), (earlier + tokens, KV_HEADS), (earlier + tokens, KV_HEADS)]
+    return *(torch.randn(*shape, HEAD_DIM) for shape in shapes), torch.randn(HEADS)
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: int | None) -> Tensor:
-    """[1, T, H, D], each sequence by itself: scores, the sink as one more, softmax, and the sink dropped."""
-    outputs, groups = [], query.shape[1] // key.shape[1]
-    for q, k, v in zip(*(x[0].split(SEQLENS, dim=1) for x in (query, key, value)), strict=True):
-        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        length = q.shape[1]
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        hidden = (distance < 0) | (distance >= (window or length))
-        scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, -torch.inf)
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], dim=-1)
-        outputs.append(scores.softmax(-1)[..., :-1] @ v)
-    return torch.cat(outputs, dim=1).transpose(0, 1).unsqueeze(0)
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, earlier: int, window: int | None, has_sinks: bool
+) -> Tensor:
+    """[T, H, D], each sequence by itself: scores, the sink as one more, softmax, and the sink dropped."""
+    outputs, groups = [], HEADS // KV_HEADS
+    k, v = (x.repeat_interleave(groups, dim=1).split([earlier + SEQLENS[0], *SEQLENS[1:]]) for x in (k, v))
+    for rows in zip(q.split(SEQLENS), k, v, strict=True):
+        q_rows, k_rows, v_rows = (x.transpose(0, 1) for x in rows)
+        token = torch.arange(k_rows.shape[1])
+        distance = token[-q_rows.shape[1] :, None] - token
+        hidden = (distance < 0) | (distance >= (window or len(token)))
+        scores = (q_rows @ k_rows.mT * SCALE).masked_fill(hidden, -torch.inf)
+        column = sinks[:, None, None].expand(-1, q_rows.shape[1], int(has_sinks))
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., : len(token)]
+        outputs.append((weights @ v_rows).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def output_and_gradients(attend: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> list[Tensor]:
     leaves = tuple(leaf.clone().requires_grad_() for leaf in leaves)
     out = attend(*leaves)
-    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    slope = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * slope).sum(), leaves, materialize_grads=True)]
 
 
 def assert_all_close(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -50,52 +70,81 @@ def assert_all_close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_sdpa_with_sinks(window: int | None) -> None:
-    attend = packed_attention(torch.tensor([0, *SEQLENS]).cumsum(0).int(), SEQLENS, "sdpa")
-    found = output_and_gradients(
-        lambda q, k, v, sinks: attend(q, k, v, layer=0, scale=SCALE, window=window, sinks=sinks), inputs()
-    )
-    assert_all_close(found, output_and_gradients(lambda *leaves: written_out(*leaves, window), inputs()))
+CASES = [*product(("sdpa", "varlen"), (False, True)), *product(FLASH_ATTN, (False,))]
 
 
-class CpuFlash:
-    """torch's flash kernel for a CPU, for one sequence: like the CUDA kernels it returns each softmax's denominator."""
+@pytest.mark.parametrize("window", [None, 1, 4, 12])
+@pytest.mark.parametrize("earlier", [0, 5])
+@pytest.mark.parametrize(("kernel", "has_sinks"), CASES)
+def test_kernels_equal_the_written_out_softmax(
+    kernel: Kernel, has_sinks: bool, earlier: int, window: int | None
+) -> None:
+    causal = causal_attention(Layout(SEQLENS, CU_SEQLENS, earlier), kernel)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, True, scale=SCALE)
-        return out[0].transpose(0, 1), lse[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return causal(q, k, v, scale=SCALE, window=window, sinks=sinks if has_sinks else None)
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = [x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out)]
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *rows, lse.unsqueeze(0), 0.0, True, scale=SCALE
-        )
-        grad_q, grad_k, grad_v = (x[0].transpose(0, 1) for x in grads)
-        return grad_q, grad_k, grad_v
+    expected = functools.partial(written_out, earlier=earlier, window=window, has_sinks=has_sinks)
+    leaves = inputs(earlier)
+    assert_all_close(output_and_gradients(attend, leaves), output_and_gradients(expected, leaves))
 
 
-def test_a_kernel_without_sinks_gets_them_from_its_normalizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.SEQLENS", [sum(SEQLENS)])
-    monkeypatch.setattr(f"{__name__}.KV_HEADS", HEADS)
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+def test_packed_attention_is_that_of_as_many_keys_as_queries(kernel: Kernel) -> None:
+    q, k, v, sinks = inputs()
+    as_in_models = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    attend = packed_attention(CU_SEQLENS, SEQLENS, kernel)
+    found = attend(*as_in_models, layer=0, scale=SCALE, window=4, sinks=sinks)
+    expected = written_out(q, k, v, sinks, earlier=0, window=4, has_sinks=True)
+    torch.testing.assert_close(found, expected.unsqueeze(0), rtol=0, atol=1e-5)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attention_with_sinks(q, k, v, sinks, CpuFlash()).unsqueeze(0)
 
-    found = output_and_gradients(attend, inputs())
-    assert_all_close(found, output_and_gradients(lambda *leaves: written_out(*leaves, None), inputs()))
+def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask would double the time of long sequences."""
+    calls, sdpa = [], F.scaled_dot_product_attention
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Any:
+        calls.append((q.shape[0], attn_mask is None and is_causal))
+        return sdpa(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    q, k, v, sinks = inputs(earlier=5)
+    for given, window in ((None, None), (sinks, 14)):
+        causal_attention(Layout(SEQLENS, CU_SEQLENS), "sdpa")(q, k[5:], v[5:], scale=SCALE, window=window, sinks=given)
+        assert calls == [(3, True), (1, True), (1, True), (2, True)]
+        calls.clear()
+    # The first of three equal lengths sees more.
+    causal_attention(Layout(SEQLENS, CU_SEQLENS, 5), "sdpa")(q, k, v, scale=SCALE, window=None, sinks=None)
+    assert calls == [(1, False), (2, True), (1, True), (1, True), (2, True)]
+
+
+@pytest.mark.parametrize("kernel", FLASH_ATTN)
+def test_flash_attn_is_asked_to_be_deterministic_and_refuses_sinks(kernel: Kernel) -> None:
+    causal = causal_attention(Layout(SEQLENS, CU_SEQLENS), kernel)
+    q, k, v, sinks = inputs()
+    usual = causal(q, k, v, scale=SCALE, window=None, sinks=None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(causal(q, k, v, scale=SCALE, window=None, sinks=None), usual)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(UserError, match=f'model.attention = "{kernel}" has no attention sinks'):
+        causal(q, k, v, scale=SCALE, window=None, sinks=sinks)
+
+
+@pytest.mark.parametrize("kernel", FLASH_ATTN)
+def test_a_package_that_is_missing_is_named(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, FLASH_ATTN[kernel], None)
+    with pytest.raises(UserError, match=f'"{kernel}" needs a package that is not installed .*{FLASH_ATTN[kernel]}'):
+        causal_attention(Layout(SEQLENS, CU_SEQLENS), kernel)
 
 
 def test_decoding_in_bfloat16_counts_the_sinks() -> None:
-    query, key, value, sinks = inputs()
+    q, k, v, sinks = inputs()
     rows = len(SEQLENS)
-    keys, values = (x[0, :, :20].unsqueeze(0).expand(rows, -1, -1, -1) for x in (key, value))
+    keys, values = (x[:20].transpose(0, 1).expand(rows, -1, -1, -1) for x in (k, v))
     hidden = torch.arange(20) >= torch.tensor(SEQLENS)[:, None]
-    arguments = (query[:, :, :rows], keys, values)
+    arguments = (q[:rows].transpose(0, 1).unsqueeze(0), keys, values)
     exact = _attend_to_cache(*arguments, scale=SCALE, hidden=hidden, sinks=sinks)
     halves = [x.bfloat16() for x in arguments]
     rounded = _attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=sinks.bfloat16())

@@ -1,0 +1,85 @@
+"""Attention under context parallelism by the package ring_flash_attn, where it is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.model.attention import Attend
+from spmdrl.model.kernels import refuse_sinks, sees
+from spmdrl.types import UserError
+
+
+def has_ring_attention() -> bool:
+    return importlib.util.find_spec("ring_flash_attn") is not None
+
+
+def ring_attention(
+    cu_seqlens: Tensor, seqlens: list[int], mesh: DeviceMesh, *, heads_per_group: Callable[[Tensor], int]
+) -> Attend:
+    """The keys of all tokens come to each rank's queries, and the backward need not attend again.
+
+    `heads_per_group` says of a key [1, K, n, D] how many of its heads come at a time.
+    """
+    ring = _load_ring()
+    # On the host, where its lengths are read without waiting for the device.
+    on_host = torch.tensor([*accumulate(seqlens, initial=0)], dtype=torch.int32)
+    cu_queries, cu_keys, max_queries, max_keys, key_slice = ring.llama3_flash_attn_prepare_cu_seqlens(
+        on_host, causal=True, rank=mesh.get_local_rank(), world_size=mesh.size()
+    )
+    cu_queries, cu_keys = cu_queries.to(cu_seqlens.device), cu_keys.to(cu_seqlens.device)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        refuse_sinks("flash_attn_2", sinks)
+        out: Tensor = ring.llama3_flash_attn_varlen_func(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            cu_queries,
+            cu_keys,
+            max_queries,
+            max_keys,
+            heads_k_stride=heads_per_group(key),
+            local_k_slice=key_slice,
+            softmax_scale=scale,
+            causal=True,
+            window_size=sees(window),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            group=mesh.get_group(),
+        )
+        return out.unsqueeze(0)
+
+    return attend
+
+
+@functools.cache
+def _load_ring() -> ModuleType:
+    """The one module of ring_flash_attn that is used, without the package's `__init__`.
+
+    ring_flash_attn 0.1.8 imports, for an adapter that is not used here, a name that transformers 5 has moved.
+    """
+    found = importlib.util.find_spec("ring_flash_attn")
+    assert found is not None and found.submodule_search_locations is not None
+    package = ModuleType("spmdrl_ring_flash_attn")
+    package.__path__ = found.submodule_search_locations
+    sys.modules[package.__name__] = package
+    try:
+        return importlib.import_module(f"{package.__name__}.llama3_flash_attn_varlen")
+    except ImportError as error:
+        raise UserError(f'model.attention = "flash_attn_2" cannot use ring_flash_attn ({error})') from error
