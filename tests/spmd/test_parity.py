@@ -1,4 +1,4 @@
-"""The same global batch gives the same gradients, whatever the aggregation, ranks and dtype (layouts: test_matrix.py)."""
+"""The same batch gives the same gradients, whatever the aggregation, ranks and dtype (layouts: test_matrix.py)."""
 
 from __future__ import annotations
 
