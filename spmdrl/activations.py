@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _FLOAT32 = 4
-_LOGITS_ALIVE = 4  # float32 [chunk, V] at the same time: log-probabilities, their exponentials, what entropy takes
+_LOGITS_ALIVE = 4  # float32 tiles at the same time: log-probabilities, their exponentials, what entropy takes
 
 Level = Literal["none", "full", "selective"]
 
@@ -120,6 +120,9 @@ def forward_bytes(decoder: Decoder, *, compute_bytes: int, num_tokens: int) -> i
     return num_tokens * compute_bytes * (2 * decoder.hidden + widest) + num_tokens * _FLOAT32 * decoder.hidden
 
 
-def logits_bytes(decoder: Decoder, *, num_tokens: int, chunk_tokens: int) -> int:
-    """The logits of one chunk and what is computed from them, in float32."""
-    return _LOGITS_ALIVE * _FLOAT32 * min(chunk_tokens, num_tokens) * decoder.vocabulary
+def logits_bytes(decoder: Decoder, *, num_tokens: int, chunk_tokens: int, tile_elements: int) -> int:
+    """The logits of one tile and what is computed from them, in float32; and the gradient of the hidden states, which
+    is summed over the tiles."""
+    rows = min(chunk_tokens, num_tokens)
+    tile = rows * min(decoder.vocabulary, max(1, tile_elements // chunk_tokens))
+    return _FLOAT32 * (_LOGITS_ALIVE * tile + num_tokens * decoder.hidden)

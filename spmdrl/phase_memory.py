@@ -70,6 +70,7 @@ class Rank:
     decoder: Decoder  # of the whole model
     repeats_keys: bool  # whether the attention kernel is given keys and values once for each query head
     compute_bytes: int  # an element of the compute dtype
+    tile_elements: int  # logits that the head computes together
     file_bytes: int  # an element of the model's files
     device_bytes: int
     on_gpu: bool  # else the device is the host
@@ -155,7 +156,7 @@ def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
     tokens = micro_batch_tokens(cfg, rank.run)
     part = rank.decoder.cut(cfg.parallel.tp)
     reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.loss.kl_coef > 0 else 0
-    logits = logits_bytes(rank.decoder, num_tokens=tokens, chunk_tokens=cfg.model.logits_chunk_tokens)
+    logits = _logits(cfg, rank)
     layer = forward_bytes(part, compute_bytes=rank.compute_bytes, num_tokens=tokens)
     return {
         "gathered": rank.memory.gathered + reference * rank.compute_bytes,
@@ -166,9 +167,9 @@ def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
 def _backward(cfg: Config, rank: Rank) -> dict[str, int]:
     """The fullest of three moments of forward and backward, beside weights, shards of gradients and what is gathered.
 
-    At the head: the logits of a chunk, and of the head's [V, D] weight a float32 gradient, a copy and a cast. In the
-    last layer, when all others' activations are still there: what is computed again, the head's gradient, and two
-    layers' gradients on their way to their shards. At the end: the gradients of what is outside the layers.
+    At the head: the logits of a tile, and the gradient of the head's [V, D] weight. In the last layer, when all others'
+    activations are still there: what is computed again, the head's gradient, and two layers' gradients on their way to
+    their shards. At the end: the gradients of what is outside the layers.
     """
     tokens, b = micro_batch_tokens(cfg, rank.run), rank.compute_bytes
     decoder, part = rank.decoder, rank.decoder.cut(cfg.parallel.tp)
@@ -179,12 +180,12 @@ def _backward(cfg: Config, rank: Rank) -> dict[str, int]:
         repeats_keys=rank.repeats_keys,
     )
     activations = kept_bytes(part, kept, num_tokens=tokens)
-    head = decoder.vocabulary * decoder.hidden
+    head = decoder.vocabulary * decoder.hidden // cfg.parallel.tp
     moments = (
         {
             "activations": activations,
-            "logits": logits_bytes(decoder, num_tokens=tokens, chunk_tokens=cfg.model.logits_chunk_tokens),
-            "whole gradients": (_FLOAT32 + 2 * b) * head,
+            "logits": _logits(cfg, rank),
+            "whole gradients": b * head,
         },
         {
             "activations": activations,
@@ -194,6 +195,15 @@ def _backward(cfg: Config, rank: Rank) -> dict[str, int]:
         {"whole gradients": (_FLOAT32 + b) * rank.size.root},
     )
     return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _logits(cfg: Config, rank: Rank) -> int:
+    return logits_bytes(
+        rank.decoder,
+        num_tokens=micro_batch_tokens(cfg, rank.run),
+        chunk_tokens=cfg.model.logits_chunk_tokens,
+        tile_elements=rank.tile_elements,
+    )
 
 
 def _visiting_state(cfg: Config, rank: Rank) -> dict[str, int]:

@@ -12,6 +12,7 @@ from spmdrl.config import Config, ModelConfig, ParallelConfig
 from spmdrl.dist.session import local_rank
 from spmdrl.memory import Layout, ModelSize, model_size, plan_memory
 from spmdrl.model.load import compute_dtype, parameter_shapes
+from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.model.sizes import cut_by_tp, decoder_of, expert_names
 from spmdrl.phase_memory import Rank
 from spmdrl.plan import make_plan, training_ranks
@@ -59,6 +60,7 @@ def describe_rank(cfg: Config, model: Model, *, num_ranks: int, device_bytes: in
         decoder=decoder_of(model.config, model.shapes),
         repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
         compute_bytes=compute_bytes,
+        tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),
         device_bytes=device_bytes,
         on_gpu=on_gpu,

@@ -18,7 +18,7 @@ from spmdrl.model.linear import linear, outer
 
 # Logits of a tile. On a CPU a tile stays in the cache, and in memory that the process keeps: what the allocator gets
 # back of larger ones it hands on to the kernel, and with tiles twice as large new pages took up to half of the time.
-_TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
+TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 
 # Stands in for -inf, the logit of a forbidden token: its exp is 0 as well, but 0 times it is 0 and not nan.
 _FORBIDDEN = -1e30
@@ -80,7 +80,7 @@ class _TiledHead(torch.autograd.Function):
         vocabulary: DeviceMesh | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = _slices(len(hidden), chunk)
-        slabs = _slices(len(weight), max(1, _TILE_ELEMENTS[hidden.device.type] // chunk))
+        slabs = _slices(len(weight), max(1, TILE_ELEMENTS[hidden.device.type] // chunk))
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
             parts = [

@@ -64,7 +64,7 @@ def _split(num_ranks: int) -> list[list[Tensor]]:
     """Every kind on this rank, in tiles smaller than its part."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         mesh = build_meshes(world).world
-        spmdrl.model.logprobs._TILE_ELEMENTS["cpu"] = 128
+        spmdrl.model.logprobs.TILE_ELEMENTS["cpu"] = 128
         return [
             _scores_and_gradients(kind, num_ranks, world.rank, used, chunk=32, mesh=mesh)
             for kind in KINDS

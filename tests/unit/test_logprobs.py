@@ -62,7 +62,7 @@ def tiled(
 @pytest.fixture(params=[1, 12, 2**20])
 def tile_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """From slabs of one token of the vocabulary to all of it at once."""
-    monkeypatch.setitem(spmdrl.model.logprobs._TILE_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", request.param)
     return request.param
 
 
@@ -159,7 +159,7 @@ def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -
         return logits_of(rows, head, *others)
 
     monkeypatch.setattr(spmdrl.model.logprobs, "_logits", watched)
-    monkeypatch.setitem(spmdrl.model.logprobs._TILE_ELEMENTS, "cpu", 12)
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", 12)
     hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
     logprobs, _ = next_token_scores(hidden, weight, bias, token_ids, temperature=1.0, chunk=4)
     logprobs.sum().backward()
