@@ -124,5 +124,5 @@ def logits_bytes(decoder: Decoder, *, num_tokens: int, chunk_tokens: int, tile_e
     """The logits of one tile and what is computed from them, in float32; and the gradient of the hidden states, which
     is summed over the tiles."""
     rows = min(chunk_tokens, num_tokens)
-    tile = rows * min(decoder.vocabulary, max(1, tile_elements // chunk_tokens))
+    tile = rows * min(decoder.vocabulary, max(1, tile_elements // rows))
     return _FLOAT32 * (_LOGITS_ALIVE * tile + num_tokens * decoder.hidden)

@@ -71,7 +71,8 @@ class ModelConfig(Section):
     """Free a layer's gathered weights after forward and gather them again in backward; `false` keeps all layers in
     between."""
     prefetch_layers: Count = 1
-    """Layers that are gathered ahead of the one that computes. More hides slower links and holds more weights."""
+    """Layers, but for experts under `parallel.ep`, that are gathered ahead of the one that computes. More hides slower
+    links and holds more weights."""
     logits_chunk_tokens: Count = 2048
     """Most tokens whose logits exist at the same time; a tile of them covers less of the vocabulary the more tokens it
     has, so that its memory is bounded."""

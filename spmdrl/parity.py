@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, Para
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.plan import Plan, parallel_problems
@@ -60,6 +62,7 @@ class Case:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pack: dict[str, Any] = field(default_factory=dict)  # instead of the settings'
     model: dict[str, Any] = field(default_factory=dict)  # changes of the settings'
+    score_tokens: Callable[..., tuple[Tensor, Tensor]] = next_token_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     kernels = "kernels sum matrices of other shapes in another order"
     yield Case(name="one sequence at a time", reason=kernels, pack=alone)
     yield Case(name="one micro-batch", reason=kernels, pack=whole)
-    yield Case(name="head at once", reason=kernels, model={"logits_chunk_tokens": 2**30})
+    yield Case(name="plain head", reason=kernels, score_tokens=plain_scores)
     yield Case(name="head in small chunks", reason=kernels, model={"logits_chunk_tokens": 7})
     for level in ("none", "full", "selective"):
         if level != settings.model.gradient_checkpointing:
@@ -128,6 +131,13 @@ def cases(settings: Settings) -> Iterator[Case]:
                 reason="none: the same operations run twice",
                 model={"gradient_checkpointing": level, "checkpoint_every_layers": 1},
             )
+    yield Case(
+        name="cp 2, selective",
+        reason=chunks,
+        num_ranks=2,
+        parallel=ParallelConfig(cp=2),
+        model={"gradient_checkpointing": "selective", "checkpoint_every_layers": 1},
+    )
 
 
 def own_case(parallel: ParallelConfig) -> Case:
@@ -173,6 +183,7 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
         policy = load_policy(model, meshes.model, temperature=settings.temperature)
+        policy.score_tokens = case.score_tokens
         reference = load_reference(model, settings.loss, meshes.model, temperature=settings.temperature)
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
@@ -208,6 +219,14 @@ def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
         if meshes.model.copy.get_local_rank() == 0:
             weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
     return weights
+
+
+def plain_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """`next_token_scores` of one rank as torch writes it: all logits at once, and autograd."""
+    log_p = (F.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 class GradientAsWeight(torch.optim.Optimizer):

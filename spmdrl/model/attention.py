@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -66,7 +67,11 @@ def _attention_function(
             raise UserError(f"model.path: {type(module).__name__} uses attention with {name}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx  # every attention module of transformers has one
-    return attend(query, key, value, layer=layer, scale=scale, window=sliding_window, sinks=s_aux), None
+    width = value.shape[-1]
+    # Kernels and exchanges want heads of one size; DeepSeek's attention has narrower values.
+    value = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
+    out = attend(query, key, value, layer=layer, scale=scale, window=sliding_window, sinks=s_aux)
+    return out[..., :width], None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_function)

@@ -33,11 +33,16 @@ _DEAR = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "torch_attn::_varlen_attn",
+        "aten::_flash_attention_forward",
         "flash_attn::_flash_attn_varlen_forward",
         "flash_attn_3::_flash_attn_forward",
         "flash_attn_3::fwd",
     }
 )
+
+
+# transformers adds the biases of experts to these products in place; what is kept must not change afterwards.
+_CHANGED_BY_BIASES = frozenset({"aten::_grouped_mm", "aten::bmm", "aten::baddbmm"})
 
 
 def checkpoint_layers(
@@ -50,12 +55,16 @@ def checkpoint_layers(
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if recomputed == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
+        has_biased_experts = any(".experts." in name and name.endswith("_bias") for name, _ in model.named_parameters())
+        kept = _DEAR - _CHANGED_BY_BIASES if has_biased_experts else _DEAR
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
     model.gradient_checkpointing_enable(options)
     for layer in layers[::every_layers]:
         layer.training = True
 
 
-def _keep_what_is_dear(_: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep(
+    kept: frozenset[str], _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]  # without the overload
-    return CheckpointPolicy.MUST_SAVE if name in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE

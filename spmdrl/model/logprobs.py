@@ -79,6 +79,7 @@ class _TiledHead(torch.autograd.Function):
         chunk: int,
         vocabulary: DeviceMesh | None,
     ) -> tuple[Tensor, Tensor]:
+        chunk = max(1, min(chunk, len(hidden)))
         chunks = _slices(len(hidden), chunk)
         slabs = _slices(len(weight), max(1, TILE_ELEMENTS[hidden.device.type] // chunk))
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)

@@ -52,6 +52,7 @@ class Policy(nn.Module):
         self.context = context
         self.context_style: Style = context_style
         self.vocabulary = vocabulary
+        self.score_tokens = next_token_scores
 
     def forward(self, micro_batch: MicroBatch) -> TokenScores:
         """Score every token given what precedes it in its own sequence."""
@@ -65,7 +66,7 @@ class Policy(nn.Module):
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
         rows = predicting_rows(micro_batch.positions, chunk)
-        scores = next_token_scores(
+        scores = self.score_tokens(
             hidden[rows],
             own_weight(head.weight),
             None if head.bias is None else own_weight(head.bias),

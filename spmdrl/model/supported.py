@@ -28,6 +28,10 @@ def refusal_of_config(config: Any) -> str | None:
             else "transformers has no model of its text alone"
         )
         return f"{config.model_type} is a model of more than text, and only text models can be trained here; {way_out}"
+    try:
+        getattr(config, "head_dim", None)
+    except RuntimeError:  # transformers names none where layers differ
+        return f"{config.model_type} has layers whose heads differ in size, which is not supported"
     if quantization := getattr(config, "quantization_config", None):
         method = getattr(quantization, "quant_method", None) or dict(quantization).get("quant_method", "an unknown way")
         return (

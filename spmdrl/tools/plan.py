@@ -20,7 +20,7 @@ from rich.text import Text
 from spmdrl.config import Config, read_config
 from spmdrl.launch import EXIT_USER_ERROR
 from spmdrl.memory import CONTEXT_BYTES, GIB, engine_problems, gib, memory_problems
-from spmdrl.model.load import read_model_config
+from spmdrl.model.load import parallel_model_problems, read_model_config
 from spmdrl.phase_memory import Parts, PhaseMemory, Rank, micro_batch_tokens, phase_memory
 from spmdrl.predict import Model, describe_rank
 from spmdrl.types import UserError
@@ -38,7 +38,6 @@ _LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("offload.engine", (("kv_cache", "weights"),)),
     ("model.gradient_checkpointing", ("selective", "full")),
     ("model.checkpoint_every_layers", (1,)),
-    ("model.logits_chunk_tokens", (1024, 512)),
     ("model.reshard_after_forward", (True,)),
     ("model.prefetch_layers", (1,)),
     ("offload.trainer", ("all",)),
@@ -55,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         cfg = read_config(Config, arguments.config, arguments.override)
-        model = Model.read(read_model_config(cfg.model), cfg.model)
+        model_config = read_model_config(cfg.model)
+        if refusals := list(parallel_model_problems(model_config, cfg.model, cfg.parallel)):
+            raise UserError("\n".join(refusals))
+        model = Model.read(model_config, cfg.model)
         device_bytes = int(arguments.gpu_gib * GIB)
         rank = describe_rank(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
     except UserError as error:
@@ -74,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Predict the memory of each phase of a run.", epilog="docs/memory.md says how to read it."
+        description="Predict the memory of each phase of a reinforcement-learning run.",
+        epilog="docs/memory.md says how to read it.",
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.types import UserError
 
 
@@ -18,6 +19,8 @@ def save_text_model(source: Path, destination: Path) -> int:
 
     Raises UserError when the source is a text model already, or transformers has none for its text.
     """
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source} is not a model directory: it has no config.json")
     config = AutoConfig.from_pretrained(source)
     text_config = config.get_text_config()
     if text_config is config:
@@ -26,6 +29,7 @@ def save_text_model(source: Path, destination: Path) -> int:
         raise UserError(f"{source}: transformers has no model of the text alone of {config.model_type}")
     if destination.exists():
         raise UserError(f"{destination} exists; name a new directory")
+    tokenizer = load_tokenizer(str(source), trust_remote_code=False)
     whole = AutoModelForImageTextToText.from_pretrained(source, dtype="auto")
     head = whole.get_output_embeddings()
     # Said by the outer config, which is left behind.
@@ -35,7 +39,7 @@ def save_text_model(source: Path, destination: Path) -> int:
     text.get_output_embeddings().load_state_dict(head.state_dict())
     text.generation_config = whole.generation_config
     text.save_pretrained(destination)
-    AutoTokenizer.from_pretrained(source).save_pretrained(destination)
+    tokenizer.save_pretrained(destination)
     return text.num_parameters()
 
 

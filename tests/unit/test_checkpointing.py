@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.activations import Kept, kept_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -105,6 +105,14 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
     assert kept["full", 1] < kept["selective", 1] < kept["selective", 2] < kept["none", 1]
     assert kept["full", 1] < 0.12 * kept["none", 1]
     assert kept["full", 1] < kept["full", 2] < kept["none", 1]
+
+
+def test_products_that_biases_of_experts_change_are_computed_again() -> None:
+    batch = tokens(20, 20)
+    sizes = TINY | {"num_local_experts": 4, "num_experts_per_tok": 2, "kind": GptOssConfig}
+    none, selective = (computed(policy_of(level, **sizes), batch) for level in ("none", "selective"))
+    assert all(torch.equal(one, two) for one, two in zip(none.gradients, selective.gradients, strict=True))
+    assert selective.kept_bytes < none.kept_bytes
 
 
 MEDIUM = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
