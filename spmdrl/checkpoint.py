@@ -72,12 +72,17 @@ def save(
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
-        state = {"step": step, "loss_scale": dataclasses.asdict(learner.loss_scale)}
+        state = {"optimizer": _kind(learner), "step": step, "loss_scale": dataclasses.asdict(learner.loss_scale)}
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
         for old in _whole(folder)[:-keep_last]:
             shutil.rmtree(old)
     barrier(mesh)
+
+
+def _kind(learner: Learner) -> str:
+    """What decides which state the optimizer has."""
+    return f'"{learner.optim.name}"' + (" with momentum" if learner.optim.momentum else "")
 
 
 def _parts(weights: dict[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -128,10 +133,15 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
     if step == 0:
         return
     checkpoint = _folder_of(folder, step)
+    saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    if (before := saved.get("optimizer", _kind(learner))) != _kind(learner):
+        raise UserError(
+            f"the checkpoint of step {step} holds the state of optim.name = {before}, but now it is {_kind(learner)}; "
+            "set it back, or start a new run from the exported model"
+        )
     weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
     dcp.load(_parts(weights, optimizer), checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
     set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
-    saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
 

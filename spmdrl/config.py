@@ -71,8 +71,7 @@ class ModelConfig(Section):
     """Free a layer's gathered weights after forward and gather them again in backward; `false` keeps all layers in
     between."""
     prefetch_layers: Count = 1
-    """Layers, but for experts under `parallel.ep`, that are gathered ahead of the one that computes. More hides slower
-    links and holds more weights."""
+    """Layers that are gathered ahead of the one that computes. More hides slower links and holds more weights."""
     logits_chunk_tokens: Count = 2048
     """Most tokens whose logits exist at the same time; a tile of them covers less of the vocabulary the more tokens it
     has, so that its memory is bounded."""
@@ -109,6 +108,12 @@ class ParallelConfig(Section):
     ep: Count = 1
     """Expert parallelism: the experts of a layer are dealt to so many neighbours, and tokens travel to them. It
     regroups the ranks of a copy and needs none of its own."""
+
+    @model_validator(mode="after")
+    def _style_belongs_to_context(self) -> ParallelConfig:
+        if self.cp == 1 and self.cp_style != "all_gather":
+            raise ValueError(f'cp_style = "{self.cp_style}" has no meaning with cp = 1; set cp above 1, or remove it')
+        return self
 
 
 class FileData(Section):
@@ -466,7 +471,10 @@ class PackConfig(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> PackConfig:
         if (self.max_tokens_per_micro_batch is None) == (self.sequences_per_micro_batch is None):
-            raise ValueError("set one of max_tokens_per_micro_batch and sequences_per_micro_batch")
+            raise ValueError(
+                "set one of max_tokens_per_micro_batch and sequences_per_micro_batch, and not both; on the command "
+                "line the whole table can be replaced: 'pack={ sequences_per_micro_batch = 4 }'"
+            )
         return self
 
 

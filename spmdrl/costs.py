@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.algo.packing import flop_coefficients
+from spmdrl.config import ModelConfig, PackConfig
+from spmdrl.model.load import parameter_shapes
+from spmdrl.plan import Plan
+
+
+def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any) -> Plan:
+    """The plan, with what sequences cost where work is not balanced by tokens."""
+    if pack.balance == "tokens":
+        return plan
+    shapes, _ = parameter_shapes(model_config, cfg)
+    linear, quadratic = sequence_flops(model_config, shapes)
+    return dataclasses.replace(plan, cost_per_token=linear, cost_per_squared_token=quadratic)
 
 
 def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

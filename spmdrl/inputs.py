@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, SftConfig
-from spmdrl.costs import sequence_flops
+from spmdrl.costs import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan, engine_problems, memory_problems
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, parallel_model_problems, parameter_shapes
+from spmdrl.model.load import compute_dtype, load_model_config, parallel_model_problems
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory, phase_memory
 from spmdrl.plan import Plan, make_plan, make_sft_plan
@@ -75,7 +74,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     if model_config is None:
         problems.refuse()
     if plan is not None:
-        plan = planned = _with_costs(plan, cfg, model_config)
+        plan = planned = with_costs(plan, cfg.pack, cfg.model, model_config)
         problems.attempt(lambda: _check_length(planned, model_config))
     problems.attempt(lambda: _check_parallel(cfg, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
@@ -116,15 +115,6 @@ def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
     if isinstance(cfg, SftConfig):
         return make_sft_plan(cfg, num_ranks=num_ranks)
     return make_plan(cfg, num_ranks=num_ranks)
-
-
-def _with_costs(plan: Plan, cfg: Config | SftConfig, model_config: Any) -> Plan:
-    """The plan, with what sequences cost where work is not balanced by tokens."""
-    if cfg.pack.balance == "tokens":
-        return plan
-    shapes, _ = parameter_shapes(model_config, cfg.model)
-    linear, quadratic = sequence_flops(model_config, shapes)
-    return dataclasses.replace(plan, cost_per_token=linear, cost_per_squared_token=quadratic)
 
 
 def _check_parallel(cfg: Config | SftConfig, model_config: Any) -> None:

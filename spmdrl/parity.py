@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.costs import with_costs
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
-from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
 from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
@@ -33,8 +34,9 @@ UPDATES = 3  # of SGD, and of AdamW
 SGD = OptimConfig(name="sgd", lr=0.1)
 ADAMW = OptimConfig(name="adamw", lr=1e-4, weight_decay=0.1)
 # A weight whose true gradient is 0 gets rounding noise, which AdamW divides by its own size: it then moves by up to lr
-# an update, in a direction of its own. A tenth of that is what other layouts may differ by.
-ADAMW_BOUND = ADAMW.lr / 10
+# an update, in a direction of its own, so that two layouts may end up twice as far apart. Such weights are few.
+ADAMW_BOUND = 2 * ADAMW.lr * UPDATES
+ADAMW_BOUND_OF_MOST = ADAMW.lr / 10  # root of the mean square over all weights
 
 # What float32 sums in another order differ by; each case says why its sums are in another order.
 BOUND = 1e-5
@@ -84,11 +86,13 @@ class Deviation:
     worst: str  # that parameter
     sgd: float  # weights, the same way
     adamw: float  # the largest absolute difference of a weight
+    adamw_of_most: float  # root of the mean square over all weights
 
     @property
     def is_within(self) -> bool:
         """Whether it is no more than rounding."""
-        return max(self.loss, self.gradient, self.sgd) <= BOUND and self.adamw <= ADAMW_BOUND
+        is_exact = max(self.loss, self.gradient, self.sgd) <= BOUND
+        return is_exact and self.adamw <= ADAMW_BOUND and self.adamw_of_most <= ADAMW_BOUND_OF_MOST
 
 
 ONE_RANK = Case(name="1 rank", reason="what the others are compared with")
@@ -175,17 +179,23 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
 
     Raises UserError, on every rank, where the model cannot be laid out so.
     """
-    if problems := list(parallel_problems(case.parallel, world.num_ranks)):
+    model = settings.model.model_copy(update={**case.model, "compute_dtype": "float32"})
+    model_config = load_model_config(model)
+    problems = [
+        *parallel_problems(case.parallel, world.num_ranks),
+        *parallel_model_problems(model_config, model, case.parallel),
+    ]
+    if problems:
         raise UserError("\n".join(problems))
     meshes = build_meshes(world, case.parallel)
-    model = settings.model.model_copy(update={**case.model, "compute_dtype": "float32"})
-    pack = PackConfig(**case.pack) if case.pack else settings.pack
+    pack = PackConfig(balance=settings.pack.balance, **case.pack) if case.pack else settings.pack
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
         policy = load_policy(model, meshes.model, temperature=settings.temperature)
         policy.score_tokens = case.score_tokens
         reference = load_reference(model, settings.loss, meshes.model, temperature=settings.temperature)
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
+        plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         mini_batches = build_batch(mine, plan, meshes, aggregation=settings.loss.aggregation).mini_batches
         learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
@@ -202,12 +212,14 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
 def deviation(one: Outcome, other: Outcome) -> Deviation:
     """How far `one` is from `other`."""
     gradient, worst = _largest(one.gradients, other.gradients)
+    apart = [one.after_adamw[name] - x for name, x in other.after_adamw.items()]
     return Deviation(
         loss=abs(one.loss - other.loss) / max(abs(other.loss), 1e-3),
         gradient=gradient,
         worst=worst,
         sgd=_largest(one.after_sgd, other.after_sgd)[0],
-        adamw=max(float((one.after_adamw[name] - x).abs().max()) for name, x in other.after_adamw.items()),
+        adamw=max(float(x.abs().max()) for x in apart),
+        adamw_of_most=(sum(float(x.square().sum()) for x in apart) / sum(x.numel() for x in apart)) ** 0.5,
     )
 
 

@@ -90,7 +90,7 @@ def build_meshes(
     most are neighbours. `plan.parallel_problems` says whether that works out.
     """
     kind = world.device.type
-    everyone = init_device_mesh(kind, (world.num_ranks,), mesh_dim_names=("data",))
+    everyone = init_device_mesh(kind, (world.num_ranks,), mesh_dim_names=("world",))
     ranks = torch.arange(world.num_ranks)
     training, sampling = ranks[: world.num_ranks - engine_ranks], ranks[world.num_ranks - engine_ranks :]
     train = DeviceMesh(kind, training, mesh_dim_names=("training",)) if engine_ranks else everyone

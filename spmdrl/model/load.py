@@ -82,7 +82,9 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
 
 def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Sentences about settings of [parallel] that the model cannot follow; takes no memory."""
-    yield from split_problems(_without_memory(model_config, cfg), tp=parallel.tp, ep=parallel.ep)
+    dtype = compute_dtype(cfg.compute_dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    model = _without_memory(model_config, cfg)
+    yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:
         if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
             yield (
@@ -217,7 +219,10 @@ def shard_policy(
         # Inside a layer activations have their dtype; a router may weigh its experts in float32 on purpose.
         as_they_come = dataclasses.replace(precision, cast_forward_inputs=False)
         fully_shard(
-            experts, mesh=_sharding_axes(meshes.expert, "expert_shard"), **options | {"mp_policy": as_they_come}
+            experts,
+            mesh=_sharding_axes(meshes.expert, "expert_shard"),
+            reshard_after_forward=reshard_layers,
+            **options | {"mp_policy": as_they_come},
         )
     options["mesh"] = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):

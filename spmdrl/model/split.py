@@ -29,6 +29,7 @@ from spmdrl.model.tensor_parallel import (
 )
 from spmdrl.types import UserError
 
+_ALIGNED_BYTES = 16
 _LINEARS = {
     "colwise": ColwiseLinear,
     "colwise_gather_output": ColwiseGatheringLinear,
@@ -130,8 +131,9 @@ def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
         split_parameter(head, "bias", tp, Shard(0))
 
 
-def split_problems(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[str]:
-    """Sentences about parallel.tp and parallel.ep that this model, which may be on the meta device, cannot follow."""
+def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: int = _ALIGNED_BYTES) -> Iterator[str]:
+    """Sentences about parallel.tp and parallel.ep that this model, which may be on the meta device, cannot follow when
+    it computes with elements of so many bytes."""
     name = type(model).__name__
     rules = list(_rules(model, tp=tp, ep=ep))
     unknown = list(dict.fromkeys((rule.axis, rule.style, rule.pattern) for rule in rules if not rule.is_supported))
@@ -144,7 +146,19 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[str]
     if not unknown:
         vocabulary = (model.get_input_embeddings().num_embeddings, "tokens of the vocabulary")
         yield from _indivisible("tp", tp, [vocabulary, *(rule.size for rule in rules if rule.axis == "tp")])
+        yield from _unaligned(rules, tp=tp, element_bytes=element_bytes)
         yield from _indivisible("ep", ep, [rule.size for rule in rules if rule.axis == "ep"])
+
+
+def _unaligned(rules: Sequence[_Rule], *, tp: int, element_bytes: int) -> Iterator[str]:
+    """A sentence when a rank's part of an expert is not as wide as grouped products want: a multiple of 16 bytes."""
+    widths = {rule.size[0] for rule in rules if rule.axis == "tp" and rule.style == "packed_colwise" and rule.size}
+    for width in sorted(widths):
+        if width % tp == 0 and width // tp * element_bytes % _ALIGNED_BYTES:
+            yield (
+                f"parallel.tp = {tp} gives a rank {width // tp} of an expert's {width} features, but grouped products "
+                f"want a multiple of {_ALIGNED_BYTES // element_bytes}; lower tp, or deal experts to ranks with ep"
+            )
 
 
 def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | None]) -> Iterator[str]:

@@ -175,7 +175,7 @@ class Collector:
             try:
                 part.sample()
             except EngineDied:
-                tickets.interrupt()
+                tickets.interrupt() if self._restarts.wanted else tickets.cancel()
                 raise
             except BaseException:
                 tickets.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,8 +86,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU in GiB")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.ranks < 1 or arguments.gpu_gib <= 0:
-        parser.error("--ranks is at least 1 and --gpu-gib above 0")
+    if arguments.ranks < 1 or not 0 < arguments.gpu_gib < math.inf:
+        parser.error("--ranks is at least 1, and --gpu-gib a number above 0")
     return arguments
 
 

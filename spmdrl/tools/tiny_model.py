@@ -28,10 +28,18 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_model(
-    path: Path, *, hidden_size: int = 128, num_layers: int = 4, max_tokens: int = 256, seed: int = 0
+    path: Path,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    max_tokens: int = 256,
+    spare_tokens: int = 0,
+    seed: int = 0,
 ) -> int:
-    """Write the model and its tokenizer; returns the number of parameters."""
+    """Write the model and its tokenizer; returns the number of parameters. Spare tokens stand for nothing, and make a
+    vocabulary that can be split over ranks: there are 99 others."""
     tokenizer = character_tokenizer()
+    tokenizer.add_tokens([f"<spare {number}>" for number in range(spare_tokens)])
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -62,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--spare-tokens", type=int, default=0, help="5 of them let four ranks split the vocabulary")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     count = save_tiny_model(
@@ -69,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         hidden_size=arguments.hidden_size,
         num_layers=arguments.num_layers,
         max_tokens=arguments.max_tokens,
+        spare_tokens=arguments.spare_tokens,
         seed=arguments.seed,
     )
     print(f"{arguments.dir}: {count:,} parameters")

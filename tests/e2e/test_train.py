@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.tools.evaluate import evaluate_export
-from spmdrl.tools.tiny_model import character_tokenizer
-from tests.tiny import save_qwen3
+from spmdrl.tools.tiny_model import save_tiny_model
 
 CONFIG = """\
 [run]
@@ -68,17 +67,7 @@ def digits(*, prompt, response, answer, metadata):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("e2e")
-    tokenizer = character_tokenizer()
-    tokenizer.add_tokens(["<spare>"])  # an even vocabulary can be split over two ranks
-    save_qwen3(
-        path / "model",
-        vocab_size=len(tokenizer),
-        num_hidden_layers=2,
-        initializer_range=0.02,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    tokenizer.save_pretrained(path / "model")
+    save_tiny_model(path / "model", num_layers=2, spare_tokens=1)  # an even vocabulary can be split over two ranks
     (path / "reward.py").write_text(REWARD)
     (path / "c.toml").write_text(CONFIG.format(runs=path / "runs", model=path / "model", reward=path / "reward.py"))
     return path

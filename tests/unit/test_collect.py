@@ -387,7 +387,7 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
             torch.testing.assert_close(
                 torch.tensor(rollout.response.logprobs), torch.tensor(whole[place].logprobs), rtol=0, atol=1e-5
             )
-    assert continued > 10
+    assert continued >= 5
 
 
 def test_staleness_is_counted_from_the_oldest_tokens() -> None:
