@@ -30,20 +30,10 @@ from spmdrl.config import Config, CorrectionConfig, MismatchLimits
 from spmdrl.dist.collectives import merge_over, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import MAX_WORST, EffectiveFraction, Metrics, TokenValue, Worst, scalars
-from spmdrl.plan import Plan
+from spmdrl.plan import Plan, looks_ahead
 from spmdrl.types import MicroBatch, TrainingDiverged
 
 CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself
-
-
-def looks_ahead(correction: CorrectionConfig) -> bool:
-    """Whether the correction takes numbers of the whole global batch, which must be known before the update."""
-    return correction.batch_normalize or correction.reject != "none" or correction.veto_below is not None
-
-
-def needs_old_logprobs(correction: CorrectionConfig, *, num_updates: int) -> bool:
-    """Whether a step takes a pass for the trainer's log-probabilities before its updates."""
-    return correction.old == "trainer" and (num_updates > 1 or looks_ahead(correction))
 
 
 @dataclass(frozen=True, slots=True)

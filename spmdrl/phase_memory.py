@@ -21,8 +21,7 @@ from spmdrl.memory import (
     gathered_weights,
     states_per_weight,
 )
-from spmdrl.mismatch import needs_old_logprobs
-from spmdrl.plan import Plan
+from spmdrl.plan import Plan, needs_old_logprobs
 
 PROCESS_BYTES = GIB // 2  # of the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # the same with CUDA's libraries

@@ -17,10 +17,11 @@ from spmdrl.config import CorrectionConfig, OptimConfig
 from spmdrl.dist.collectives import failing_together, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
-from spmdrl.mismatch import Guard, effective_fraction, needs_old_logprobs, worst_of
+from spmdrl.mismatch import Guard, effective_fraction, worst_of
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
 from spmdrl.optim import make_optimizer, set_learning_rate
+from spmdrl.plan import needs_old_logprobs
 from spmdrl.types import MicroBatch, TrainingDiverged
 
 NO_CORRECTION = CorrectionConfig()

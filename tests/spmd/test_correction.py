@@ -23,9 +23,9 @@ from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_qwen3
 
 SEQUENCES = 16
-CASES: list[dict[str, Any]] = [
-    {"kind": "mis", "mode": "clip", "level": "geometric", "low": 0.01, "batch_normalize": True},
-    {"kind": "tis", "reject": "token", "reject_low": 0.3, "veto_below": 0.02, "opsm_delta_nats": 1.0},
+CASES: list[tuple[int, dict[str, Any]]] = [  # updates per step, correction
+    (1, {"kind": "mis", "mode": "clip", "level": "geometric", "low": 0.01, "batch_normalize": True}),
+    (2, {"kind": "tis", "reject": "token", "reject_low": 0.3, "veto_below": 0.02, "opsm_delta_nats": 1.0}),
 ]
 
 Weights = dict[str, Tensor]
@@ -36,17 +36,19 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
-def _steps(path: str, cases: list[dict[str, Any]]) -> list[tuple[Weights, dict[str, float], list[tuple[int, int]]]]:
-    """After one step of two updates with each correction: the weights, the step's metrics, the worst tokens' places."""
+def _steps(
+    path: str, cases: list[tuple[int, dict[str, Any]]]
+) -> list[tuple[Weights, dict[str, float], list[tuple[int, int]]]]:
+    """After one step with each correction: the weights, the step's metrics, the worst tokens' places."""
     results = []
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
-        for case in cases:
+        for num_updates, case in cases:
             correction = CorrectionConfig(**case)
-            plan = plan_for(SEQUENCES, world.num_ranks, updates_per_step=2, num_updates=2)
+            plan = plan_for(SEQUENCES, world.num_ranks, updates_per_step=num_updates, num_updates=num_updates)
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
             optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-            learner = Learner.start(policy, optim, num_updates=2, dtype=torch.float32)
+            learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
             mini_batches = prepare(policy, None, batch.mini_batches, meshes.training, correction)
@@ -63,17 +65,19 @@ def _steps(path: str, cases: list[dict[str, Any]]) -> list[tuple[Weights, dict[s
 
 
 def test_a_correction_does_not_depend_on_the_number_of_ranks(qwen3: str) -> None:
-    (alone,) = run_ranks(1, _steps, qwen3, [*CASES, {}])
+    (alone,) = run_ranks(1, _steps, qwen3, [*CASES, (1, {}), (2, {})])
     together = run_ranks(2, _steps, qwen3, CASES)[0]
-    for (weights, metrics, worst), (theirs, their_metrics, their_worst) in zip(alone, together, strict=False):
+    corrected, plain = alone[:2], alone[2:]
+    for (weights, metrics, worst), (theirs, their_metrics, their_worst), (without, *_) in zip(
+        corrected, together, plain, strict=True
+    ):
         for name in metrics:
             if name.startswith(("mismatch/", "correction/", "update/loss", "update/grad_norm")):
                 assert their_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
         assert their_worst == worst and len(worst) == 10
-        uncorrected = alone[-1][0]
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-4, atol=1e-5)
-        assert any((weights[name] - uncorrected[name]).abs().max() > 1e-3 for name in weights)
+        assert any((weights[name] - without[name]).abs().max() > 1e-3 for name in weights)
     assert 0 < alone[1][1]["correction/rejected_fraction"] < 1
     assert 0 < alone[1][1]["correction/off_policy_fraction"] < 1
 
