@@ -22,6 +22,7 @@ from spmdrl.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_
 from spmdrl.mismatch import batch_sums, effective_fraction, exceeded, kept_tokens, settle, weigh, worst_of
 from spmdrl.model.policy import TokenScores
 from spmdrl.objective import PolicyObjective
+from spmdrl.plan import needs_old_logprobs
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.types import MicroBatch
 from tests import oracle
@@ -237,6 +238,14 @@ def test_weights_keep_the_denominator_and_rejections_leave_it(settings: dict[str
     correction = CorrectionConfig(**settings)
     micro_batch = settled([parts[0][0]], correction)[0]
     assert loss_and_gradient([(micro_batch, parts[0][1])], correction)[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("settings", "expected"), DENOMINATORS, ids=str)
+def test_what_needs_the_whole_batch_takes_a_pass_and_nothing_else(settings: dict[str, Any], expected: float) -> None:
+    takes_a_pass = bool({"reject", "veto_below", "batch_normalize"} & settings.keys())
+    assert needs_old_logprobs(CorrectionConfig(**settings), num_updates=1) == takes_a_pass
+    assert needs_old_logprobs(CorrectionConfig(**settings), num_updates=2)
+    assert not needs_old_logprobs(CorrectionConfig(old="rollout"), num_updates=2)
 
 
 @pytest.mark.parametrize("level", LEVELS)
