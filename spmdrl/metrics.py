@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 MAX_VALUES = 1 << 20
+MAX_WORST = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,60 @@ class Values:
         return math.fsum(self.values) / len(self.values) if self.values else math.nan
 
 
+@dataclass(frozen=True, slots=True)
+class EffectiveFraction:
+    """Kish's effective sample size over the sample's size, (sum w)^2 / (n sum w^2): 1 when n things weigh the same, 0
+    when none weighs anything, nan when there are none."""
+
+    total: float  # sum of the weights
+    squares: float  # sum of their squares
+    count: float
+
+    def merge(self, other: EffectiveFraction) -> EffectiveFraction:
+        return EffectiveFraction(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    def value(self) -> float:
+        if not self.count:
+            return math.nan
+        return self.total / self.squares * self.total / self.count if self.squares else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValue:
+    """A number about one token, and where that token is."""
+
+    value: float
+    sequence_index: int  # place of its sequence in the step's global order
+    position: int  # its place in the sequence, from 0
+    token_ids: tuple[int, ...]  # some of the tokens before it, and itself, the last
+    rollout_logprob: float  # nats
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The `MAX_WORST` tokens whose numbers are the greatest in size; those that are exactly 0 do not count."""
+
+    tokens: tuple[TokenValue, ...]
+
+    def merge(self, other: Worst) -> Worst:
+        return Worst(tuple(sorted(self.tokens + other.tokens, key=_size_then_place)[:MAX_WORST]))
+
+    def value(self) -> float:
+        return abs(self.tokens[0].value) if self.tokens else 0.0
+
+
+def _size_then_place(token: TokenValue) -> tuple[float, int, int]:
+    """What is not a number comes first."""
+    size = math.inf if math.isnan(token.value) else abs(token.value)
+    return -size, token.sequence_index, token.position
+
+
 def _nan_or(choose: Callable[[float, float], float], one: float, other: float) -> float:
     # The built-in max() and min() answer nan or not depending on the order of their arguments.
     return math.nan if math.isnan(one) or math.isnan(other) else choose(one, other)
 
 
-Metric = Mean | Max | Min | Total | Values
+Metric = Mean | Max | Min | Total | Values | EffectiveFraction | Worst
 Metrics = dict[str, Metric]
 
 
@@ -122,3 +171,8 @@ def scalars(metrics: Metrics) -> dict[str, float]:
 def histograms(metrics: Metrics) -> dict[str, list[float]]:
     """The values behind each `Values`."""
     return {name: list(metric.values) for name, metric in metrics.items() if isinstance(metric, Values)}
+
+
+def worst_tokens(metrics: Metrics) -> dict[str, tuple[TokenValue, ...]]:
+    """The tokens behind each `Worst`, the worst first."""
+    return {name: metric.tokens for name, metric in metrics.items() if isinstance(metric, Worst)}

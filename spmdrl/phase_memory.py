@@ -21,7 +21,7 @@ from spmdrl.memory import (
     gathered_weights,
     states_per_weight,
 )
-from spmdrl.plan import Plan
+from spmdrl.plan import Plan, needs_old_logprobs
 
 PROCESS_BYTES = GIB // 2  # of the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # the same with CUDA's libraries
@@ -114,7 +114,7 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
     yield phase("refit", asleep, max(memory.engine_weights, _engine_while_refitted(cfg, rank)))
     sampling = _engine_while_it_samples(cfg, rank)
     yield phase("rollout", {"refit bucket": memory.buckets // 2} if apart else asleep, sampling)
-    if run.updates_per_step > 1 or cfg.loss.kl_coef > 0:
+    if needs_old_logprobs(cfg.correction, num_updates=run.updates_per_step) or cfg.loss.kl_coef > 0:
         yield phase("logprobs", awake | _scoring(cfg, rank), memory.engine_keeps)
     yield phase(
         "forward-backward",

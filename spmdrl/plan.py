@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.algo.packing import padding_tokens
-from spmdrl.config import Config, OptimConfig, PackConfig, ParallelConfig, SftConfig
+from spmdrl.config import Config, CorrectionConfig, OptimConfig, PackConfig, ParallelConfig, SftConfig
 from spmdrl.types import UserError
 
 
@@ -267,3 +267,13 @@ def _max_micro_batches(pack: PackConfig, sequences: int, num_ranks: int, max_seq
     per_rank = math.ceil(sequences / num_ranks)
     per_micro_batch = pack.sequences_per_micro_batch or max(1, (pack.max_tokens_per_micro_batch or 0) // max_sequence)
     return math.ceil(per_rank / per_micro_batch)
+
+
+def looks_ahead(correction: CorrectionConfig) -> bool:
+    """Whether the correction takes numbers of the whole global batch, which must be known before the update."""
+    return correction.batch_normalize or correction.reject != "none" or correction.veto_below is not None
+
+
+def needs_old_logprobs(correction: CorrectionConfig, *, num_updates: int) -> bool:
+    """Whether a step takes a pass for the trainer's log-probabilities before its updates."""
+    return correction.old == "trainer" and (num_updates > 1 or looks_ahead(correction))

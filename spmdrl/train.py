@@ -23,7 +23,8 @@ from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
-from spmdrl.metrics import histograms, merge_all, scalars
+from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
+from spmdrl.mismatch import Guard, correct, exceeded
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.objective import PolicyObjective
@@ -39,7 +40,7 @@ from spmdrl.report.resources import (
     time_metrics,
     with_speed,
 )
-from spmdrl.report.samples import sample_rows
+from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
@@ -98,7 +99,8 @@ def train(
         reference = load_reference(cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
-        objective = PolicyObjective(cfg.loss)
+        objective = PolicyObjective(cfg.loss, cfg.correction, cfg.mismatch)
+        guard = Guard.of(cfg, meshes.training)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
@@ -150,9 +152,10 @@ def train(
                 with report.span("probe"):
                     probed = probe_metrics(policy, collected.probes, meshes)
                 with report.span("logprobs"):
-                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training, cfg.correction)
+                    mini_batches = correct(mini_batches, cfg.correction, plan, meshes, aggregation=cfg.loss.aggregation)
                 with report.span("update"):
-                    updated = update(learner, mini_batches, objective, meshes, step=step)
+                    updated = update(learner, mini_batches, objective, meshes, step=step, guard=guard)
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
@@ -165,11 +168,14 @@ def train(
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
             )
+            for warning in exceeded(scalars(metrics), cfg.mismatch.warn):
+                report.message(f"step {step}: {warning}")
             report.step(
                 step,
                 with_speed(scalars(metrics)),
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
+                worst_tokens=worst_token_rows(worst_tokens(metrics).get("mismatch/max_abs_nats", ()), inputs.tokenizer),
             )
             if plan.saves_after(step):
                 with phases.training(), report.span("save"):

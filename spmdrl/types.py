@@ -140,6 +140,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [T] float32, nats
     old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved in this step
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
+    mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
     sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order; -1 for filling
 
     def __post_init__(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,14 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import MiniBatch
-from spmdrl.config import OptimConfig
+from spmdrl.config import CorrectionConfig, OptimConfig
 from spmdrl.dist.collectives import failing_together, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
+from spmdrl.mismatch import Guard, effective_fraction, worst_of
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
 from spmdrl.optim import make_optimizer, set_learning_rate
-from spmdrl.types import TrainingDiverged
+from spmdrl.plan import needs_old_logprobs
+from spmdrl.types import MicroBatch, TrainingDiverged
+
+NO_CORRECTION = CorrectionConfig()
 
 
 @dataclass(slots=True)
@@ -59,17 +65,23 @@ def token_logprobs(policy: Policy, mini_batches: list[MiniBatch], device: torch.
 
 
 def prepare(
-    policy: Policy, reference: Policy | None, mini_batches: list[MiniBatch], mesh: DeviceMesh
+    policy: Policy,
+    reference: Policy | None,
+    mini_batches: list[MiniBatch],
+    mesh: DeviceMesh,
+    correction: CorrectionConfig = NO_CORRECTION,
 ) -> list[MiniBatch]:
-    """Add `old_logprobs`, when the policy moves before it has seen all rollouts, and `ref_logprobs`, when there is a
-    reference. Every rank of the mesh must call this.
+    """Add `old_logprobs`, when the policy moves before it has seen all rollouts or a correction looks ahead, and
+    `ref_logprobs`, when there is a reference. Every rank of the mesh must call this.
 
     With one mini-batch the policy has not moved in this step before its only update, and no pass is needed. Where older
     weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
     """
     device = torch.device(mesh.device_type)
     columns: dict[str, list[list[Tensor]]] = {}
-    if len(mini_batches) > 1:
+    if correction.old == "rollout":
+        columns["old_logprobs"] = [[m.rollout_logprobs for m in mini_batch] for mini_batch in mini_batches]
+    elif needs_old_logprobs(correction, num_updates=len(mini_batches)):
         columns["old_logprobs"] = token_logprobs(policy, mini_batches, device)
     if reference is not None:
         columns["ref_logprobs"] = token_logprobs(reference, mini_batches, device)
@@ -99,30 +111,46 @@ class Learner:
 
 
 def update(
-    learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, meshes: Meshes, *, step: int
+    learner: Learner,
+    mini_batches: list[MiniBatch],
+    objective: ObjectiveFunction,
+    meshes: Meshes,
+    *,
+    step: int,
+    guard: Guard | None = None,
 ) -> Metrics:
     """One optimizer step on each mini-batch in turn; every rank that trains takes part.
 
     A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
-    to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
+    to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when the
+    guard objects.
     """
     first = (step - 1) * len(mini_batches) + 1
-    metrics = merge_all(
-        [
-            _optimizer_step(
-                learner, mini_batch, objective, meshes, number=number, cause=f"step {step}, update {number}"
+    of_updates: list[Metrics] = []
+    for number, mini_batch in enumerate(mini_batches, start=first):
+        if mini_batch:
+            cause = f"step {step}, update {number}"
+            check = partial(guard.check, first=not of_updates, cause=cause) if guard else None
+            of_updates.append(
+                _optimizer_step(learner, mini_batch, objective, meshes, number=number, cause=cause, check=check)
             )
-            for number, mini_batch in enumerate(mini_batches, start=first)
-            if mini_batch
-        ]
-    )
-    return metrics if meshes.speaks_for_data else {}
+    return merge_all(of_updates) if meshes.speaks_for_data else {}
 
 
 def _optimizer_step(
-    learner: Learner, mini_batch: MiniBatch, objective: ObjectiveFunction, meshes: Meshes, *, number: int, cause: str
+    learner: Learner,
+    mini_batch: MiniBatch,
+    objective: ObjectiveFunction,
+    meshes: Meshes,
+    *,
+    number: int,
+    cause: str,
+    check: Callable[[Metrics], None] | None,
 ) -> Metrics:
-    """Forward and backward on this rank's micro-batches, then one step; `number` counts optimizer steps from 1."""
+    """Forward and backward on this rank's micro-batches, then one step; `number` counts optimizer steps from 1.
+
+    `check` sees what this rank measured before weights change.
+    """
     device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
     losses: list[Tensor] = []
     parts: list[Metrics] = []
@@ -132,7 +160,7 @@ def _optimizer_step(
         result = objective(learner.policy(on_device), on_device)
         (result.loss_sum * scale).backward()
         losses.append(result.loss_sum.detach())
-        parts.append(_reduced(result, on_device.loss_mask))
+        parts.append(_reduced(result, on_device))
 
     gradients = _local_gradients(learner.policy)
     local_sums = torch.stack(
@@ -146,6 +174,8 @@ def _optimizer_step(
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
     metrics = merge_all(parts) | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
 
+    if check is not None:
+        check(metrics)
     if not math.isfinite(loss):
         raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")
     if not math.isfinite(grad_norm):
@@ -188,15 +218,18 @@ def _squared_norm(policy: Policy, *, num_ranks: int, device: torch.device) -> Te
     return torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
 
 
-def _reduced(result: Objective, loss_mask: Tensor) -> Metrics:
-    """Means and peaks over the loss tokens of one micro-batch; waits for the device."""
+def _reduced(result: Objective, micro_batch: MicroBatch) -> Metrics:
+    """What an objective says about the loss tokens of one micro-batch; waits for the device."""
+    loss_mask = micro_batch.loss_mask
     names, peaks = list(result.means), list(result.peaks)
     columns = torch.stack([*result.means.values(), *result.peaks.values()])
     columns = torch.where(loss_mask, columns, 0.0)
     sums, highest = columns.sum(-1).tolist(), columns.amax(-1).tolist()
     count = float(loss_mask.sum())
     metrics: Metrics = {name: Mean(total, count) for name, total in zip(names, sums, strict=False)}
-    return metrics | {name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)}
+    metrics |= {name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)}
+    metrics |= {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
+    return metrics | {name: effective_fraction(weights, loss_mask) for name, weights in result.weights.items()}
 
 
 def _require_finite(name: str, values: list[Tensor]) -> None:

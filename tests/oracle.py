@@ -181,3 +181,83 @@ def forward_flops(length: int, *, matmul_parameters: int, num_layers: int, num_h
             flops += 2 * head_dim  # the score
             flops += 2 * head_dim  # its share of the weighted sum
     return flops
+
+
+def correction_weights(mismatches: Sequence[float], *, level: str, mode: str, low: float, high: float) -> list[float]:
+    """What each loss token of one sequence weighs, from the ratios of probabilities themselves."""
+    ratios = [math.exp(mismatch) for mismatch in mismatches]
+    if level != "token" and ratios:
+        whole = math.prod(ratios)
+        ratios = [whole if level == "sequence" else whole ** (1 / len(ratios))] * len(ratios)
+    bounded = []
+    for ratio in ratios:
+        match mode:
+            case "truncate":
+                bounded.append(high if ratio > high else ratio)
+            case "clip":
+                bounded.append(low if ratio < low else high if ratio > high else ratio)
+            case "mask":
+                bounded.append(ratio if low <= ratio <= high else 0.0)
+            case "none":
+                bounded.append(1.0)
+    return bounded
+
+
+Token = tuple[float, float, float, float]  # logprob, old_logprob, rollout_logprob, advantage
+
+
+def corrected_loss(
+    sequences: Sequence[Sequence[Token]],
+    *,
+    level: str,
+    mode: str,
+    low: float,
+    high: float,
+    batch_normalize: bool,
+    reject: str,
+    reject_low: float,
+    reject_high: float,
+    veto_below: float | None,
+    opsm_delta_nats: float | None,
+    aggregation: str,
+    max_response_tokens: int,
+    clip: float,
+) -> float:
+    """The policy loss of a global batch from the loss tokens of its sequences: first what is left out, then what the
+    rest weighs, then what weighs nothing, then the aggregation over what was not left out."""
+    left: list[list[tuple[Token, float]]] = []
+    for sequence in sequences:
+        mismatches = [old - rollout for _, old, rollout, _ in sequence]
+        weights = correction_weights(mismatches, level=level, mode=mode, low=low, high=high)
+        keep = [True] * len(sequence)
+        if reject != "none":
+            bounds = {"low": reject_low, "high": reject_high}
+            keep = [w > 0 for w in correction_weights(mismatches, level=reject, mode="mask", **bounds)]
+        if veto_below is not None and any(math.exp(mismatch) < veto_below for mismatch in mismatches):
+            keep = [False] * len(sequence)
+        left.append([pair for pair, kept in zip(zip(sequence, weights, strict=True), keep, strict=True) if kept])
+    mean = 1.0
+    if batch_normalize:
+        counted = [w for pairs in left for _, w in pairs] if level == "token" else [p[0][1] for p in left if p]
+        mean = statistics.fmean(counted) if counted and sum(counted) else 1.0
+    losses = []
+    for sequence, pairs in zip(sequences, left, strict=True):
+        drop = False
+        if opsm_delta_nats is not None and sequence:
+            distance = statistics.fmean(rollout - now for now, _, rollout, _ in sequence)
+            drop = sum(advantage for *_, advantage in sequence) < 0 and distance > opsm_delta_nats
+        losses.append(
+            [
+                0.0 if drop else weight / mean * policy_loss(
+                    now, old, advantage, True, clip_low=clip, clip_high=clip, dual_clip=None
+                )[0]
+                for (now, old, _, advantage), weight in pairs
+            ]
+        )  # fmt: skip
+    return global_loss(losses, aggregation, max_response_tokens)
+
+
+def effective_fraction(weights: Sequence[float]) -> float:
+    """Kish's: one over the mean square of the weights that have been scaled to a mean of one."""
+    mean = statistics.fmean(weights)
+    return 1 / statistics.fmean((weight / mean) ** 2 for weight in weights)

@@ -91,10 +91,12 @@ class Report:
         *,
         samples: Sequence[Mapping[str, Any]],
         histograms: Mapping[str, Sequence[float]],
+        worst_tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Show and write a finished step. Of the samples, the first `report.samples_per_step` are written."""
+        """Show and write a finished step. Of the samples, the first `report.samples_per_step` are written, and after
+        them all of the rows of worst tokens."""
         if self._files:
-            self._files.step(step, scalars, samples, histograms)
+            self._files.step(step, scalars, samples, histograms, worst_tokens)
         if self._display:
             self._display.end_step(step, scalars)
         if self._expected:
@@ -176,10 +178,11 @@ class _Files:
         scalars: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]],
         histograms: Mapping[str, Sequence[float]],
+        worst_tokens: Sequence[Mapping[str, Any]],
     ) -> None:
         samples = samples[: self._samples_per_step]
         self.metrics.write(step, scalars)
-        self._samples.write(step, samples)
+        self._samples.write(step, [*samples, *worst_tokens])
         if self._tensorboard:
             self._tensorboard.write_samples(step, samples)
             self._tensorboard.write_histograms(step, histograms)

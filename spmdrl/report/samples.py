@@ -1,4 +1,4 @@
-"""Rollouts as rows of samples.jsonl."""
+"""Rollouts, and the tokens that engine and trainer disagree about most, as rows of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.metrics import TokenValue
 from spmdrl.types import ScoredRollout
 
 
@@ -16,6 +17,30 @@ def sample_rows(scored: Sequence[ScoredRollout], tokenizer: PreTrainedTokenizerB
     for item in scored:
         groups.setdefault(item.rollout.prompt.prompt_id, item)
     return [_row(item, tokenizer) for item in groups.values()]
+
+
+def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """One row that lists these tokens, the worst first, each with its text, the text before it, and what trainer and
+    engine say of it; no row when there are none."""
+    if not tokens:
+        return []
+    return [
+        {
+            "worst_tokens": [
+                {
+                    "sequence_index": token.sequence_index,
+                    "position": token.position,
+                    "token_id": token.token_ids[-1],
+                    "token": tokenizer.decode(token.token_ids[-1:]),
+                    "context": tokenizer.decode(token.token_ids[:-1]),
+                    "mismatch_nats": token.value,
+                    "old_logprob_nats": token.rollout_logprob + token.value,
+                    "rollout_logprob_nats": token.rollout_logprob,
+                }
+                for token in tokens
+            ]
+        }
+    ]
 
 
 def _row(scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

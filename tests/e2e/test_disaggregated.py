@@ -35,7 +35,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def samples(run: Path) -> list[dict]:
     """Every rollout of every step."""
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [row for row in written if "response" in row]
 
 
 def steady(run: Path) -> list[dict[str, float]]:

@@ -55,6 +55,8 @@ params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
 prompt_template = "{{metadata[expression]}} ="
 [checkpoint]
 every = 2
+[debug]
+assert_on_policy = true
 """
 
 # A reward that a random model can climb at once, so that advantages are not all zero.
@@ -127,6 +129,16 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
         assert 0 < row["refit/probe_max_abs_nats"] < 1e-5
         assert row["reward/failed_count"] == 0
     assert [row["step"] for row in rows(whole) if "eval/accuracy" in row] == [0, 2, 4]
+
+
+def test_the_tokens_that_engine_and_trainer_disagree_about_most_are_written(whole: Path) -> None:
+    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    worst = {sample["step"]: sample["worst_tokens"] for sample in samples if "worst_tokens" in sample}
+    for row in rows(whole)[1:]:
+        first, *others = worst[row["step"]]
+        assert abs(first["mismatch_nats"]) == row["mismatch/max_abs_nats"] > 0
+        assert 0 < len(others) < 10
+        assert first["token"] and first["context"]
     assert json.loads((whole / "plan.json").read_text())["prompts_per_rank"] == 4
 
 
@@ -215,7 +227,7 @@ def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
     states = [json.loads((run / f"checkpoints/step-{step:08d}/collector.json").read_text()) for step in range(1, 4)]
     assert any(state["carried"] for state in states)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    prompt_ids = [sample["prompt_id"] for sample in samples if sample["step"] > 0]
+    prompt_ids = [sample["prompt_id"] for sample in samples if "prompt_id" in sample]
     assert len(prompt_ids) == len(set(prompt_ids)), "a prompt was trained on twice"
 
 

@@ -94,6 +94,12 @@ def test_nothing_can_be_changed_afterwards(tmp_path: Path) -> None:
             "group_size = 2\ndynamic_sampling = true\nmax_draw_ratio = 1.25\noversample_fraction = 0.5",
             "does not allow the 1.5 times",
         ),
+        (
+            "max_response_tokens = 5",
+            'max_response_tokens = 5\noversample_fraction = 0.5\npartial = true\n[correction]\nold = "rollout"',
+            'correction.old = "rollout" needs tokens that the weights before the update sampled',
+        ),
+        ("[optim]", '[correction]\nkind = "mis"\n[optim]', 'correction: kind = "mis" needs a mode'),
         ("[optim]", '[advantage]\nestimator = "rloo"\ndivide_by_std = true\n[optim]', "has no meaning"),
     ],
 )

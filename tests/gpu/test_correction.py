@@ -1,0 +1,42 @@
+"""Corrections and what is measured of the mismatch are on a device what they are on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.config import CorrectionConfig, LossConfig
+from spmdrl.metrics import Metrics
+from spmdrl.mismatch import effective_fraction, worst_of
+from spmdrl.model.policy import TokenScores
+from spmdrl.objective import PolicyObjective
+from spmdrl.types import MicroBatch
+from tests.unit.test_correction import CORRECTIONS, batch, random_sequences, settled
+
+
+def _objective(
+    micro_batch: MicroBatch, now: Tensor, correction: CorrectionConfig, device: torch.device
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Loss, gradient and the metrics that look at tokens one by one."""
+    micro_batch, logprobs = micro_batch.to(device), now.to(device).requires_grad_()
+    scores = TokenScores(logprobs, torch.zeros_like(logprobs))
+    result = PolicyObjective(LossConfig(), correction)(scores, micro_batch)
+    result.loss_sum.backward()
+    assert logprobs.grad is not None
+    measured: Metrics = {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
+    measured |= {name: effective_fraction(w, micro_batch.loss_mask) for name, w in result.weights.items()}
+    return result.loss_sum.detach().cpu(), logprobs.grad.cpu(), measured
+
+
+@pytest.mark.parametrize("settings", CORRECTIONS, ids=str)
+def test_a_correction_on_a_device_is_that_on_the_host(settings: dict[str, Any]) -> None:
+    (micro_batch, now), correction = batch(random_sequences(), [8])[0], CorrectionConfig(**settings)
+    (micro_batch,) = settled([micro_batch], correction)
+    host, device = (_objective(micro_batch, now, correction, torch.device(kind)) for kind in ("cpu", "cuda"))
+    torch.testing.assert_close(device[:2], host[:2], rtol=1e-6, atol=1e-7)
+    for name, metric in host[2].items():
+        assert device[2][name].value() == pytest.approx(metric.value())
+    assert device[2]["mismatch/max_abs_nats"] == host[2]["mismatch/max_abs_nats"]
