@@ -72,7 +72,11 @@ def save(
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
-        state = {"step": step, "loss_scale": dataclasses.asdict(learner.loss_scale)}
+        state = {
+            "step": step,
+            "loss_scale": dataclasses.asdict(learner.loss_scale),
+            "coefficients": learner.coefficients,
+        }
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
         for old in _whole(folder)[:-keep_last]:
@@ -134,6 +138,8 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
     saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
+    # Only those that this launch adapts too: a coefficient that is fixed now is what the configuration says.
+    learner.coefficients.update({name: saved["coefficients"].get(name, x) for name, x in learner.coefficients.items()})
 
 
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from spmdrl.algo.kl import kl_estimate
-from spmdrl.algo.loss import clipped_policy_loss, mismatch, sft_loss, weighted_sum
+from spmdrl.algo.kl import kl_at_loss_tokens
+from spmdrl.algo.loss import mismatch, sft_loss, weighted_sum
+from spmdrl.coefficients import ENTROPY
 from spmdrl.config import LossConfig
 from spmdrl.model.policy import TokenScores
+from spmdrl.policy_loss import policy_loss_function
 from spmdrl.types import MicroBatch
+
+DRIFT = "update/k3_old_nats"  # KL(policy that sampled || policy): how far a step's updates have gone so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +35,17 @@ class ObjectiveFunction(Protocol):
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective: ...
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """Clipped policy loss + kl_coef KL(policy, reference) - entropy_coef entropy, per token."""
+    """Policy loss + kl_coef KL(policy, reference) - entropy_coef entropy, per token."""
 
-    cfg: LossConfig
+    def __init__(self, cfg: LossConfig, coefficients: Mapping[str, float] = MappingProxyType({})) -> None:
+        """`coefficients`: those of `coefficients.py`, which may change from step to step."""
+        self._cfg, self._coefficients = cfg, coefficients
+        self._policy_loss = policy_loss_function(cfg)
 
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective:
         mask, logprobs = micro_batch.loss_mask, scores.logprobs
-        policy = clipped_policy_loss(
-            logprobs,
-            micro_batch.old_logprobs,
-            micro_batch.advantages,
-            mask,
-            clip_low=self.cfg.clip_low,
-            clip_high=self.cfg.clip_high,
-            dual_clip=self.cfg.dual_clip,
-        )
+        policy = self._policy_loss(logprobs, micro_batch)
         per_token = policy.per_token
         old = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         drift = mismatch(old, micro_batch.rollout_logprobs, mask)
@@ -56,19 +55,14 @@ class PolicyObjective:
             "update/ratio": policy.ratio.detach(),
             "mismatch/mean_abs_nats": drift.mismatch.abs(),
             "mismatch/k3_nats": drift.k3,
+            DRIFT: kl_at_loss_tokens(old, logprobs.detach(), mask, estimator="k3"),
         }
         if micro_batch.ref_logprobs is not None:
-            # Masked before the estimator: exp of a prompt token's difference means nothing and may overflow.
-            zero = torch.zeros_like(logprobs)
-            kl = kl_estimate(
-                torch.where(mask, logprobs, zero),
-                torch.where(mask, micro_batch.ref_logprobs, zero),
-                estimator=self.cfg.kl_estimator,
-            )
-            per_token = per_token + self.cfg.kl_coef * kl
-            means[f"update/{self.cfg.kl_estimator}_ref_nats"] = kl.detach()
-        if self.cfg.entropy_coef:
-            per_token = per_token - self.cfg.entropy_coef * scores.entropy
+            kl = kl_at_loss_tokens(logprobs, micro_batch.ref_logprobs, mask, estimator=self._cfg.kl_estimator)
+            per_token = per_token + self._cfg.kl_coef * kl
+            means[f"update/{self._cfg.kl_estimator}_ref_nats"] = kl.detach()
+        if entropy_coef := self._coefficients.get(ENTROPY, self._cfg.entropy_coef):
+            per_token = per_token - entropy_coef * scores.entropy
         return Objective(
             loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
             means=means,

@@ -88,8 +88,7 @@ def micro_batch_tokens(cfg: Config, run: Plan) -> int:
 
 
 def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
-    memory, run = rank.memory, rank.run
-    host = _host(cfg, rank)
+    memory, host = rank.memory, _host(cfg, rank)
     apart = cfg.rollout.placement == "disaggregated"
     trainer = {"weights": memory.weights, "optimizer": memory.optimizer}
     asleep = {"trainer": memory.asleep, "refit buckets": memory.buckets}
@@ -113,7 +112,7 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
     yield phase("refit", asleep, max(memory.engine_weights, _engine_while_refitted(cfg, rank)))
     sampling = _engine_while_it_samples(cfg, rank)
     yield phase("rollout", {"refit bucket": memory.buckets // 2} if apart else asleep, sampling)
-    if run.updates_per_step > 1 or cfg.loss.kl_coef > 0:
+    if cfg.needs_old_logprobs or cfg.has_reference:
         yield phase("logprobs", awake | _scoring(cfg, rank), memory.engine_keeps)
     yield phase(
         "forward-backward",
@@ -145,7 +144,7 @@ def _host(cfg: Config, rank: Rank) -> dict[str, int]:
         "sleeping trainer": moved,
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
-        "reference": weights if cfg.loss.kl_coef > 0 else 0,
+        "reference": weights if cfg.has_reference else 0,
         "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
     }
 
@@ -154,7 +153,7 @@ def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
     """A pass without gradients; the policy's root stays gathered after its own, while the reference is scored."""
     tokens = micro_batch_tokens(cfg, rank.run)
     part = rank.decoder.cut(cfg.parallel.tp)
-    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.loss.kl_coef > 0 else 0
+    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.has_reference else 0
     logits = logits_bytes(rank.decoder, num_tokens=tokens, chunk_tokens=cfg.model.logits_chunk_tokens)
     layer = forward_bytes(part, compute_bytes=rank.compute_bytes, num_tokens=tokens)
     return {

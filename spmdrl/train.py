@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from spmdrl import checkpoint
+from spmdrl.algo.seeds import mix
 from spmdrl.batch import build_batch, to_sequence
+from spmdrl.coefficients import next_coefficients, starting_coefficients
 from spmdrl.config import Config
+from spmdrl.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -95,10 +98,18 @@ def train(
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
-        reference = load_reference(cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature)
-        learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
+        reference = load_reference(
+            cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature, reward=cfg.reward
+        )
+        learner = Learner.start(
+            policy,
+            cfg.optim,
+            num_updates=plan.num_updates,
+            dtype=dtype,
+            coefficients=starting_coefficients(cfg),
+        )
         checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
-        objective = PolicyObjective(cfg.loss)
+        objective = PolicyObjective(cfg.loss, learner.coefficients)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
@@ -141,7 +152,7 @@ def train(
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
             with report.span("reward"):
-                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.training)
+                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
             with report.span("pack"):
                 with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
@@ -150,9 +161,15 @@ def train(
                 with report.span("probe"):
                     probed = probe_metrics(policy, collected.probes, meshes)
                 with report.span("logprobs"):
-                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+                    mini_batches = prepare(
+                        policy, reference, batch.mini_batches, meshes.training, needs_old=cfg.needs_old_logprobs
+                    )
+                    mini_batches, credited = assign_credit(mini_batches, cfg, learner.coefficients, meshes)
+                    mini_batches = choose_tokens(mini_batches, cfg.loss, meshes.data, seed=mix(cfg.run.seed, step))
                 with report.span("update"):
-                    updated = update(learner, mini_batches, objective, meshes, step=step)
+                    updated = update(
+                        learner, mini_batches, objective, meshes, step=step, stop_kl_nats=cfg.loss.stop_kl_nats
+                    )
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
@@ -160,14 +177,18 @@ def train(
                     evaluate()
             metrics = merge_over(
                 meshes.training,
-                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, updated])
+                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, credited, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
             )
+            values = scalars(metrics)
+            learner.coefficients.update(
+                next_coefficients(learner.coefficients, values, cfg, rollouts=plan.rollouts_per_step)
+            )
             report.step(
                 step,
-                with_speed(scalars(metrics)),
+                with_speed(values),
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
             )

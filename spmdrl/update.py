@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from spmdrl.dist.collectives import failing_together, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.model.policy import Policy
-from spmdrl.objective import Objective, ObjectiveFunction
+from spmdrl.objective import DRIFT, Objective, ObjectiveFunction
 from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.types import TrainingDiverged
 
@@ -59,17 +61,22 @@ def token_logprobs(policy: Policy, mini_batches: list[MiniBatch], device: torch.
 
 
 def prepare(
-    policy: Policy, reference: Policy | None, mini_batches: list[MiniBatch], mesh: DeviceMesh
+    policy: Policy,
+    reference: Policy | None,
+    mini_batches: list[MiniBatch],
+    mesh: DeviceMesh,
+    *,
+    needs_old: bool = False,
 ) -> list[MiniBatch]:
-    """Add `old_logprobs`, when the policy moves before it has seen all rollouts, and `ref_logprobs`, when there is a
-    reference. Every rank of the mesh must call this.
+    """Add `old_logprobs`, when the policy moves before it has seen all rollouts or somebody `needs_old`, and
+    `ref_logprobs`, when there is a reference. Every rank of the mesh must call this.
 
     With one mini-batch the policy has not moved in this step before its only update, and no pass is needed. Where older
     weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
     """
     device = torch.device(mesh.device_type)
     columns: dict[str, list[list[Tensor]]] = {}
-    if len(mini_batches) > 1:
+    if needs_old or len(mini_batches) > 1:
         columns["old_logprobs"] = token_logprobs(policy, mini_batches, device)
     if reference is not None:
         columns["ref_logprobs"] = token_logprobs(reference, mini_batches, device)
@@ -91,38 +98,65 @@ class Learner:
     loss_scale: LossScale
     optim: OptimConfig
     num_updates: int  # optimizer steps of the whole run
+    coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
 
     @classmethod
-    def start(cls, policy: Policy, optim: OptimConfig, *, num_updates: int, dtype: torch.dtype) -> Learner:
+    def start(
+        cls,
+        policy: Policy,
+        optim: OptimConfig,
+        *,
+        num_updates: int,
+        dtype: torch.dtype,
+        coefficients: Mapping[str, float] = MappingProxyType({}),
+    ) -> Learner:
         """A learner that has learned nothing yet; `dtype` is that of forward and backward."""
-        return cls(policy, make_optimizer(policy, optim), LossScale.for_dtype(dtype), optim, num_updates)
+        optimizer, scale = make_optimizer(policy, optim), LossScale.for_dtype(dtype)
+        return cls(policy, optimizer, scale, optim, num_updates, dict(coefficients))
 
 
 def update(
-    learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, meshes: Meshes, *, step: int
+    learner: Learner,
+    mini_batches: list[MiniBatch],
+    objective: ObjectiveFunction,
+    meshes: Meshes,
+    *,
+    step: int,
+    stop_kl_nats: float | None = None,
 ) -> Metrics:
     """One optimizer step on each mini-batch in turn; every rank that trains takes part.
 
     A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
-    to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere.
+    to the step. So is one that is left out: the first on which the policy is further than `stop_kl_nats` from the one
+    that sampled, and those after it. Raises TrainingDiverged on every rank when the loss or a gradient is not finite
+    anywhere.
     """
-    first = (step - 1) * len(mini_batches) + 1
-    metrics = merge_all(
-        [
-            _optimizer_step(
-                learner, mini_batch, objective, meshes, number=number, cause=f"step {step}, update {number}"
+    first, stopped = (step - 1) * len(mini_batches) + 1, False
+    parts: list[Metrics] = []
+    for number, mini_batch in enumerate(mini_batches, start=first):
+        if mini_batch and not stopped:
+            cause = f"step {step}, update {number}"
+            metrics, stopped = _optimizer_step(
+                learner, mini_batch, objective, meshes, number=number, stop_kl_nats=stop_kl_nats, cause=cause
             )
-            for number, mini_batch in enumerate(mini_batches, start=first)
-            if mini_batch
-        ]
-    )
-    return metrics if meshes.speaks_for_data else {}
+            parts.append(metrics)
+        if mini_batch and stop_kl_nats is not None:
+            parts.append({"update/left_out_fraction": Mean(float(stopped), 1.0)})
+    return merge_all(parts) if meshes.speaks_for_data else {}
 
 
 def _optimizer_step(
-    learner: Learner, mini_batch: MiniBatch, objective: ObjectiveFunction, meshes: Meshes, *, number: int, cause: str
-) -> Metrics:
-    """Forward and backward on this rank's micro-batches, then one step; `number` counts optimizer steps from 1."""
+    learner: Learner,
+    mini_batch: MiniBatch,
+    objective: ObjectiveFunction,
+    meshes: Meshes,
+    *,
+    number: int,
+    stop_kl_nats: float | None,
+    cause: str,
+) -> tuple[Metrics, bool]:
+    """Forward and backward on this rank's micro-batches, then one step, unless the policy has gone too far: that is the
+    second value, the same on all ranks. `number` counts optimizer steps from 1."""
     device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
     losses: list[Tensor] = []
     parts: list[Metrics] = []
@@ -135,24 +169,31 @@ def _optimizer_step(
         parts.append(_reduced(result, on_device.loss_mask))
 
     gradients = _local_gradients(learner.policy)
+    local_metrics = merge_all(parts)
+    drift = local_metrics.get(DRIFT, Mean(0.0, 0.0))
+    assert isinstance(drift, Mean)
     local_sums = torch.stack(
         [
             torch.stack(losses).sum() / meshes.ranks_per_share,
             _squared_norm(learner.policy, num_ranks=meshes.training.size(), device=device),
+            *torch.tensor([drift.total, drift.count], device=device),
         ]
     )
-    loss, squared_norm = sum_over(meshes.training, local_sums).tolist()
+    loss, squared_norm, *drifts = sum_over(meshes.training, local_sums).tolist()
     grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
-    metrics = merge_all(parts) | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
+    metrics = local_metrics | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
 
     if not math.isfinite(loss):
         raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")
+    if stop_kl_nats is not None and Mean(*drifts).value() > stop_kl_nats:
+        optimizer.zero_grad(set_to_none=True)
+        return metrics, True
     if not math.isfinite(grad_norm):
         if not learner.loss_scale.overflowed():
             raise TrainingDiverged(f"{cause}: the gradient norm is {grad_norm}; no weights were changed")
         optimizer.zero_grad(set_to_none=True)
-        return metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}
+        return metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}, False
 
     factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
     if factor != 1.0:
@@ -162,7 +203,7 @@ def _optimizer_step(
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:
         metrics |= {"update/overflow_fraction": Mean(0.0, 1.0), "update/loss_scale": Mean(scale, 1.0)}
-    return metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}
+    return metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}, False
 
 
 def _local_gradients(policy: Policy) -> list[Tensor]:

@@ -25,3 +25,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Te
         case "k3":
             return torch.expm1(-difference) + difference
     raise ValueError(f'unknown KL estimator "{estimator}"')
+
+
+def kl_at_loss_tokens(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str) -> Tensor:
+    """`kl_estimate` where loss_mask, elsewhere 0; all inputs are [T].
+
+    Masked before the estimator: exp of a prompt token's difference means nothing and may overflow.
+    """
+    here, there = (torch.where(loss_mask, values, 0.0) for values in (logprobs, ref_logprobs))
+    return kl_estimate(here, there, estimator=estimator)

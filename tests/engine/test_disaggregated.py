@@ -99,7 +99,7 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 engine.wake()
                 collected = sampler.collect(step)
                 engine.sleep()
-                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.training)
+                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
                 found["samples"] += [
                     (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
                     for one in scored
