@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from spmdrl.algo.formula import Estimator
+from spmdrl.algo.formula import Estimator, Formula
 from spmdrl.algo.segments import discounted_sums, sequence_of_token
 
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward
@@ -197,5 +197,21 @@ ESTIMATORS: dict[str, Estimator] = {
         source="arXiv:2508.10751",
         when="To keep exploring: a group that has one right answer in k counts as solved.",
         settings={"k": 4},
+    ),
+}
+
+# Of which a run cannot make use by a setting alone.
+BUILDING_BLOCKS: dict[str, Formula] = {
+    "gae": Formula(
+        function=gae,
+        text="sum over j >= t of (discount decay)^(j - t) (r_j + discount V_j+1 - V_j)",
+        source="arXiv:1506.02438",
+        when="PPO with a critic, which has to supply V.",
+    ),
+    "remax": Formula(
+        function=remax,
+        text="R - R(greedy response of the prompt)",
+        source="arXiv:2310.10505",
+        when="One rollout a prompt; it has to be given one greedy response a prompt besides.",
     ),
 }

@@ -92,7 +92,7 @@ def sapo(
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     ratio = log_ratio.exp()
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
     return PolicyLoss(-gate * advantages, torch.zeros_like(loss_mask), ratio.detach())
 
