@@ -1,4 +1,4 @@
-"""Coefficients that a run adapts after each step, by the name of the setting they start from.
+"""Coefficients that a run adapts after each step, by their name in the metrics, where they are under `update/`.
 
 They are the same on every rank, for they follow from metrics that all ranks have; the `Learner` holds them, and with it
 they go into checkpoints. A coefficient that has no target is not among them: it is what the configuration says.
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from spmdrl.algo.control import next_entropy_coef, next_kl_coef
 from spmdrl.config import Config
 
-ENTROPY, KL_IN_REWARD = "loss.entropy_coef", "reward.kl_coef"
+ENTROPY, KL_IN_REWARD = "entropy_coef", "kl_in_reward_coef"
 _HORIZON, _ENTROPY_CHANGE = 10_000, 0.005  # where the settings leave them open
 
 

@@ -723,6 +723,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _equal_groups_teach_nothing(self) -> Config:
+        if self.rollout.dynamic_sampling and ESTIMATORS[self.advantage.estimator].per_token:
+            raise ValueError(
+                "rollout.dynamic_sampling = true drops groups of equal rewards, which do teach something with "
+                f'advantage.estimator = "{self.advantage.estimator}", where no reward is compared with its group\'s; '
+                "remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _kl_counts_once(self) -> Config:
         if self.loss.kl_coef > 0 and self.reward.kl_coef > 0:
             raise ValueError(

@@ -62,10 +62,8 @@ def assign_credit(
     if cfg.reward.kl_coef == 0 or not meshes.speaks_for_data:
         return credited, {}
     total = sum(float(divergence.sum()) for divergence in divergences)
-    return credited, {
-        f"reward/{cfg.reward.kl_estimator}_ref_nats": Mean(total, float(sum(int(mask.sum()) for mask in masks))),
-        "reward/kl_coef": Mean(coef, 1.0),
-    }
+    num_tokens = sum(int(mask.sum()) for mask in masks)
+    return credited, {f"reward/{cfg.reward.kl_estimator}_ref_nats": Mean(total, float(num_tokens))}
 
 
 def _divergence(pack: MicroBatch, estimator: str) -> Tensor:

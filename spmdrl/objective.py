@@ -59,7 +59,8 @@ class PolicyObjective:
         }
         if micro_batch.ref_logprobs is not None:
             kl = kl_at_loss_tokens(logprobs, micro_batch.ref_logprobs, mask, estimator=self._cfg.kl_estimator)
-            per_token = per_token + self._cfg.kl_coef * kl
+            if self._cfg.kl_coef:  # else the reference is the reward's
+                per_token = per_token + self._cfg.kl_coef * kl
             means[f"update/{self._cfg.kl_estimator}_ref_nats"] = kl.detach()
         if entropy_coef := self._coefficients.get(ENTROPY, self._cfg.entropy_coef):
             per_token = per_token - entropy_coef * scores.entropy

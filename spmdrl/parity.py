@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.credit import choose_tokens
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.model.load import load_policy, load_reference
@@ -178,7 +179,8 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         mini_batches = build_batch(mine, plan, meshes, aggregation=settings.loss.aggregation).mini_batches
         learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
-        mini_batches = prepare(policy, reference, mini_batches, meshes.training)
+        mini_batches = prepare(policy, reference, mini_batches, meshes.training, needs_old=bool(settings.loss.choice))
+        mini_batches = choose_tokens(mini_batches, settings.loss, meshes.data, seed=0)
         metrics = update(learner, mini_batches, PolicyObjective(settings.loss), meshes, step=1)
         return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
 

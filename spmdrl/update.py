@@ -132,7 +132,7 @@ def update(
     anywhere.
     """
     first, stopped = (step - 1) * len(mini_batches) + 1, False
-    parts: list[Metrics] = []
+    parts: list[Metrics] = [{f"update/{name}": Mean(coef, 1.0) for name, coef in learner.coefficients.items()}]
     for number, mini_batch in enumerate(mini_batches, start=first):
         if mini_batch and not stopped:
             cause = f"step {step}, update {number}"

@@ -204,7 +204,7 @@ def _stopped(path: str, folder: str) -> Any:
         results = []
         for stop, kept in ((1e-9, 2), (None, 1), (1e9, 2)):
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-            start = {"loss.entropy_coef": 0.25}
+            start = {"entropy_coef": 0.25}
             learner = Learner.start(
                 policy, OptimConfig(name="sgd", lr=1.0), num_updates=2, dtype=torch.float32, coefficients=start
             )
@@ -213,10 +213,10 @@ def _stopped(path: str, folder: str) -> Any:
             weights = torch.cat([p.full_tensor().detach().flatten() for p in policy.parameters()])  # type: ignore[attr-defined]
             left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
             results.append((weights, left_out, metrics["update/k3_old_nats"].value()))
-        learner.coefficients["loss.entropy_coef"] = 0.5
+        learner.coefficients["entropy_coef"] = 0.5
         checkpoint.save(Path(folder), learner, meshes.training, step=1, keep_last=1)
         coefficients = []
-        for names in (("loss.entropy_coef", "reward.kl_coef"), ()):
+        for names in (("entropy_coef", "kl_in_reward_coef"), ()):
             learner.coefficients.clear()
             learner.coefficients.update(dict.fromkeys(names, 0.1))
             checkpoint.restore(Path(folder), learner, meshes.training, step=1)
@@ -234,4 +234,4 @@ def test_updates_end_on_all_ranks_once_the_policy_has_gone_too_far(tmp_path: Pat
     assert no_drift == 0.0 and drift > 1e-9
     assert all(torch.equal(one[0], other[0]) for one, other in zip(results, others, strict=True))
     # What this launch adapts comes from the checkpoint where that has it; what it does not adapt stays away.
-    assert coefficients == [{"loss.entropy_coef": 0.5, "reward.kl_coef": 0.1}, {}]
+    assert coefficients == [{"entropy_coef": 0.5, "kl_in_reward_coef": 0.1}, {}]

@@ -143,6 +143,7 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
         (["advantage.k=2"], 'k has no meaning for estimator = "grpo"'),
         (["advantage.estimator=pass_at_k"], "advantage.k = 4 of rollout.group_size = 2"),
         (["advantage.estimator=reinforce_plus_plus", "loss.kind=gspo"], "knows one advantage for all tokens"),
+        (["advantage.estimator=reinforce_plus_plus", "rollout.dynamic_sampling=true"], "do teach something"),
         (["reward.kl_coef=0.1", "loss.kl_coef=0.1"], "would count the divergence to the reference twice"),
         (["reward.kl_target_nats=0.1"], "kl_target_nats has no meaning without kl_coef"),
         (["reward.kl_coef=0.1", "reward.kl_horizon=5"], "kl_horizon has no meaning without kl_target_nats"),
