@@ -257,7 +257,7 @@ def test_what_needs_scored_tokens_is_in_the_loop(folder: Path) -> None:
     # 32 of 64 rollouts, 20 % off at most; the entropy of a random model is above its target.
     assert second["update/kl_in_reward_coef"] == pytest.approx(0.05 * (1 - 0.2 * 0.5))
     assert second["update/entropy_coef"] == pytest.approx(0.01 - 0.005)
-    assert 0.02 < first["update/clip_fraction"] and -1 <= first["reward/part_overlong"] < 0
+    assert first["update/clip_fraction"] > 0.02 and -1 <= first["reward/part_overlong"] < 0
 
 
 def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Path) -> None:

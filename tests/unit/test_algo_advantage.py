@@ -44,12 +44,13 @@ def estimated(rewards: Tensor, lengths: Tensor, case: dict[str, Any]) -> Tensor:
     return group_advantages(rewards, lengths, AdvantageConfig(**case))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("group_size", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("case", "group_size"),
+    [(case, size) for case in CASES for size in (2, 3, 8) if AdvantageConfig(**case).settings.get("k", 0) <= size],
+    ids=str,
+)
 def test_equal_to_the_oracle(case: dict[str, Any], group_size: int) -> None:
     cfg = AdvantageConfig(**case)
-    if cfg.settings.get("k", 0) > group_size:
-        pytest.skip("no subsets of that size")
     rewards = some_rewards(5, group_size)
     lengths = some_lengths(rewards)
     slow = [
