@@ -28,14 +28,18 @@ def starting_coefficients(cfg: Config) -> dict[str, float]:
 def next_coefficients(
     coefficients: Mapping[str, float], values: Mapping[str, float], cfg: Config, *, rollouts: int
 ) -> dict[str, float]:
-    """Those of the next step, after one of so many rollouts whose metrics over all ranks are `values`."""
+    """Those that change after a step of so many rollouts whose metrics over all ranks are `values`.
+
+    A step without any prompt group has nothing to say.
+    """
     return dict(_adapted(coefficients, values, cfg, rollouts))
 
 
 def _adapted(
     coefficients: Mapping[str, float], values: Mapping[str, float], cfg: Config, rollouts: int
 ) -> Iterator[tuple[str, float]]:
-    if cfg.loss.entropy_target_nats is not None:
+    divergence = f"reward/{cfg.reward.kl_estimator}_ref_nats"
+    if cfg.loss.entropy_target_nats is not None and "update/entropy_nats" in values:
         yield (
             ENTROPY,
             next_entropy_coef(
@@ -45,12 +49,12 @@ def _adapted(
                 change=cfg.loss.entropy_coef_change or _ENTROPY_CHANGE,
             ),
         )
-    if cfg.reward.kl_target_nats is not None:
+    if cfg.reward.kl_target_nats is not None and divergence in values:
         yield (
             KL_IN_REWARD,
             next_kl_coef(
                 coefficients[KL_IN_REWARD],
-                values[f"reward/{cfg.reward.kl_estimator}_ref_nats"],
+                values[divergence],
                 target_nats=cfg.reward.kl_target_nats,
                 rollouts=rollouts,
                 horizon=cfg.reward.kl_horizon or _HORIZON,

@@ -59,10 +59,10 @@ def assign_credit(
     credited = [
         [pack.with_columns({"advantages": next(columns)}) for pack in mini_batch] for mini_batch in mini_batches
     ]
-    if cfg.reward.kl_coef == 0 or not meshes.speaks_for_data:
+    num_tokens = sum(int(mask.sum()) for mask in masks)
+    if cfg.reward.kl_coef == 0 or not num_tokens or not meshes.speaks_for_data:
         return credited, {}
     total = sum(float(divergence.sum()) for divergence in divergences)
-    num_tokens = sum(int(mask.sum()) for mask in masks)
     return credited, {f"reward/{cfg.reward.kl_estimator}_ref_nats": Mean(total, float(num_tokens))}
 
 

@@ -132,7 +132,7 @@ def update(
     anywhere.
     """
     first, stopped = (step - 1) * len(mini_batches) + 1, False
-    parts: list[Metrics] = [{f"update/{name}": Mean(coef, 1.0) for name, coef in learner.coefficients.items()}]
+    parts: list[Metrics] = []
     for number, mini_batch in enumerate(mini_batches, start=first):
         if mini_batch and not stopped:
             cause = f"step {step}, update {number}"
@@ -183,6 +183,7 @@ def _optimizer_step(
     grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
     metrics = local_metrics | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
+    metrics |= {f"update/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
     if not math.isfinite(loss):
         raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")

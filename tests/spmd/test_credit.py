@@ -24,7 +24,8 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenScores
 from spmdrl.objective import PolicyObjective
-from spmdrl.types import MicroBatch, Sequence
+from spmdrl.score import score_groups
+from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
 from spmdrl.update import Learner, prepare, update
 from tests import oracle
 from tests.spmd.ranks import run_ranks
@@ -40,6 +41,13 @@ CREDITS: list[dict[str, Any]] = [
     {"advantage": {"estimator": "rloo", "whiten": True}, "reward": KL | {"kl_estimator": "k2"}},
     {"advantage": {"estimator": "pass_at_k", "k": 2}, "reward": KL},
     {"advantage": {"estimator": "opo"}, "reward": KL},
+]
+SCORES: list[dict[str, Any]] = [
+    {"advantage": {"estimator": "grpo", "whiten": True}},
+    {"advantage": {"estimator": "reinforce_plus_plus_baseline"}},
+    {"advantage": {"estimator": "opo", "whiten": True}, "reward": {"overlong_tokens": 20}},
+    {"advantage": {"estimator": "pass_at_k", "k": 3}, "reward": {"overlong_tokens": 30, "overlong_penalty": 0.5}},
+    {"advantage": {"estimator": "reinforce_plus_plus"}},  # rewards still, until tokens are scored
 ]
 LOSSES: list[dict[str, Any]] = [
     {"kind": name, "updates_per_step": 2} | ({"cov_fraction": 0.1} if kind.choice else {})
@@ -84,6 +92,54 @@ def everywhere(columns: list[tuple[Tensor, MicroBatch]], meshes: Meshes) -> dict
     return {index: values for part in gather_objects(meshes.training, mine) for index, values in part.items()}
 
 
+def outcome(sequence: Sequence) -> tuple[Rollout, RewardOutcome]:
+    """The sequence as a rollout, with its advantage for a reward."""
+    prompt_id, sample_index = divmod(sequence.index, GROUP_SIZE)
+    prompt = Prompt(prompt_id=prompt_id, token_ids=(5,), text="", answer=None, task="", metadata={})
+    n = sum(sequence.loss_mask)
+    response = Response(token_ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason="stop", spans=(Span(0, n),))
+    rollout = Rollout(prompt=prompt, sample_index=sample_index, seed=0, response=response)
+    return rollout, RewardOutcome(reward=sequence.advantage, parts={})
+
+
+def _scores() -> list[list[tuple[float, float]]]:
+    """(reward, advantage) of all rollouts in their order, for each of SCORES; groups are dealt like cards."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        mine = [s for s in random_sequences(COUNT) if s.index // GROUP_SIZE % world.num_ranks == world.rank]
+        found = []
+        for case in SCORES:
+            scored = score_groups([outcome(sequence) for sequence in mine], config(**case), meshes.training)
+            parts = gather_objects(meshes.training, [(s.outcome.reward, s.advantage) for s in scored])
+            groups = [part[first : first + GROUP_SIZE] for part in parts for first in range(0, len(part), GROUP_SIZE)]
+            order = [g for rank in range(world.num_ranks) for g in range(rank, COUNT // GROUP_SIZE, world.num_ranks)]
+            in_order = sorted(zip(order, groups, strict=True))
+            found.append([pair for _, group in in_order for pair in group])
+        return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_scores_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -> None:
+    sequences = random_sequences(COUNT)
+    lengths = [sum(sequence.loss_mask) for sequence in sequences]
+    for case, found in zip(SCORES, run_ranks(num_ranks, _scores)[0], strict=True):
+        cfg = config(**case)
+        rewards = [sequence.advantage for sequence in sequences]
+        if first := cfg.reward.overlong_tokens:
+            free, height = cfg.rollout.max_response_tokens - first, cfg.reward.overlong_penalty or 1.0
+            rewards = [r - height * max(0, n - free) / first for r, n in zip(rewards, lengths, strict=True)]
+        advantages = rewards
+        if cfg.advantage.estimator != "reinforce_plus_plus":
+            groups = [slice(i, i + GROUP_SIZE) for i in range(0, COUNT, GROUP_SIZE)]
+            name, settings = cfg.advantage.estimator, cfg.advantage.settings
+            rows = [oracle.group_advantages(rewards[g], name, lengths=lengths[g], **settings) for g in groups]
+            advantages = [advantage for row in rows for advantage in row]
+            if cfg.advantage.whitens:
+                advantages = oracle.whiten(advantages, lengths, 1e-6)
+        assert [pair[0] for pair in found] == pytest.approx(rewards, abs=1e-9)
+        assert [pair[1] for pair in found] == pytest.approx(advantages, abs=1e-9)
+
+
 def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
     """Advantages of CREDITS; choices and gradients of LOSSES."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
@@ -101,6 +157,7 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
         mini_batches: list[MiniBatch] = [[scored(pack) for pack in mini_batch] for mini_batch in batch.mini_batches]
         credits, choices, gradients = [], [], []
         for case in CREDITS:
+            assert assign_credit([[], []], config(**case), {}, meshes) == ([[], []], {})  # a step without groups
             credited, _ = assign_credit(mini_batches, config(**case), {}, meshes)
             credits.append(everywhere([(p.advantages, p) for mini_batch in credited for p in mini_batch], meshes))
         for case in LOSSES:
@@ -174,7 +231,7 @@ def test_credit_is_that_of_the_oracle_on_any_ranks(found: Any, number: int) -> N
 def test_choices_and_gradients_do_not_depend_on_the_cut(found: Any, number: int) -> None:
     (_, choices, gradients), *others = found
     assert any(any(values) for values in choices[number].values()) is ("cov_fraction" in LOSSES[number])
-    assert all(any(values) for values in gradients[number].values())
+    assert any(any(values) for values in gradients[number].values())
     for _, other_choices, other_gradients in others:
         assert choices[number] == other_choices[number]
         assert_same(gradients[number], other_gradients[number])

@@ -57,6 +57,7 @@ def test_coefficients_with_a_target_are_adapted_and_no_others() -> None:
     values = {"update/entropy_nats": 0.4, "reward/k1_ref_nats": 0.11}
     after = next_coefficients(start, values, cfg, rollouts=10)
     assert after == {ENTROPY: pytest.approx(0.015), KL_IN_REWARD: pytest.approx(0.2 * 1.01)}
+    assert next_coefficients(start, {}, cfg, rollouts=0) == {}
     fixed = cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"entropy_target_nats": None})})
     assert starting_coefficients(fixed) == {KL_IN_REWARD: 0.2}
     assert next_coefficients({KL_IN_REWARD: 0.2}, values, fixed, rollouts=10).keys() == {KL_IN_REWARD}
