@@ -114,9 +114,11 @@ format: $(INSTALLED) ## let ruff lay out the code and fix what it can
 bench: $(INSTALLED) ## measure again what benchmarks/ reports
 	$(IN_VENV) bash benchmarks/run.sh $(ARGS)
 
-docs: $(INSTALLED) ## write docs/configuration.md from spmdrl/config.py
+docs: $(INSTALLED) ## write docs/configuration.md and docs/algorithms.md from the code
 	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new
+	mv docs/algorithms.md.new docs/algorithms.md
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -45,8 +45,9 @@ from spmdrl.dist.session import World
 from spmdrl.model.load import load_policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.parity import plan_of, random_batch
+from spmdrl.prepare import add_logprobs
 from spmdrl.refit.gather import Gatherer
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 
 ROLLOUTS_PER_RANK = 64
 MAX_TOKENS = 128
@@ -124,7 +125,7 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
         plan_s = time.perf_counter() - began
         with meter.phase("prepare"):
-            mini_batches = prepare(policy, None, batch.mini_batches, meshes.training)
+            mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training)
         with meter.phase("update"):
             metrics = update(learner, mini_batches, PolicyObjective(LossConfig()), meshes, step=1)
         with meter.phase("metrics"):

@@ -72,7 +72,12 @@ def save(
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
-        state = {"optimizer": _kind(learner), "step": step, "loss_scale": dataclasses.asdict(learner.loss_scale)}
+        state = {
+            "optimizer": _kind(learner),
+            "step": step,
+            "loss_scale": dataclasses.asdict(learner.loss_scale),
+            "coefficients": learner.coefficients,
+        }
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
         for old in _whole(folder)[:-keep_last]:
@@ -144,6 +149,8 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
     set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
+    # Only those that this launch adapts too: a coefficient that is fixed now is what the configuration says.
+    learner.coefficients.update({name: saved["coefficients"].get(name, x) for name, x in learner.coefficients.items()})
 
 
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:

@@ -9,12 +9,15 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from spmdrl.algo.advantage import ESTIMATORS
+from spmdrl.algo.formula import LossKind
+from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.types import UserError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -341,6 +344,32 @@ class RewardConfig(Section):
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
     """Reward processes of each rank."""
+    overlong_tokens: Annotated[int, Field(ge=0)] = 0
+    """Training only: over the last so many tokens before `rollout.max_response_tokens` the reward falls linearly, by
+    `overlong_penalty` at the limit (DAPO). 0: it does not."""
+    overlong_penalty: Positive | None = None
+    """`overlong_tokens` only: what a response that reaches the limit loses. Unset: 1."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model in the reward, token by token; above 0 the reference model is
+    loaded, and old log-probabilities are taken before every step's updates."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of that divergence. In the reward it has no gradient, and k1 is the unbiased one."""
+    kl_target_nats: Positive | None = None
+    """`kl_coef` only: let it follow this mean divergence per response token. Unset: it is fixed."""
+    kl_horizon: Count | None = None
+    """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_each_other(self) -> RewardConfig:
+        for setting, other, is_off in (
+            ("overlong_penalty", "overlong_tokens", self.overlong_tokens == 0),
+            ("kl_estimator", "kl_coef", self.kl_coef == 0),
+            ("kl_target_nats", "kl_coef", self.kl_coef == 0),
+            ("kl_horizon", "kl_target_nats", self.kl_target_nats is None),
+        ):
+            if is_off and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ValueError(f"{setting} has no meaning without {other}; set both or remove it")
+        return self
 
     @model_validator(mode="after")
     def _something_is_rewarded(self) -> RewardConfig:
@@ -350,26 +379,62 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
-    """`grpo`: reward minus the group's mean. `rloo`: minus the mean of the others in the group.
-    `reinforce_plus_plus_baseline`: minus the group's mean, then whitened over the global batch."""
+    estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "pass_at_k"] = (
+        "grpo"
+    )
+    """What a reward is compared with: see `docs/algorithms.md`."""
     divide_by_std: bool | None = None
     """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
+    discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """`reinforce_plus_plus` only: of a later token's reward, for each token in between. Unset: 1."""
+    k: Count | None = None
+    """`pass_at_k` only: how many rollouts may try, fewer than `rollout.group_size`. Unset: 4."""
+    whiten: bool | None = None
+    """Subtract the mean over the whole step and divide by its deviation, a rollout counting once per response token.
+    Unset: as the estimator's source does, which is for the two `reinforce_plus_plus`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the estimator's function."""
+        return _with_defaults(self, ESTIMATORS[self.estimator].settings)
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened over the global batch."""
+        return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
 
     @model_validator(mode="after")
-    def _std_belongs_to_grpo(self) -> AdvantageConfig:
-        if self.estimator != "grpo" and self.divide_by_std is not None:
-            raise ValueError(f'divide_by_std has no meaning for estimator = "{self.estimator}"; remove it')
+    def _settings_belong_to_the_estimator(self) -> AdvantageConfig:
+        known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
+        _refuse_settings_of_others(self, known, ESTIMATORS[self.estimator].settings, f'estimator = "{self.estimator}"')
         return self
 
 
 class LossConfig(Section):
-    clip_low: NonNegative = 0.2
-    """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: NonNegative = 0.2
-    """The ratio is clipped from above at 1 + clip_high."""
+    kind: str = "ppo"
+    """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
+    `package.module:function`, see `docs/losses.md`."""
+    clip_low: NonNegative | None = None
+    """How far the ratio may fall: to 1 - clip_low, or by clip_low nats under `gmpo`. Unset: what `kind` has by
+    default, as of all settings that belong to one."""
+    clip_high: NonNegative | None = None
+    """How far the ratio may rise: to 1 + clip_high, or by clip_high nats under `gmpo`."""
     dual_clip: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
-    """For negative advantages the loss is bounded by this times -advantage."""
+    """`ppo` only: for negative advantages the loss is bounded by this times -advantage."""
+    tau_positive: Positive | None = None
+    """`sapo` only: how fast the gate closes for positive advantages."""
+    tau_negative: Positive | None = None
+    """`sapo` only: how fast it closes for the others."""
+    cov_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """`clip_cov` and `kl_cov` only: share of the mini-batch's tokens that are treated apart, at least one."""
+    cov_low: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`clip_cov` only: the covariance above which tokens may be left out."""
+    cov_high: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`clip_cov` only: the covariance below which they may."""
+    cov_kl_coef: Positive | None = None
+    """`kl_cov` only: weight of the divergence from the policy that sampled, at those tokens."""
+    params: dict[str, Any] = {}
+    """Keyword arguments for a function named by `package.module:function`."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """What the per-token losses are divided by, always over the global batch: see `docs/losses.md`."""
     kl_coef: NonNegative = 0.0
@@ -380,8 +445,80 @@ class LossConfig(Section):
     """Use k1 as a loss although its expected on-policy gradient is zero."""
     entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus; above 0 favours entropy."""
+    entropy_target_nats: Positive | None = None
+    """Raise `entropy_coef` after each step whose mean entropy was below this, and lower it, not below 0, after the
+    others. Unset: it is fixed."""
+    entropy_coef_change: Positive | None = None
+    """`entropy_target_nats` only: by how much. Unset: 0.005."""
     updates_per_step: Count = 1
     """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
+    stop_kl_nats: Positive | None = None
+    """`updates_per_step` above 1 only: leave out the rest of a step's updates once the mean k3 estimate of KL(policy
+    that sampled || policy) over a mini-batch is above this. Unset: none is left out."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the loss function."""
+        return dict(self.params) if self.formula is None else _with_defaults(self, self.formula.settings)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How tokens are chosen over the whole mini-batch; empty when they are not."""
+        return {} if self.formula is None else _with_defaults(self, self.formula.choice)
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return ":" in self.kind
+
+    @property
+    def formula(self) -> LossKind | None:
+        """What is known of the loss; nothing when it is the user's."""
+        return None if self.is_users else POLICY_LOSSES[self.kind]
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_kind(self) -> LossConfig:
+        if self.kind not in POLICY_LOSSES and not self.is_users:
+            known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
+            raise ValueError(f'kind = "{self.kind}" is not known; use one of {known} or "package.module:function"')
+        settings = {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
+        used = ["params"] if self.formula is None else [*self.formula.settings, *self.formula.choice]
+        _refuse_settings_of_others(self, settings | {"params"}, used, f'kind = "{self.kind}"')
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_drift_to_look_at(self) -> LossConfig:
+        if self.updates_per_step > 1:
+            return self
+        never = "the policy has not moved before a step's only update"
+        if self.stop_kl_nats is not None:
+            raise ValueError(f"stop_kl_nats has no meaning with updates_per_step = 1: {never}; remove it")
+        if self.formula is not None and self.formula.off_policy_only:
+            raise ValueError(
+                f'kind = "{self.kind}" has nothing to hold back with updates_per_step = 1: {never}; raise '
+                "updates_per_step or use another kind"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _entropy_has_a_target_to_follow(self) -> LossConfig:
+        if self.entropy_coef_change is not None and self.entropy_target_nats is None:
+            raise ValueError("entropy_coef_change has no meaning without entropy_target_nats; set both or remove it")
+        if self.entropy_target_nats is not None and self.entropy_coef < 0:
+            raise ValueError(
+                f"entropy_coef = {self.entropy_coef} lowers the entropy and entropy_target_nats raises it; set "
+                "entropy_coef to 0 or more, where the coefficient starts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _covariances_have_room(self) -> LossConfig:
+        if self.kind == "clip_cov" and self.choice["cov_low"] >= self.choice["cov_high"]:
+            raise ValueError(
+                f"cov_low = {self.choice['cov_low']:g} leaves no covariance below cov_high = "
+                f"{self.choice['cov_high']:g}; set it lower"
+            )
+        return self
 
     @model_validator(mode="after")
     def _k1_is_asked_for_by_name(self) -> LossConfig:
@@ -394,10 +531,10 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _dual_clip_is_beyond_the_clip(self) -> LossConfig:
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.settings["clip_high"]:
             raise ValueError(
-                f"dual_clip = {self.dual_clip} is not above 1 + clip_high = {1 + self.clip_high:g}, so it would undo "
-                "the clip; set it higher (3 is usual)"
+                f"dual_clip = {self.dual_clip} is not above 1 + clip_high = {1 + self.settings['clip_high']:g}, so it "
+                "would undo the clip; set it higher (3 is usual)"
             )
         return self
 
@@ -431,14 +568,12 @@ class CorrectionConfig(Section):
     """Off-policy sequence masking: drop rollouts of negative advantage whose mean b - n is above this."""
     old: Literal["trainer", "rollout"] = "trainer"
     """Where the ratio's old log-probabilities are from. `rollout` takes the engine's for them, which saves the pass
-    that several updates a step need; for engines that agree with the trainer."""
+    that would compute them; for engines that agree with the trainer."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_weights(self) -> CorrectionConfig:
         def refuse(names: Sequence[str], what: str) -> None:
-            for name in names:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} has no meaning for {what}; remove it")
+            _refuse_settings_of_others(self, names, (), what)
 
         if self.kind == "none":
             refuse(("level", "mode", "low", "high", "batch_normalize"), 'kind = "none", which weighs nothing')
@@ -504,6 +639,19 @@ class DebugConfig(Section):
     assert_on_policy: bool = False
     """End the run unless, in each step's first update, every ratio is exactly 1 and the KL to the old policy exactly 0.
     With `correction.old = "rollout"` that says that engine and trainer agree to the last bit."""
+
+
+def _with_defaults(section: Section, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings named in `defaults`, as they are set or else with their default."""
+    given = {name: getattr(section, name) for name in defaults}
+    return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def _refuse_settings_of_others(section: Section, known: Iterable[str], used: Iterable[str], choice: str) -> None:
+    """Raises ValueError when one of the `known` settings is set but not among those that `choice` has a use for."""
+    for name in sorted(set(known) - set(used)):
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise ValueError(f"{name} has no meaning for {choice}; remove it")
 
 
 class OptimConfig(Section):
@@ -652,6 +800,65 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen reference model is loaded."""
+        return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
+
+    @property
+    def advantages_need_scores(self) -> bool:
+        """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
+        return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
+
+    @model_validator(mode="after")
+    def _some_are_left_out_of_k(self) -> Config:
+        k, group_size = self.advantage.settings.get("k", 0), self.rollout.group_size
+        if k >= group_size:
+            raise ValueError(
+                f"advantage.k = {k} of rollout.group_size = {group_size} rollouts leaves nothing to compare the best "
+                f"of k with; set k to {group_size - 1} or less, or raise group_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_sequence_has_the_advantages_its_loss_knows(self) -> Config:
+        formula = self.loss.formula
+        if formula is not None and formula.per_sequence and ESTIMATORS[self.advantage.estimator].per_token:
+            raise ValueError(
+                f'loss.kind = "{self.loss.kind}" knows one advantage for all tokens of a response, but '
+                f'advantage.estimator = "{self.advantage.estimator}" gives each its own; change one of them'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _equal_groups_teach_nothing(self) -> Config:
+        if self.rollout.dynamic_sampling and ESTIMATORS[self.advantage.estimator].per_token:
+            raise ValueError(
+                "rollout.dynamic_sampling = true drops groups of equal rewards, which do teach something with "
+                f'advantage.estimator = "{self.advantage.estimator}", where no reward is compared with its group\'s; '
+                "remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_counts_once(self) -> Config:
+        if self.loss.kl_coef > 0 and self.reward.kl_coef > 0:
+            raise ValueError(
+                f"loss.kl_coef = {self.loss.kl_coef:g} and reward.kl_coef = {self.reward.kl_coef:g} would count the "
+                "divergence to the reference twice; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_every_response_is_overlong(self) -> Config:
+        limit = self.rollout.max_response_tokens
+        if self.reward.overlong_tokens >= limit:
+            raise ValueError(
+                f"reward.overlong_tokens = {self.reward.overlong_tokens} is not below rollout.max_response_tokens = "
+                f"{limit}, so that every response would be punished for its length; lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _the_policy_is_offloaded_once(self) -> Config:

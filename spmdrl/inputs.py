@@ -21,6 +21,7 @@ from spmdrl.model.load import compute_dtype, load_model_config, parallel_model_p
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory, phase_memory
 from spmdrl.plan import Plan, make_plan, make_sft_plan
+from spmdrl.policy_loss import check_policy_loss
 from spmdrl.predict import Model, describe_rank_here
 from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError
@@ -69,6 +70,9 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     plan = problems.attempt(lambda: _plan(cfg, num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
     problems.attempt(lambda: check_optimizer(cfg.optim))
+    if isinstance(cfg, Config):
+        loss = cfg.loss
+        problems.attempt(lambda: check_policy_loss(loss))
     problems.attempt(lambda: _check_attention(cfg.model))
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:

@@ -1,4 +1,4 @@
-"""Where trainer and engine disagree: measured, corrected as the configuration says, and watched.
+"""Where trainer and engine disagree: measured, corrected as the configuration says, and compared with limits.
 
 The formulas are in `algo/correction.py`. Everything that depends on the whole global batch is settled by `correct`
 before the update; what is left for a micro-batch's forward depends on its own sequences only.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.correction import (
@@ -26,12 +25,12 @@ from spmdrl.algo.correction import (
 )
 from spmdrl.algo.loss import Mismatch
 from spmdrl.batch import MiniBatch
-from spmdrl.config import Config, CorrectionConfig, MismatchLimits
-from spmdrl.dist.collectives import merge_over, sum_over
+from spmdrl.config import CorrectionConfig, MismatchLimits
+from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
-from spmdrl.metrics import MAX_WORST, EffectiveFraction, Metrics, TokenValue, Worst, scalars
+from spmdrl.metrics import MAX_WORST, EffectiveFraction, TokenValue, Worst
 from spmdrl.plan import Plan, looks_ahead
-from spmdrl.types import MicroBatch, TrainingDiverged
+from spmdrl.types import MicroBatch
 
 CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself
 
@@ -162,7 +161,7 @@ def settle(
 
 
 def _old_mismatch(micro_batch: MicroBatch) -> Tensor:
-    assert micro_batch.old_logprobs is not None, "a correction that looks ahead needs the pass of `prepare`"
+    assert micro_batch.old_logprobs is not None, "a correction that looks ahead needs the pass of `add_logprobs`"
     return torch.where(micro_batch.loss_mask, micro_batch.old_logprobs - micro_batch.rollout_logprobs, 0.0)
 
 
@@ -222,39 +221,3 @@ def exceeded(values: Mapping[str, float], limits: MismatchLimits) -> list[str]:
         if value < limit if lowest else value > limit:
             found.append(f"{metric} is {value:.3g}, {'below' if lowest else 'above'} {limit:g}")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """Ends the run when what all ranks measured in an update must not change the weights."""
-
-    stop: MismatchLimits
-    assert_on_policy: bool
-    mesh: DeviceMesh
-
-    @classmethod
-    def of(cls, cfg: Config, mesh: DeviceMesh) -> Guard | None:
-        """What the configuration asks for over the ranks that train, if anything."""
-        if cfg.mismatch.stop == MismatchLimits() and not cfg.debug.assert_on_policy:
-            return None
-        return cls(cfg.mismatch.stop, cfg.debug.assert_on_policy, mesh)
-
-    def check(self, local: Metrics, *, first: bool, cause: str) -> None:
-        """Raise TrainingDiverged on every rank, or on none. Every rank of the mesh calls this with what it measured.
-
-        `first` says that the policy has not moved in this step.
-        """
-        values = scalars(merge_over(self.mesh, local))
-        problems = exceeded(values, self.stop)
-        if first and self.assert_on_policy:
-            problems += _moved(values)
-        if problems:
-            raise TrainingDiverged(f"{cause}: {'; '.join(problems)}; no weights were changed")
-
-
-def _moved(values: Mapping[str, float]) -> list[str]:
-    """A clause when a policy that has not moved seems to have; a step without loss tokens says nothing."""
-    deviation, k1 = values.get("update/ratio_max_deviation", 0.0), values.get("update/k1_old_nats", 0.0)
-    if deviation == 0 and not abs(k1) > 0:
-        return []
-    return [f"the policy has not moved in this step, but max |ratio - 1| is {deviation:.3g} and its k1 {k1:.3g} nats"]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from spmdrl.algo.kl import kl_estimate
-from spmdrl.algo.loss import clipped_policy_loss, mismatch, sft_loss, weighted_sum
+from spmdrl.algo.kl import kl_at_loss_tokens
+from spmdrl.algo.loss import mismatch, sft_loss, weighted_sum
+from spmdrl.coefficients import ENTROPY
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchConfig
 from spmdrl.mismatch import mismatch_means, weigh
 from spmdrl.model.policy import TokenScores
+from spmdrl.policy_loss import policy_loss_function
 from spmdrl.types import MicroBatch
+
+DRIFT = "update/k3_old_nats"  # KL(policy that sampled || policy): how far a step's updates have gone so far
+NO_CORRECTION, USUAL_MISMATCH = CorrectionConfig(), MismatchConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,52 +39,46 @@ class ObjectiveFunction(Protocol):
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective: ...
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """Weighed clipped policy loss + kl_coef KL(policy, reference) - entropy_coef entropy, per token."""
+    """Weighed policy loss + kl_coef KL(policy, reference) - entropy_coef entropy, per token."""
 
-    cfg: LossConfig
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    def __init__(
+        self,
+        loss: LossConfig,
+        coefficients: Mapping[str, float] = MappingProxyType({}),
+        correction: CorrectionConfig = NO_CORRECTION,
+        mismatch: MismatchConfig = USUAL_MISMATCH,
+    ) -> None:
+        """`coefficients`: those of `coefficients.py`, which may change from step to step."""
+        self._loss, self._coefficients, self._correction, self._mismatch = loss, coefficients, correction, mismatch
+        self._policy_loss = policy_loss_function(loss)
 
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective:
         mask, logprobs = micro_batch.loss_mask, scores.logprobs
-        policy = clipped_policy_loss(
-            logprobs,
-            micro_batch.old_logprobs,
-            micro_batch.advantages,
-            mask,
-            clip_low=self.cfg.clip_low,
-            clip_high=self.cfg.clip_high,
-            dual_clip=self.cfg.dual_clip,
-        )
+        policy = self._policy_loss(logprobs, micro_batch)
         now = logprobs.detach()
         old = now if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         # What the ratio calls old may be the engine's; the mismatch is always between trainer and engine.
-        trainers = now if self.correction.old == "rollout" else old
+        trainers = now if self._correction.old == "rollout" else old
         drift = mismatch(trainers, micro_batch.rollout_logprobs, mask)
-        weighed = weigh(drift.mismatch, now, micro_batch, self.correction)
+        weighed = weigh(drift.mismatch, now, micro_batch, self._correction)
         per_token = policy.per_token * weighed.weights
         means = {
             "update/clip_fraction": policy.clipped.float(),
             "update/entropy_nats": scores.entropy.detach(),
             "update/ratio": policy.ratio.detach(),
             "update/k1_old_nats": old - now,
-            **mismatch_means(drift, threshold_nats=self.mismatch.threshold_nats),
+            DRIFT: kl_at_loss_tokens(old, now, mask, estimator="k3"),
+            **mismatch_means(drift, threshold_nats=self._mismatch.threshold_nats),
             **weighed.means,
         }
         if micro_batch.ref_logprobs is not None:
-            # Masked before the estimator: exp of a prompt token's difference means nothing and may overflow.
-            zero = torch.zeros_like(logprobs)
-            kl = kl_estimate(
-                torch.where(mask, logprobs, zero),
-                torch.where(mask, micro_batch.ref_logprobs, zero),
-                estimator=self.cfg.kl_estimator,
-            )
-            per_token = per_token + self.cfg.kl_coef * kl
-            means[f"update/{self.cfg.kl_estimator}_ref_nats"] = kl.detach()
-        if self.cfg.entropy_coef:
-            per_token = per_token - self.cfg.entropy_coef * scores.entropy
+            kl = kl_at_loss_tokens(logprobs, micro_batch.ref_logprobs, mask, estimator=self._loss.kl_estimator)
+            if self._loss.kl_coef:  # else the reference is the reward's
+                per_token = per_token + self._loss.kl_coef * kl
+            means[f"update/{self._loss.kl_estimator}_ref_nats"] = kl.detach()
+        if entropy_coef := self._coefficients.get(ENTROPY, self._loss.entropy_coef):
+            per_token = per_token - entropy_coef * scores.entropy
         return Objective(
             loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
             means=means,

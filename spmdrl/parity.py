@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.batch import build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.costs import with_costs
+from spmdrl.credit import choose_tokens
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
@@ -26,9 +27,10 @@ from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.plan import Plan, parallel_problems
+from spmdrl.prepare import add_logprobs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import Sequence, UserError
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 
 UPDATES = 3  # of SGD, and of AdamW
 SGD = OptimConfig(name="sgd", lr=0.1)
@@ -199,7 +201,8 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         mini_batches = build_batch(mine, plan, meshes, aggregation=settings.loss.aggregation).mini_batches
         learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
-        mini_batches = prepare(policy, reference, mini_batches, meshes.training)
+        mini_batches = add_logprobs(policy, reference, mini_batches, meshes.training, settings.loss)
+        mini_batches = choose_tokens(mini_batches, settings.loss, meshes.data, seed=0)
         metrics = update(learner, mini_batches, PolicyObjective(settings.loss), meshes, step=1)
         return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
 

@@ -89,8 +89,7 @@ def micro_batch_tokens(cfg: Config, run: Plan) -> int:
 
 
 def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
-    memory, run = rank.memory, rank.run
-    host = _host(cfg, rank)
+    memory, host = rank.memory, _host(cfg, rank)
     apart = cfg.rollout.placement == "disaggregated"
     trainer = {"weights": memory.weights, "optimizer": memory.optimizer}
     asleep = {"trainer": memory.asleep, "refit buckets": memory.buckets}
@@ -114,7 +113,10 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
     yield phase("refit", asleep, max(memory.engine_weights, _engine_while_refitted(cfg, rank)))
     sampling = _engine_while_it_samples(cfg, rank)
     yield phase("rollout", {"refit bucket": memory.buckets // 2} if apart else asleep, sampling)
-    if needs_old_logprobs(cfg.correction, num_updates=run.updates_per_step) or cfg.loss.kl_coef > 0:
+    needs_old = needs_old_logprobs(
+        cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
+    )
+    if needs_old or cfg.has_reference:
         yield phase("logprobs", awake | _scoring(cfg, rank), memory.engine_keeps)
     yield phase(
         "forward-backward",
@@ -146,7 +148,7 @@ def _host(cfg: Config, rank: Rank) -> dict[str, int]:
         "sleeping trainer": moved,
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
-        "reference": weights if cfg.loss.kl_coef > 0 else 0,
+        "reference": weights if cfg.has_reference else 0,
         "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
     }
 
@@ -155,7 +157,7 @@ def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
     """A pass without gradients; the policy's root stays gathered after its own, while the reference is scored."""
     tokens = micro_batch_tokens(cfg, rank.run)
     part = rank.decoder.cut(cfg.parallel.tp)
-    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.loss.kl_coef > 0 else 0
+    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.has_reference else 0
     logits = _logits(cfg, rank)
     layer = forward_bytes(part, compute_bytes=rank.compute_bytes, num_tokens=tokens)
     return {

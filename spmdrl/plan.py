@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.algo.packing import padding_tokens
-from spmdrl.config import Config, CorrectionConfig, OptimConfig, PackConfig, ParallelConfig, SftConfig
+from spmdrl.config import Config, CorrectionConfig, LossConfig, OptimConfig, PackConfig, ParallelConfig, SftConfig
 from spmdrl.types import UserError
 
 
@@ -274,6 +274,10 @@ def looks_ahead(correction: CorrectionConfig) -> bool:
     return correction.batch_normalize or correction.reject != "none" or correction.veto_below is not None
 
 
-def needs_old_logprobs(correction: CorrectionConfig, *, num_updates: int) -> bool:
+def needs_old_logprobs(
+    loss: LossConfig, correction: CorrectionConfig, *, num_updates: int, kl_in_reward: bool = False
+) -> bool:
     """Whether a step takes a pass for the trainer's log-probabilities before its updates."""
-    return correction.old == "trainer" and (num_updates > 1 or looks_ahead(correction))
+    if correction.old == "rollout":
+        return False
+    return num_updates > 1 or looks_ahead(correction) or kl_in_reward or bool(loss.choice)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.advantage import group_advantages, moments, whiten
-from spmdrl.config import AdvantageConfig
+from spmdrl.algo.advantage import ESTIMATORS, moments, whiten
+from spmdrl.algo.control import overlong_penalty
+from spmdrl.config import AdvantageConfig, Config
 from spmdrl.dist.collectives import sum_over
 from spmdrl.metrics import Mean, Metrics, Total, Values
 from spmdrl.types import RewardOutcome, Rollout, ScoredRollout
@@ -18,34 +21,60 @@ from spmdrl.types import RewardOutcome, Rollout, ScoredRollout
 Outcome = tuple[Rollout, RewardOutcome]
 
 
-def score_groups(outcomes: Iterable[Outcome], cfg: AdvantageConfig, mesh: DeviceMesh) -> list[ScoredRollout]:
+def score_groups(outcomes: Iterable[Outcome], cfg: Config, mesh: DeviceMesh) -> list[ScoredRollout]:
     """Give each rollout its advantage; prompt-major order, samples in order within their group.
 
-    Groups are whole on their rank. Only whitening looks beyond it, by one all-reduce that every rank joins.
+    Where the advantage needs log-probabilities it is the reward here, and `credit.assign_credit` makes an advantage of
+    it. Groups are whole on their rank. Only whitening looks beyond it, by one all-reduce that every rank joins.
     """
     ordered = sorted(outcomes, key=lambda outcome: (outcome[0].prompt.prompt_id, outcome[0].sample_index))
-    num_groups = len({rollout.prompt.prompt_id for rollout, _ in ordered})
-    advantages = torch.tensor([outcome.reward for _, outcome in ordered], dtype=torch.float64)
-    if num_groups:  # a rank that was slow, or that shares an engine which another rank leads, has none
-        advantages = group_advantages(
-            advantages.view(num_groups, -1), estimator=cfg.estimator, divide_by_std=cfg.divide_by_std is not False
-        ).flatten()
-    if cfg.estimator == "reinforce_plus_plus_baseline":
-        advantages = _whiten_globally(advantages, [rollout for rollout, _ in ordered], mesh)
+    shaped = [_with_overlong_penalty(rollout, outcome, cfg) for rollout, outcome in ordered]
+    advantages = torch.tensor([outcome.reward for _, outcome in shaped], dtype=torch.float64)
+    num_tokens = torch.tensor([len(rollout.response.token_ids) for rollout, _ in shaped], dtype=torch.float64)
+    if not cfg.advantages_need_scores:
+        num_groups = len({rollout.prompt.prompt_id for rollout, _ in ordered})
+        if num_groups:  # a rank that was slow, or that shares an engine which another rank leads, has none
+            by_group = group_advantages(advantages.view(num_groups, -1), num_tokens.view(num_groups, -1), cfg.advantage)
+            advantages = by_group.flatten()
+        if cfg.advantage.whitens:
+            (advantages,) = whitened([advantages], [num_tokens], mesh)
     return [
         ScoredRollout(rollout=rollout, outcome=outcome, advantage=advantage)
-        for (rollout, outcome), advantage in zip(ordered, advantages.tolist(), strict=True)
+        for (rollout, outcome), advantage in zip(shaped, advantages.tolist(), strict=True)
     ]
 
 
-def _whiten_globally(advantages: torch.Tensor, rollouts: Sequence[Rollout], mesh: DeviceMesh) -> torch.Tensor:
-    """Mean 0 and deviation 1 over the loss tokens of all ranks."""
-    tokens = torch.tensor([len(rollout.response.token_ids) for rollout in rollouts], dtype=advantages.dtype)
-    total, squares, count = sum_over(mesh, torch.stack(moments(advantages, tokens))).tolist()
+def group_advantages(rewards: Tensor, num_tokens: Tensor, cfg: AdvantageConfig) -> Tensor:
+    """Advantages [P, G] of rewards [P, G], for rollouts with num_tokens [P, G] loss tokens, by the estimator named."""
+    estimator, columns = ESTIMATORS[cfg.estimator], {"num_tokens": num_tokens}
+    return estimator.function(rewards, **{name: columns[name] for name in estimator.needs}, **cfg.settings)
+
+
+def whitened(advantages: Sequence[Tensor], weights: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """Mean 0 and deviation 1 over the loss tokens of all ranks, each advantage counting by its weight.
+
+    Every rank of the mesh must call this; advantages are float64, in as many parts as a rank likes.
+    """
+    parts = [torch.stack(moments(*part)) for part in zip(advantages, weights, strict=True)]
+    total, squares, count = sum_over(mesh, sum(parts, torch.zeros(3, dtype=torch.float64))).tolist()
     if not count:
-        return advantages
+        return list(advantages)
     mean = total / count
-    return whiten(advantages, mean=mean, std=math.sqrt(max(0.0, squares / count - mean * mean)))
+    std = math.sqrt(max(0.0, squares / count - mean * mean))
+    return [whiten(part, mean=mean, std=std) for part in advantages]
+
+
+def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config) -> Outcome:
+    """The reward less what the response's length costs, which is a part of its own."""
+    if not cfg.reward.overlong_tokens:
+        return rollout, outcome
+    penalty = overlong_penalty(
+        len(rollout.response.token_ids),
+        max_tokens=cfg.rollout.max_response_tokens,
+        buffer_tokens=cfg.reward.overlong_tokens,
+    ) * (cfg.reward.overlong_penalty or 1.0)
+    shaped = dataclasses.replace(outcome, reward=outcome.reward + penalty, parts=outcome.parts | {"overlong": penalty})
+    return rollout, shaped
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> Metrics:

@@ -15,20 +15,23 @@ from contextlib import ExitStack, closing
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
+from spmdrl.coefficients import next_coefficients, starting_coefficients
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
+from spmdrl.guard import Guard
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
-from spmdrl.mismatch import Guard, correct, exceeded
+from spmdrl.mismatch import exceeded
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
+from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
@@ -45,7 +48,7 @@ from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.score import rollout_metrics, score_groups
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 
 
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
@@ -96,10 +99,18 @@ def train(
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
-        reference = load_reference(cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature)
-        learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
+        reference = load_reference(
+            cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature, reward=cfg.reward
+        )
+        learner = Learner.start(
+            policy,
+            cfg.optim,
+            num_updates=plan.num_updates,
+            dtype=dtype,
+            coefficients=starting_coefficients(cfg),
+        )
         checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
-        objective = PolicyObjective(cfg.loss, cfg.correction, cfg.mismatch)
+        objective = PolicyObjective(cfg.loss, learner.coefficients, cfg.correction, cfg.mismatch)
         guard = Guard.of(cfg, meshes.training)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
@@ -143,7 +154,7 @@ def train(
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
             with report.span("reward"):
-                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.training)
+                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
             with report.span("pack"):
                 with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
@@ -152,8 +163,9 @@ def train(
                 with report.span("probe"):
                     probed = probe_metrics(policy, collected.probes, meshes)
                 with report.span("logprobs"):
-                    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training, cfg.correction)
-                    mini_batches = correct(mini_batches, cfg.correction, plan, meshes, aggregation=cfg.loss.aggregation)
+                    mini_batches, prepared = prepare(
+                        learner, reference, batch.mini_batches, cfg, plan, meshes, step=step
+                    )
                 with report.span("update"):
                     updated = update(learner, mini_batches, objective, meshes, step=step, guard=guard)
             with report.span("refit"):
@@ -163,16 +175,20 @@ def train(
                     evaluate()
             metrics = merge_over(
                 meshes.training,
-                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, updated])
+                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
             )
-            for warning in exceeded(scalars(metrics), cfg.mismatch.warn):
+            values = scalars(metrics)
+            for warning in exceeded(values, cfg.mismatch.warn):
                 report.message(f"step {step}: {warning}")
+            learner.coefficients.update(
+                next_coefficients(learner.coefficients, values, cfg, rollouts=plan.rollouts_per_step)
+            )
             report.step(
                 step,
-                with_speed(scalars(metrics)),
+                with_speed(values),
                 samples=sample_rows(scored, inputs.tokenizer),
                 histograms=histograms(metrics),
                 worst_tokens=worst_token_rows(worst_tokens(metrics).get("mismatch/max_abs_nats", ()), inputs.tokenizer),

@@ -113,7 +113,7 @@ class ScoredRollout:
 
     rollout: Rollout
     outcome: RewardOutcome
-    advantage: float
+    advantage: float  # the reward, where it becomes one only with the log-probabilities: see `credit.py`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +141,7 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved in this step
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
     mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
+    chosen: Tensor | None = None  # [T] bool, what clip_cov and kl_cov treat apart; None for other losses
     sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order; -1 for filling
 
     def __post_init__(self) -> None:

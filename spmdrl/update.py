@@ -1,30 +1,28 @@
-"""The update: old and reference log-probabilities, then forward, backward and one optimizer step per mini-batch."""
+"""The update: forward, backward and one optimizer step per mini-batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import MiniBatch
-from spmdrl.config import CorrectionConfig, OptimConfig
-from spmdrl.dist.collectives import failing_together, sum_over
+from spmdrl.config import OptimConfig
+from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
+from spmdrl.guard import Guard
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
-from spmdrl.mismatch import Guard, effective_fraction, worst_of
+from spmdrl.mismatch import effective_fraction, worst_of
 from spmdrl.model.policy import Policy
 from spmdrl.objective import Objective, ObjectiveFunction
 from spmdrl.optim import make_optimizer, set_learning_rate
-from spmdrl.plan import needs_old_logprobs
 from spmdrl.types import MicroBatch, TrainingDiverged
-
-NO_CORRECTION = CorrectionConfig()
 
 
 @dataclass(slots=True)
@@ -58,56 +56,30 @@ class LossScale:
             self.scale *= 2
 
 
-def token_logprobs(policy: Policy, mini_batches: list[MiniBatch], device: torch.device) -> list[list[Tensor]]:
-    """Log-probabilities of every micro-batch, without gradients; on the host, as micro-batches are until they run."""
-    with torch.no_grad():
-        return [[policy(m.to(device)).logprobs.cpu() for m in mini_batch] for mini_batch in mini_batches]
-
-
-def prepare(
-    policy: Policy,
-    reference: Policy | None,
-    mini_batches: list[MiniBatch],
-    mesh: DeviceMesh,
-    correction: CorrectionConfig = NO_CORRECTION,
-) -> list[MiniBatch]:
-    """Add `old_logprobs`, when the policy moves before it has seen all rollouts or a correction looks ahead, and
-    `ref_logprobs`, when there is a reference. Every rank of the mesh must call this.
-
-    With one mini-batch the policy has not moved in this step before its only update, and no pass is needed. Where older
-    weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
-    """
-    device = torch.device(mesh.device_type)
-    columns: dict[str, list[list[Tensor]]] = {}
-    if correction.old == "rollout":
-        columns["old_logprobs"] = [[m.rollout_logprobs for m in mini_batch] for mini_batch in mini_batches]
-    elif needs_old_logprobs(correction, num_updates=len(mini_batches)):
-        columns["old_logprobs"] = token_logprobs(policy, mini_batches, device)
-    if reference is not None:
-        columns["ref_logprobs"] = token_logprobs(reference, mini_batches, device)
-    with failing_together(mesh):
-        for name, column in columns.items():
-            _require_finite(name, [x for mini_batch in column for x in mini_batch])
-    return [
-        [m.with_columns({name: column[i][j] for name, column in columns.items()}) for j, m in enumerate(mini_batch)]
-        for i, mini_batch in enumerate(mini_batches)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What training changes: the policy's weights, the optimizer's state, the loss scale."""
+    """What training changes: the policy's weights, the optimizer's state, the loss scale, adapted coefficients."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     optim: OptimConfig
     num_updates: int  # optimizer steps of the whole run
+    coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
 
     @classmethod
-    def start(cls, policy: Policy, optim: OptimConfig, *, num_updates: int, dtype: torch.dtype) -> Learner:
+    def start(
+        cls,
+        policy: Policy,
+        optim: OptimConfig,
+        *,
+        num_updates: int,
+        dtype: torch.dtype,
+        coefficients: Mapping[str, float] = MappingProxyType({}),
+    ) -> Learner:
         """A learner that has learned nothing yet; `dtype` is that of forward and backward."""
-        return cls(policy, make_optimizer(policy, optim), LossScale.for_dtype(dtype), optim, num_updates)
+        optimizer, scale = make_optimizer(policy, optim), LossScale.for_dtype(dtype)
+        return cls(policy, optimizer, scale, optim, num_updates, dict(coefficients))
 
 
 def update(
@@ -122,19 +94,23 @@ def update(
     """One optimizer step on each mini-batch in turn; every rank that trains takes part.
 
     A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
-    to the step. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when the
-    guard objects.
+    to the step. So is one that is left out: the first of which the guard says that the policy has gone too far, and
+    those after it. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when
+    the guard objects.
     """
-    first = (step - 1) * len(mini_batches) + 1
-    of_updates: list[Metrics] = []
+    first, stopped = (step - 1) * len(mini_batches) + 1, False
+    parts: list[Metrics] = []
     for number, mini_batch in enumerate(mini_batches, start=first):
-        if mini_batch:
+        if mini_batch and not stopped:
             cause = f"step {step}, update {number}"
-            check = partial(guard.check, first=not of_updates, cause=cause) if guard else None
-            of_updates.append(
-                _optimizer_step(learner, mini_batch, objective, meshes, number=number, cause=cause, check=check)
+            check = partial(guard.check, first=not parts, cause=cause) if guard else None
+            metrics, stopped = _optimizer_step(
+                learner, mini_batch, objective, meshes, number=number, cause=cause, check=check
             )
-    return merge_all(of_updates) if meshes.speaks_for_data else {}
+            parts.append(metrics)
+        if mini_batch and guard and guard.stop_kl_nats is not None:
+            parts.append({"update/left_out_fraction": Mean(float(stopped), 1.0)})
+    return merge_all(parts) if meshes.speaks_for_data else {}
 
 
 def _optimizer_step(
@@ -145,12 +121,11 @@ def _optimizer_step(
     *,
     number: int,
     cause: str,
-    check: Callable[[Metrics], None] | None,
-) -> Metrics:
-    """Forward and backward on this rank's micro-batches, then one step; `number` counts optimizer steps from 1.
-
-    `check` sees what this rank measured before weights change.
-    """
+    check: Callable[[Metrics], bool] | None,
+) -> tuple[Metrics, bool]:
+    """Forward and backward on this rank's micro-batches, then one step, unless `check`, which sees what this rank
+    measured, says on all ranks that the policy has gone too far: then the second value is True. `number` counts
+    optimizer steps from 1."""
     device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
     losses: list[Tensor] = []
     parts: list[Metrics] = []
@@ -173,16 +148,19 @@ def _optimizer_step(
     grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
     metrics = merge_all(parts) | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
+    metrics |= {f"update/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
-    if check is not None:
-        check(metrics)
+    too_far = check is not None and check(metrics)
     if not math.isfinite(loss):
         raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")
+    if too_far:
+        optimizer.zero_grad(set_to_none=True)
+        return metrics, True
     if not math.isfinite(grad_norm):
         if not learner.loss_scale.overflowed():
             raise TrainingDiverged(f"{cause}: the gradient norm is {grad_norm}; no weights were changed")
         optimizer.zero_grad(set_to_none=True)
-        return metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}
+        return metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}, False
 
     factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
     if factor != 1.0:
@@ -192,7 +170,7 @@ def _optimizer_step(
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:
         metrics |= {"update/overflow_fraction": Mean(0.0, 1.0), "update/loss_scale": Mean(scale, 1.0)}
-    return metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}
+    return metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}, False
 
 
 def _local_gradients(policy: Policy) -> list[Tensor]:
@@ -230,9 +208,3 @@ def _reduced(result: Objective, micro_batch: MicroBatch) -> Metrics:
     metrics |= {name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)}
     metrics |= {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
     return metrics | {name: effective_fraction(weights, loss_mask) for name, weights in result.weights.items()}
-
-
-def _require_finite(name: str, values: list[Tensor]) -> None:
-    for value in values:
-        if not torch.isfinite(value).all():
-            raise TrainingDiverged(f"{name} are not finite; no weights were changed")

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def mix(*values: int) -> int:
@@ -23,21 +24,113 @@ def uniform(seed: int, position: int) -> float:
     return (mix(seed, position) // 2**39) / 2**24
 
 
-def group_advantages(rewards: Sequence[Sequence[float]], estimator: str, divide_by_std: bool) -> list[list[float]]:
-    """One prompt group at a time, one rollout at a time."""
-    advantages = []
-    for group in rewards:
-        row = []
-        for i, reward in enumerate(group):
-            others = [other for j, other in enumerate(group) if j != i]
-            if estimator == "rloo":
-                row.append(reward - statistics.fmean(others))
-            elif estimator == "grpo" and divide_by_std:
-                row.append((reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
-            else:
-                row.append(reward - statistics.fmean(group))
-        advantages.append(row)
+def group_advantages(group: Sequence[float], estimator: str, *, lengths: Sequence[int], **settings: Any) -> list[float]:
+    """One prompt group, one rollout at a time."""
+    if estimator == "pass_at_k":
+        return pass_at_k(group, **settings)
+    row = []
+    for i, reward in enumerate(group):
+        others = [other for j, other in enumerate(group) if j != i]
+        if estimator == "rloo":
+            row.append(reward - statistics.fmean(others))
+        elif estimator == "grpo" and settings["divide_by_std"]:
+            row.append((reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
+        elif estimator == "opo":
+            row.append(reward - statistics.fmean(group, weights=lengths))
+        else:
+            row.append(reward - statistics.fmean(group))
+    return row
+
+
+def pass_at_k(group: Sequence[float], k: int) -> list[float]:
+    """Every subset of k written out, and rewarded with the best in it."""
+    subsets = list(itertools.combinations(range(len(group)), k))
+    best = {subset: max(group[i] for i in subset) for subset in subsets}
+    mean, deviation = statistics.fmean(best.values()), statistics.pstdev(best.values())
+    return [
+        (statistics.fmean(best[subset] for subset in subsets if i in subset) - mean) / (deviation + 1e-6)
+        for i in range(len(group))
+    ]
+
+
+def binary_pass_at_k(num_right: int, num_wrong: int, k: int) -> tuple[float, float]:
+    """(advantage of the right, of the wrong) by the closed form of arXiv:2508.10751 for rewards of 1 and 0."""
+    group = num_right + num_wrong
+    passed = 1 - math.comb(num_wrong, k) / math.comb(group, k)
+    deviation = math.sqrt(passed * (1 - passed)) + 1e-6
+    fails_with_me = math.comb(num_wrong - 1, k - 1) / math.comb(group - 1, k - 1)
+    return (1 - passed) / deviation, (1 - passed - fails_with_me) / deviation
+
+
+def returns(token_rewards: Sequence[float], discount: float) -> list[float]:
+    """What is still to come of one sequence, at each of its loss tokens."""
+    return [
+        sum(discount ** (later - now) * token_rewards[later] for later in range(now, len(token_rewards)))
+        for now in range(len(token_rewards))
+    ]
+
+
+def gae(token_rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> list[float]:
+    """Advantages of one sequence's loss tokens, as the weighted mean of n-step advantages over all n."""
+    length, advantages = len(token_rewards), []
+    for now in range(length):
+        n_step = []
+        for n in range(1, length - now + 1):
+            ahead = sum(discount**i * token_rewards[now + i] for i in range(n))
+            after = discount**n * values[now + n] if now + n < length else 0.0
+            n_step.append(ahead + after - values[now])
+        weights = [(1 - decay) * decay**i for i in range(len(n_step) - 1)] + [decay ** (len(n_step) - 1)]
+        advantages.append(sum(weight * advantage for weight, advantage in zip(weights, n_step, strict=True)))
     return advantages
+
+
+def chosen(priorities: Sequence[float], count: int) -> list[bool]:
+    """The `count` first when all are sorted; -inf is never among them."""
+    first = sorted(range(len(priorities)), key=lambda i: -priorities[i])[:count]
+    return [i in first and priorities[i] > -math.inf for i in range(len(priorities))]
+
+
+def sequence_losses(
+    kind: str,
+    logprobs: Sequence[float],
+    old_logprobs: Sequence[float],
+    advantages: Sequence[float],
+    *,
+    chosen: Sequence[bool],
+    held: Sequence[float] | None = None,
+    **settings: Any,
+) -> list[float]:
+    """The loss of each loss token of one sequence; `held` are the log-probabilities that have no gradient."""
+    held = logprobs if held is None else held
+    low, high = settings.get("clip_low", 0.0), settings.get("clip_high", 0.0)
+    losses = []
+    for i, (now, old, advantage) in enumerate(zip(logprobs, old_logprobs, advantages, strict=True)):
+        ratio = math.exp(now - old)
+        match kind:
+            case "ppo" | "clip_cov":
+                dual_clip = settings.get("dual_clip")
+                loss, _ = policy_loss(now, old, advantage, True, clip_low=low, clip_high=high, dual_clip=dual_clip)
+                loss = 0.0 if kind == "clip_cov" and chosen[i] else loss
+            case "gspo":
+                ratio = math.exp(statistics.fmean(n - o for n, o in zip(logprobs, old_logprobs, strict=True)))
+                bounded = min(max(ratio, 1 - low), 1 + high)
+                loss = max(-ratio * advantage, -bounded * advantage)
+            case "cispo":
+                weight = min(max(math.exp(held[i] - old), 1 - low), 1 + high)
+                loss = -weight * advantage * now
+            case "gmpo":
+                product = 1.0
+                for n, o in zip(logprobs, old_logprobs, strict=True):
+                    single = math.exp(n - o)
+                    product *= min(single, math.exp(high)) if advantage > 0 else max(single, math.exp(-low))
+                loss = -advantage * product ** (1 / len(logprobs))
+            case "sapo":
+                tau = settings["tau_positive"] if advantage > 0 else settings["tau_negative"]
+                loss = -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+            case "kl_cov":
+                loss = -ratio * advantage + (settings["cov_kl_coef"] * abs(now - old) if chosen[i] else 0.0)
+        losses.append(loss)
+    return losses
 
 
 def whiten(advantages: Sequence[float], loss_tokens: Sequence[int], eps: float) -> list[float]:

@@ -1,60 +1,129 @@
-"""Advantages: a rollout's reward relative to the other rollouts of its prompt group."""
+"""Advantages: how much better a rollout, or a token of it, was than what could be expected."""
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
+from spmdrl.algo.formula import Estimator, Formula
+from spmdrl.algo.segments import discounted_sums, sequence_of_token
+
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward
 
 
-def group_advantages(rewards: Tensor, *, estimator: str, divide_by_std: bool) -> Tensor:
-    """Advantages [P, G] of rewards [P, G]: P prompt groups of G >= 2 rollouts.
+def grpo(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
+    """(R - mean) / (std + EPS) of rewards [P, G], P prompt groups of G rollouts; std is the unbiased one (G - 1).
 
-    With mean and std those of the group, std the unbiased one (G - 1):
+    GRPO, DeepSeekMath arXiv:2402.03300; without `divide_by_std` R - mean, Dr.GRPO arXiv:2503.20783.
 
-    - "grpo": (R - mean) / (std + EPS), DeepSeekMath arXiv:2402.03300; without `divide_by_std` R - mean, Dr.GRPO
-      arXiv:2503.20783.
-    - "rloo": R minus the mean of the other G - 1, arXiv:2402.14740, which is (R - mean) G / (G - 1).
-    - "reinforce_plus_plus_baseline": R - mean, to be whitened over the global batch, REINFORCE++ arXiv:2501.03262.
-
-    Only "grpo" knows `divide_by_std`. A group of equal rewards has advantages of exactly 0. A group's advantages are
+    Here and in all estimators of groups: equal rewards have advantages of exactly 0, and a group's advantages are
     bitwise the same whatever other groups are in the tensor.
     """
+    centred = centre(rewards)
+    if not divide_by_std:
+        return centred
+    std = (_row_sums(centred.square()) / (rewards.shape[1] - 1)).sqrt()
+    return centred / (std + EPS)
+
+
+def rloo(rewards: Tensor) -> Tensor:
+    """R minus the mean of the other G - 1, for rewards [P, G], arXiv:2402.14740: (R - mean) G / (G - 1)."""
     group_size = rewards.shape[1]
-    if group_size < 2:
-        raise ValueError(
-            f"a prompt group of {group_size} has nothing to compare its reward with; use 2 rollouts or more"
-        )
-    # Taken from the group's first reward: the mean of equal rewards may round, and the rounding error divided by
-    # EPS would be an advantage.
-    shifted = rewards - rewards[:, :1]
-    centred = shifted - _row_sums(shifted) / group_size
-    match estimator:
-        case "grpo" if divide_by_std:
-            std = (_row_sums(centred.square()) / (group_size - 1)).sqrt()
-            return centred / (std + EPS)
-        case "grpo":
-            return centred
-        case "rloo":
-            return centred * (group_size / (group_size - 1))
-        case "reinforce_plus_plus_baseline":
-            return centred
-    raise ValueError(f'unknown advantage estimator "{estimator}"')
+    return centre(rewards) * (group_size / (group_size - 1))
 
 
-def _row_sums(values: Tensor) -> Tensor:
-    """[P, G] to [P, 1], left to right: `Tensor.sum` rounds differently when a rank holds another number of groups."""
-    return functools.reduce(torch.add, values.unbind(1))[:, None]
+def centre(rewards: Tensor) -> Tensor:
+    """R minus the mean of its group, for rewards [P, G]; REINFORCE++-baseline whitens it, arXiv:2501.03262."""
+    shifted = _shifted(rewards)
+    return shifted - _row_sums(shifted) / rewards.shape[1]
+
+
+def opo(rewards: Tensor, *, num_tokens: Tensor) -> Tensor:
+    """R - sum(n R) / sum(n) over the group, for rewards [P, G] of rollouts with n = num_tokens [P, G] loss tokens.
+
+    The baseline of least variance where a gradient's squared norm grows with the length, OPO arXiv:2505.23585. A group
+    without any loss token is compared with its first reward.
+    """
+    shifted, weights = _shifted(rewards), num_tokens.to(rewards.dtype)
+    return shifted - _row_sums(weights * shifted) / _row_sums(weights).clamp(min=1)
+
+
+def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
+    """What a rollout adds to the best of k, for rewards [P, G], Pass@k Training arXiv:2508.10751.
+
+    Over all subsets of k of the group's rollouts, each rewarded with its best: (mean over the subsets that hold this
+    rollout - mean over all) / (std over all + EPS). For rewards of 0 and 1 this is the source's equations 14 and 15.
+    With rewards in ascending order r_1 <= ... <= r_G, the best of C(j - 1, k - 1) subsets is r_j.
+    """
+    group_size = rewards.shape[1]
+    if not 1 <= k <= group_size:
+        raise ValueError(f"there are no subsets of {k} in a prompt group of {group_size}")
+    ascending, order = _shifted(rewards).sort(dim=1, stable=True)
+    places = range(group_size)
+    best = rewards.new_tensor([math.comb(j, k - 1) for j in places]) / math.comb(group_size, k)
+    mean = _row_sums(best * ascending)
+    std = _row_sums(best * (ascending - mean).square()).sqrt()
+    # Row i: how often the best of the subsets with i is j. It is i itself when the others all come before it.
+    with_i = rewards.new_tensor(
+        [
+            [math.comb(i, k - 1) if j == i else math.comb(j - 1, k - 2) if j > i and k > 1 else 0 for j in places]
+            for i in places
+        ]
+    ) / math.comb(group_size - 1, k - 1)
+    expected = _row_sums(with_i[None] * ascending[:, None, :], dim=2).squeeze(2)
+    return torch.empty_like(rewards).scatter(1, order, (expected - mean) / (std + EPS))
+
+
+def remax(rewards: Tensor, *, greedy_rewards: Tensor) -> Tensor:
+    """R minus the reward of the prompt's greedy response, for rewards [P, G], greedy_rewards [P]; arXiv:2310.10505."""
+    return rewards - greedy_rewards[:, None]
+
+
+def returns(token_rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, discount: float) -> Tensor:
+    """sum over later loss tokens j of discount^(j - t) r_j, itself included: [T], 0 outside loss_mask.
+
+    token_rewards [T] are -kl_coef KL_t, and at a sequence's last loss token the rollout's reward besides: REINFORCE++
+    arXiv:2501.03262, which whitens the result over the global batch.
+    """
+    return discounted_sums(token_rewards, loss_mask, cu_seqlens, decay=discount)
+
+
+def gae(
+    token_rewards: Tensor, values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, discount: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages [T], returns [T] for the critic to learn), 0 outside loss_mask; arXiv:1506.02438.
+
+    delta_t = r_t + discount V_t+1 - V_t and A_t = sum over later loss tokens j of (discount decay)^(j - t) delta_j;
+    the return is A_t + V_t. V_t = values [T] is the critic's estimate before token t is chosen; t + 1 is the sequence's
+    next loss token, and after its last V is 0.
+    """
+    values = torch.where(loss_mask, values, 0.0)
+    mine, sequence = values[loss_mask], sequence_of_token(cu_seqlens, len(values))[loss_mask]
+    following = torch.where(sequence[1:] == sequence[:-1], mine[1:], 0.0)
+    following = torch.cat([following, mine.new_zeros(min(1, len(mine)))])
+    delta = token_rewards[loss_mask] + discount * following - mine
+    laid_out = torch.zeros_like(values).masked_scatter(loss_mask, delta)
+    advantages = discounted_sums(laid_out, loss_mask, cu_seqlens, decay=discount * decay)
+    return advantages, advantages + values
+
+
+def with_final_rewards(penalties: Tensor, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Token rewards [T]: penalties [T] at loss tokens, and each sequence's reward besides at its last; 0 elsewhere.
+
+    rewards [T] are alike on all tokens of a sequence, whose S + 1 offsets are cu_seqlens.
+    """
+    after = discounted_sums(loss_mask.to(penalties.dtype), loss_mask, cu_seqlens, decay=1.0)  # loss tokens from here on
+    return torch.where(loss_mask, penalties, 0.0) + torch.where(after == 1, rewards, 0.0)
 
 
 def moments(advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum [], sum of squares [], count []) of advantages [N], each counted weights [N] times.
 
-    weights are the rollouts' loss tokens. Sums, so that they can be added over ranks; then mean = sum / count and
-    std = sqrt(sum of squares / count - mean^2). Use float64 advantages: that difference cancels.
+    weights are the rollouts' loss tokens, or the loss mask. Sums, so that they can be added over ranks; then mean =
+    sum / count and std = sqrt(sum of squares / count - mean^2). Use float64 advantages: that difference cancels.
     """
     weights = weights.to(advantages.dtype)
     weighted = weights * advantages
@@ -64,3 +133,85 @@ def moments(advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor
 def whiten(advantages: Tensor, *, mean: float, std: float, eps: float = EPS) -> Tensor:
     """(A - mean) / (std + eps), mean and std being those of the global batch's loss tokens. arXiv:2501.03262."""
     return (advantages - mean) / (std + eps)
+
+
+def _shifted(rewards: Tensor) -> Tensor:
+    """Rewards [P, G] less the first of their group, which no estimator of groups is changed by.
+
+    The mean of equal rewards may round, and the rounding error divided by EPS would be an advantage.
+    """
+    group_size = rewards.shape[1]
+    if group_size < 2:
+        raise ValueError(
+            f"a prompt group of {group_size} has nothing to compare its reward with; use 2 rollouts or more"
+        )
+    return rewards - rewards[:, :1]
+
+
+def _row_sums(values: Tensor, dim: int = 1) -> Tensor:
+    """Sums along `dim`, which stays, first to last: `Tensor.sum` rounds differently for another number of groups."""
+    return functools.reduce(torch.add, values.unbind(dim)).unsqueeze(dim)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(
+        function=grpo,
+        text="(R - mean) / (std + 1e-6) of the group; with divide_by_std = false R - mean (Dr.GRPO)",
+        source="arXiv:2402.03300, arXiv:2503.20783",
+        when="The default. Without division prompts of little spread are not magnified.",
+        settings={"divide_by_std": True},
+    ),
+    "rloo": Estimator(
+        function=rloo,
+        text="R - mean of the other G - 1",
+        source="arXiv:2402.14740",
+        when="An unbiased baseline; small groups.",
+    ),
+    "reinforce_plus_plus": Estimator(
+        function=returns,
+        text="sum over j >= t of discount^(j - t) r_j, r_j = -kl_coef KL_j, at the last token + R; whitened",
+        source="arXiv:2501.03262",
+        when="KL in the reward, credited to the tokens that caused it; prompts of like difficulty, for want of a "
+        "baseline of their own.",
+        settings={"discount": 1.0},
+        whiten=True,
+        per_token=True,
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        function=centre,
+        text="R - mean of the group; whitened",
+        source="arXiv:2501.03262",
+        when="As `grpo` with one deviation for all prompts instead of each group's.",
+        whiten=True,
+    ),
+    "opo": Estimator(
+        function=opo,
+        text="R - sum(n R) / sum(n) over the group, n being a rollout's loss tokens",
+        source="arXiv:2505.23585",
+        when="Exactly on-policy training; lengths that differ much within a group.",
+        needs=("num_tokens",),
+    ),
+    "pass_at_k": Estimator(
+        function=pass_at_k,
+        text="(E[best of k, this one among them] - E[best of k]) / (std[best of k] + 1e-6), over subsets of the group",
+        source="arXiv:2508.10751",
+        when="To keep exploring: a group that has one right answer in k counts as solved.",
+        settings={"k": 4},
+    ),
+}
+
+# Of which a run cannot make use by a setting alone.
+BUILDING_BLOCKS: dict[str, Formula] = {
+    "gae": Formula(
+        function=gae,
+        text="sum over j >= t of (discount decay)^(j - t) (r_j + discount V_j+1 - V_j)",
+        source="arXiv:1506.02438",
+        when="PPO with a critic, which has to supply V.",
+    ),
+    "remax": Formula(
+        function=remax,
+        text="R - R(greedy response of the prompt)",
+        source="arXiv:2310.10505",
+        when="One rollout a prompt; it has to be given one greedy response a prompt besides.",
+    ),
+}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spmdrl.algo.formula import Formula
+
 
 def token_weights(
     num_loss_tokens: Sequence[int],
@@ -16,24 +18,40 @@ def token_weights(
     """What each loss token of a sequence counts, for sequences of num_loss_tokens [S]; 0 for those without any.
 
     The sum of weight times per-token loss over all ranks is the global loss. The two totals are over the mini-batch
-    on all ranks; global_sequences counts sequences with at least one loss token. With n the sequence's loss tokens:
-
-    - "token_mean": 1 / global_loss_tokens, DAPO arXiv:2503.14476.
-    - "sequence_mean_token_mean": 1 / (n global_sequences), GRPO arXiv:2402.03300.
-    - "sequence_mean_token_sum": 1 / global_sequences.
-    - "constant": 1 / (global_sequences max_response_tokens), Dr.GRPO arXiv:2503.20783.
+    on all ranks; global_sequences counts sequences with at least one loss token.
     """
-
-    def weight(n: int) -> float:
-        match aggregation:
-            case "token_mean":
-                return 1.0 / global_loss_tokens
-            case "sequence_mean_token_mean":
-                return 1.0 / (n * global_sequences)
-            case "sequence_mean_token_sum":
-                return 1.0 / global_sequences
-            case "constant":
-                return 1.0 / (global_sequences * max_response_tokens)
+    if aggregation not in AGGREGATIONS:
         raise ValueError(f'unknown aggregation "{aggregation}"')
+    divisor = AGGREGATIONS[aggregation].function
+    totals = (global_loss_tokens, global_sequences, max_response_tokens)
+    return [1.0 / divisor(n, *totals) if n else 0.0 for n in num_loss_tokens]
 
-    return [weight(n) if n else 0.0 for n in num_loss_tokens]
+
+# Each function: (n, global_loss_tokens N, global_sequences S, max_response_tokens L) to what a token's loss is divided
+# by, n being the loss tokens of its sequence.
+AGGREGATIONS: dict[str, Formula] = {
+    "token_mean": Formula(
+        function=lambda n, tokens, sequences, longest: tokens,
+        text="1 / N",
+        source="DAPO, arXiv:2503.14476",
+        when="The default. Every token counts the same, and long responses more.",
+    ),
+    "sequence_mean_token_mean": Formula(
+        function=lambda n, tokens, sequences, longest: n * sequences,
+        text="1 / (n S)",
+        source="GRPO, arXiv:2402.03300",
+        when="Every rollout counts the same; a token of a long one less.",
+    ),
+    "sequence_mean_token_sum": Formula(
+        function=lambda n, tokens, sequences, longest: sequences,
+        text="1 / S",
+        source="the policy gradient itself",
+        when="Rollouts are summed over their tokens, then averaged.",
+    ),
+    "constant": Formula(
+        function=lambda n, tokens, sequences, longest: sequences * longest,
+        text="1 / (S L)",
+        source="Dr.GRPO, arXiv:2503.20783",
+        when="As before, with a scale that does not depend on the lengths drawn.",
+    ),
+}

@@ -8,20 +8,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmdrl.algo.formula import Formula
+
+
+def k1(difference: Tensor) -> Tensor:
+    """D."""
+    return difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    """D^2 / 2."""
+    return difference.square() / 2
+
+
+def k3(difference: Tensor) -> Tensor:
+    """exp(-D) - 1 + D; expm1 keeps the digits of small differences."""
+    return torch.expm1(-difference) + difference
+
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
-    """[T] float32, nats, exactly 0 where the two agree. With D = logprobs - ref_logprobs, both [T]:
+    """[T] nats, exactly 0 where the two agree: the estimator of that name, D = logprobs - ref_logprobs, both [T]."""
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f'unknown KL estimator "{estimator}"')
+    return KL_ESTIMATORS[estimator].function(logprobs - ref_logprobs)
 
-    - "k1": D. Unbiased; as a loss its expected on-policy gradient is zero.
-    - "k2": D^2 / 2. Biased; its on-policy gradient is that of the divergence.
-    - "k3": exp(-D) - 1 + D. Unbiased and never negative.
+
+def kl_at_loss_tokens(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str) -> Tensor:
+    """`kl_estimate` where loss_mask, elsewhere 0; all inputs are [T].
+
+    Masked before the estimator: exp of a prompt token's difference means nothing and may overflow.
     """
-    difference = logprobs - ref_logprobs
-    match estimator:
-        case "k1":
-            return difference
-        case "k2":
-            return difference.square() / 2
-        case "k3":
-            return torch.expm1(-difference) + difference
-    raise ValueError(f'unknown KL estimator "{estimator}"')
+    here, there = (torch.where(loss_mask, values, 0.0) for values in (logprobs, ref_logprobs))
+    return kl_estimate(here, there, estimator=estimator)
+
+
+_SCHULMAN = "http://joschu.net/blog/kl-approx.html"
+KL_ESTIMATORS: dict[str, Formula] = {
+    "k1": Formula(
+        function=k1,
+        text="D",
+        source=_SCHULMAN,
+        when="In the reward: unbiased. As a loss its expected on-policy gradient is zero, so it must be allowed by "
+        "name.",
+    ),
+    "k2": Formula(
+        function=k2,
+        text="D^2 / 2",
+        source=_SCHULMAN,
+        when="In the loss: a biased value, but on-policy the gradient of the divergence.",
+    ),
+    "k3": Formula(
+        function=k3,
+        text="exp(-D) - 1 + D",
+        source=_SCHULMAN,
+        when="In the loss, as GRPO has it: unbiased and never negative.",
+    ),
+}

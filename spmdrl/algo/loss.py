@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The clipped policy loss of each token."""
+    """The policy loss of each token."""
 
     per_token: Tensor  # [T] float32, with grad; 0 outside loss_mask
-    clipped: Tensor  # [T] bool, True where a clip decides the loss: the token then has no gradient
-    ratio: Tensor  # [T] float32, no grad; exp(logprobs - old_logprobs), 1 outside loss_mask
+    clipped: Tensor  # [T] bool, True where a bound decides the loss
+    ratio: Tensor  # [T] float32, no grad; that of the token or of its sequence, 1 outside loss_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,31 @@ def clipped_policy_loss(
 
     A ratio that overflows at a loss token gives a gradient that is not finite, even where the loss is.
     """
-    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    # Mask before exp, not after: exp(inf) * 0 is nan in the backward pass. So is 0 * an advantage that is not finite.
-    ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0).exp()
-    advantages = torch.where(loss_mask, advantages, 0.0)
-    free = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    per_token, clipped = torch.maximum(free, bounded), bounded > free
+    log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
+    ratio = log_ratio.exp()
+    per_token, clipped = clip_both_sides(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
         highest = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         per_token, clipped = torch.minimum(per_token, highest), clipped | (per_token > highest)
     return PolicyLoss(per_token, clipped, ratio.detach())
+
+
+def at_loss_tokens(
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs - old_logprobs [T] nats, advantages [T]), both 0 outside loss_mask, whatever was there.
+
+    Mask before exp, not after: exp(inf) * 0 is nan in the backward pass. So is 0 * an advantage that is not finite.
+    """
+    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    return torch.where(loss_mask, logprobs - old_logprobs, 0.0), torch.where(loss_mask, advantages, 0.0)
+
+
+def clip_both_sides(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """Return (max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A) [T], whether the clip decided it [T])."""
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return torch.maximum(free, bounded), bounded > free
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from spmdrl.config import LossConfig, ModelConfig, ParallelConfig
+from spmdrl.config import LossConfig, ModelConfig, ParallelConfig, RewardConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -162,9 +162,16 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
     return policy.requires_grad_(trainable)
 
 
-def load_reference(cfg: ModelConfig, loss: LossConfig, meshes: ModelMeshes, *, temperature: float) -> Policy | None:
-    """The frozen model that KL is taken to: a second sharded model, loaded only when the loss needs it."""
-    if loss.kl_coef == 0:
+def load_reference(
+    cfg: ModelConfig,
+    loss: LossConfig,
+    meshes: ModelMeshes,
+    *,
+    temperature: float,
+    reward: RewardConfig | None = None,
+) -> Policy | None:
+    """The frozen model that KL is taken to: a second sharded model, loaded only where the loss or reward needs it."""
+    if loss.kl_coef == 0 and (reward is None or reward.kl_coef == 0):
         return None
     return load_policy(cfg, meshes, temperature=temperature, trainable=False)
 

@@ -231,6 +231,35 @@ def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
     assert len(prompt_ids) == len(set(prompt_ids)), "a prompt was trained on twice"
 
 
+def test_what_needs_scored_tokens_is_in_the_loop(folder: Path) -> None:
+    """KL in the reward, returns token by token, chosen tokens, coefficients with a target, overlong responses."""
+    overrides = {
+        "run.name": "scored",
+        "run.num_steps": 2,
+        "advantage.estimator": "reinforce_plus_plus",
+        "reward.kl_coef": 0.05,
+        "reward.kl_target_nats": 0.001,
+        "reward.kl_horizon": 64,
+        "reward.overlong_tokens": 3,
+        "loss.kl_coef": 0.0,
+        "loss.kind": "clip_cov",
+        "loss.cov_fraction": 0.05,
+        "loss.cov_low": 0.1,
+        "loss.entropy_coef": 0.01,
+        "loss.entropy_target_nats": 2.0,
+        "eval.num_prompts": 2,
+        "checkpoint.export": "false",
+    }
+    torchrun(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
+    _, first, second = rows(folder / "runs/scored")
+    assert first["reward/k1_ref_nats"] == 0.0 and second["reward/k1_ref_nats"] > 0.001
+    assert (first["update/kl_in_reward_coef"], first["update/entropy_coef"]) == (0.05, 0.01)
+    # 32 of 64 rollouts, 20 % off at most; the entropy of a random model is above its target.
+    assert second["update/kl_in_reward_coef"] == pytest.approx(0.05 * (1 - 0.2 * 0.5))
+    assert second["update/entropy_coef"] == pytest.approx(0.01 - 0.005)
+    assert first["update/clip_fraction"] > 0.02 and -1 <= first["reward/part_overlong"] < 0
+
+
 def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Path) -> None:
     from spmdrl.train import main
 

@@ -19,6 +19,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.plan import make_plan
+from spmdrl.prepare import add_logprobs
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.remote import RemoteEngine
@@ -27,7 +28,7 @@ from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.score import score_groups
 from spmdrl.types import Prompt, RewardOutcome, Rollout
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 from tests.engine.setup import prompts, settings
 from tests.engine.test_sglang_engine import START_LIMIT_S
 from tests.spmd.ranks import run_ranks
@@ -99,14 +100,14 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 engine.wake()
                 collected = sampler.collect(step)
                 engine.sleep()
-                scored = score_groups(judge.collect(collected.pending), cfg.advantage, meshes.training)
+                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
                 found["samples"] += [
                     (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
                     for one in scored
                 ]
                 sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
                 batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
-                mini_batches = prepare(policy, None, batch.mini_batches, meshes.training)
+                mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training)
                 update(learner, mini_batches, PolicyObjective(cfg.loss), meshes, step=step)
                 refit(version=step)
             found["weights"] = {

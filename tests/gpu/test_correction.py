@@ -23,7 +23,7 @@ def _objective(
     """Loss, gradient and the metrics that look at tokens one by one."""
     micro_batch, logprobs = micro_batch.to(device), now.to(device).requires_grad_()
     scores = TokenScores(logprobs, torch.zeros_like(logprobs))
-    result = PolicyObjective(LossConfig(), correction)(scores, micro_batch)
+    result = PolicyObjective(LossConfig(), correction=correction)(scores, micro_batch)
     result.loss_sum.backward()
     assert logprobs.grad is not None
     measured: Metrics = {name: worst_of(values, micro_batch) for name, values in result.worst.items()}

@@ -20,12 +20,13 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
+from spmdrl.prepare import add_logprobs
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.draw import _cumulative
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 from tests.e2e.test_train import CONFIG, REWARD
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 
@@ -71,7 +72,7 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
         learner = Learner.start(policy, optim, num_updates=1, dtype=getattr(torch, dtype))
-        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+        mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
         metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner

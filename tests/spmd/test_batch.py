@@ -8,8 +8,9 @@ from spmdrl.batch import build_batch
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.metrics import scalars
+from spmdrl.prepare import add_logprobs
 from spmdrl.report.resources import with_speed
-from spmdrl.update import prepare, update
+from spmdrl.update import update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import plan_for, random_sequences
 
@@ -34,7 +35,7 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
             ]
             cuts.append((cut, scalars(batch.metrics)))
             if not num_groups:
-                empty = prepare(None, None, batch.mini_batches, meshes.training)  # type: ignore[arg-type]
+                empty = add_logprobs(None, None, batch.mini_batches, meshes.training)  # type: ignore[arg-type]
                 assert update(None, empty, None, meshes, step=2) == {}  # type: ignore[arg-type]
         return cuts
 

@@ -13,12 +13,14 @@ from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits, OptimCon
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.guard import Guard
 from spmdrl.metrics import scalars, worst_tokens
-from spmdrl.mismatch import Guard, correct
+from spmdrl.mismatch import correct
 from spmdrl.model.load import load_policy
 from spmdrl.objective import PolicyObjective
+from spmdrl.prepare import add_logprobs
 from spmdrl.types import TrainingDiverged
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_qwen3
 
@@ -51,10 +53,10 @@ def _steps(
             learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-            mini_batches = prepare(policy, None, batch.mini_batches, meshes.training, correction)
+            mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training, correction=correction)
             mini_batches = correct(mini_batches, correction, plan, meshes, aggregation="token_mean")
-            objective = PolicyObjective(LossConfig(), correction)
-            guard = Guard(MismatchLimits(max_abs_nats=1e3), True, meshes.training)
+            objective = PolicyObjective(LossConfig(), correction=correction)
+            guard = Guard(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True)
             updated = update(learner, mini_batches, objective, meshes, step=1, guard=guard)
             metrics = merge_over(meshes.training, updated)
             weights = {name: p.full_tensor().detach() for name, p in policy.model.named_parameters()}
@@ -92,9 +94,9 @@ def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[s
         before = [p.full_tensor().detach().clone() for p in policy.parameters()]
         learner = Learner.start(policy, OptimConfig(lr=0.1), num_updates=1, dtype=torch.float32)
         batch = build_batch(random_sequences(SEQUENCES)[world.rank :: 2], plan, meshes, aggregation="token_mean")
-        mini_batches = prepare(policy, None, batch.mini_batches, meshes.training, correction)
-        guard = Guard(MismatchLimits(**stop), True, meshes.training)
-        objective = PolicyObjective(LossConfig(), correction)
+        mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training, correction=correction)
+        guard = Guard(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True)
+        objective = PolicyObjective(LossConfig(), correction=correction)
         said = ""
         try:
             update(learner, mini_batches, objective, meshes, step=1, guard=guard)

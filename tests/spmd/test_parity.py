@@ -14,8 +14,9 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
+from spmdrl.prepare import add_logprobs
 from spmdrl.types import Sequence
-from spmdrl.update import Learner, prepare, update
+from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 
@@ -76,7 +77,7 @@ def trained(
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
         batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
         learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
-        mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+        mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
         metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner

@@ -17,7 +17,8 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
-from spmdrl.update import Learner, prepare, update
+from spmdrl.prepare import add_logprobs
+from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial
 from tests.tiny import (
@@ -89,7 +90,7 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
     learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
-    mini_batches = prepare(policy, reference, batch.mini_batches, meshes.training)
+    mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
     metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
     return full_weights(policy), {name: metric.value() for name, metric in metrics.items()}
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.advantage import EPS, group_advantages, moments, whiten
+from spmdrl.algo import advantage
+from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
+from spmdrl.config import AdvantageConfig
+from spmdrl.score import group_advantages
 from tests import oracle
 
-ESTIMATORS = [("grpo", True), ("grpo", False), ("rloo", True), ("reinforce_plus_plus_baseline", True)]
+CASES: list[dict[str, Any]] = [
+    {"estimator": "grpo"},
+    {"estimator": "grpo", "divide_by_std": False},
+    {"estimator": "rloo"},
+    {"estimator": "reinforce_plus_plus_baseline"},
+    {"estimator": "opo"},
+    {"estimator": "pass_at_k", "k": 1},
+    {"estimator": "pass_at_k", "k": 2},
+    {"estimator": "pass_at_k"},
+]
 
 
 def some_rewards(num_prompts: int, group_size: int) -> Tensor:
@@ -22,49 +36,152 @@ def some_rewards(num_prompts: int, group_size: int) -> Tensor:
     return torch.cat([graded, passed])
 
 
-@pytest.mark.parametrize(("estimator", "divide_by_std"), ESTIMATORS)
-@pytest.mark.parametrize("group_size", [2, 3, 8])
-def test_equal_to_the_oracle(estimator: str, divide_by_std: bool, group_size: int) -> None:
+def some_lengths(rewards: Tensor) -> Tensor:
+    return torch.randint(1, 30, rewards.shape, generator=torch.Generator().manual_seed(1))
+
+
+def estimated(rewards: Tensor, lengths: Tensor, case: dict[str, Any]) -> Tensor:
+    return group_advantages(rewards, lengths, AdvantageConfig(**case))
+
+
+@pytest.mark.parametrize(
+    ("case", "group_size"),
+    [(case, size) for case in CASES for size in (2, 3, 8) if AdvantageConfig(**case).settings.get("k", 0) <= size],
+    ids=str,
+)
+def test_equal_to_the_oracle(case: dict[str, Any], group_size: int) -> None:
+    cfg = AdvantageConfig(**case)
     rewards = some_rewards(5, group_size)
-    fast = group_advantages(rewards, estimator=estimator, divide_by_std=divide_by_std)
-    slow = torch.tensor(oracle.group_advantages(rewards.tolist(), estimator, divide_by_std), dtype=torch.float64)
-    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    lengths = some_lengths(rewards)
+    slow = [
+        oracle.group_advantages(row, cfg.estimator, lengths=n, **cfg.settings)
+        for row, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
+    ]
+    expected = torch.tensor(slow, dtype=torch.float64)
+    torch.testing.assert_close(estimated(rewards, lengths, case), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("estimator", "divide_by_std"), ESTIMATORS)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("group_size", [2, 3, 6, 7, 8])
-def test_a_group_of_equal_rewards_teaches_nothing(
-    estimator: str, divide_by_std: bool, dtype: torch.dtype, group_size: int
-) -> None:
+@pytest.mark.parametrize("group_size", [5, 6, 7, 8])
+def test_a_group_of_equal_rewards_teaches_nothing(case: dict[str, Any], dtype: torch.dtype, group_size: int) -> None:
     # The float32 mean of seven times 0.1 is not 0.1; over a deviation of 1e-6 that error would be an advantage.
     rewards = torch.tensor([[0.1], [0.7], [-1e6 / 3]], dtype=dtype).expand(3, group_size)
-    advantages = group_advantages(rewards, estimator=estimator, divide_by_std=divide_by_std)
-    assert torch.equal(advantages, torch.zeros(3, group_size, dtype=dtype))
+    assert torch.equal(estimated(rewards, some_lengths(rewards), case), torch.zeros(3, group_size, dtype=dtype))
 
 
-@pytest.mark.parametrize(("estimator", "divide_by_std"), ESTIMATORS)
-def test_groups_do_not_see_each_other(estimator: str, divide_by_std: bool) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_groups_do_not_see_each_other(case: dict[str, Any]) -> None:
     rewards = some_rewards(4, 5)
-    whole = group_advantages(rewards, estimator=estimator, divide_by_std=divide_by_std)
-    rows = [group_advantages(row[None], estimator=estimator, divide_by_std=divide_by_std) for row in rewards]
-    assert torch.equal(torch.cat(rows), whole)
+    lengths = some_lengths(rewards)
+    rows = [estimated(row[None], n[None], case) for row, n in zip(rewards, lengths, strict=True)]
+    assert torch.equal(torch.cat(rows), estimated(rewards, lengths, case))
 
 
-@pytest.mark.parametrize(("estimator", "divide_by_std"), ESTIMATORS)
-def test_advantages_of_a_group_add_up_to_zero(estimator: str, divide_by_std: bool) -> None:
-    advantages = group_advantages(some_rewards(4, 5), estimator=estimator, divide_by_std=divide_by_std)
-    torch.testing.assert_close(advantages.sum(1), torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-12)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_advantages_of_a_group_add_up_to_zero(case: dict[str, Any]) -> None:
+    rewards = some_rewards(4, 5)
+    lengths = some_lengths(rewards)
+    # The optimal baseline is a mean over tokens, so that is where its advantages cancel.
+    weights = lengths if case["estimator"] == "opo" else torch.ones_like(lengths)
+    total = (weights * estimated(rewards, lengths, case)).sum(1)
+    torch.testing.assert_close(total, torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
-def test_one_rollout_is_no_group() -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_rollout_is_no_group(case: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="prompt group of 1"):
-        group_advantages(torch.ones(3, 1), estimator="grpo", divide_by_std=True)
+        estimated(torch.ones(3, 1), torch.ones(3, 1), {**case, **({"k": 1} if "pass" in case["estimator"] else {})})
 
 
-def test_unknown_estimator() -> None:
-    with pytest.raises(ValueError, match="gae"):
-        group_advantages(torch.ones(3, 2), estimator="gae", divide_by_std=True)
+@pytest.mark.parametrize(("num_right", "num_wrong", "k"), [(1, 7, 4), (3, 5, 2), (5, 3, 2), (4, 4, 4), (7, 1, 2)])
+def test_pass_at_k_of_right_and_wrong_is_the_closed_form(num_right: int, num_wrong: int, k: int) -> None:
+    rewards = torch.tensor([[0.0] * num_wrong + [1.0] * num_right], dtype=torch.float64)
+    right, wrong = oracle.binary_pass_at_k(num_right, num_wrong, k)
+    expected = torch.tensor([[wrong] * num_wrong + [right] * num_right], dtype=torch.float64)
+    torch.testing.assert_close(pass_at_k(rewards, k=k), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_no_subsets_of_more_than_there_are() -> None:
+    with pytest.raises(ValueError, match="subsets of 5 in a prompt group of 4"):
+        pass_at_k(torch.ones(1, 4), k=5)
+
+
+def test_opo_of_rollouts_without_tokens_compares_with_the_first() -> None:
+    rewards = torch.tensor([[1.0, 3.0]])
+    assert advantage.opo(rewards, num_tokens=torch.zeros(1, 2)).tolist() == [[0.0, 2.0]]
+
+
+def test_remax_compares_with_the_greedy_response() -> None:
+    advantages = remax(torch.tensor([[1.0, 0.0], [0.5, 0.0]]), greedy_rewards=torch.tensor([1.0, 0.0]))
+    assert advantages.tolist() == [[0.0, -1.0], [0.5, 0.0]]
+
+
+LENGTHS = [1, 6, 3, 20, 1, 9, 2]
+MASKED = (2, 4)  # sequences without any loss token
+
+
+def packed(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss_mask [T], cu_seqlens, random values [3, T])."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.rand(sum(LENGTHS), generator=draw) < 0.6
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    mask[0] = True  # the sequence of one token has a loss token
+    for sequence in MASKED:
+        mask[cu_seqlens[sequence] : cu_seqlens[sequence + 1]] = False
+    return mask, cu_seqlens, torch.randn(3, sum(LENGTHS), generator=draw, dtype=torch.float64)
+
+
+def by_sequence(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> list[list[float]]:
+    """The loss tokens' values of each sequence."""
+    return [values[a:b][mask[a:b]].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
+
+
+def laid_out(slow: list[list[float]], mask: Tensor) -> Tensor:
+    whole = torch.zeros(len(mask), dtype=torch.float64)
+    whole[mask] = torch.tensor([value for sequence in slow for value in sequence], dtype=torch.float64)
+    return whole
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_returns_equal_the_oracle_whatever_lies_outside_the_mask(discount: float) -> None:
+    mask, cu_seqlens, (rewards, *_) = packed()
+    slow = [oracle.returns(sequence, discount) for sequence in by_sequence(rewards, mask, cu_seqlens)]
+    for garbage in (0.0, math.inf, math.nan):
+        fast = returns(torch.where(mask, rewards, garbage), mask, cu_seqlens, discount=discount)
+        torch.testing.assert_close(fast, laid_out(slow, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("discount", "decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_equals_the_oracle_whatever_lies_outside_the_mask(discount: float, decay: float) -> None:
+    mask, cu_seqlens, (rewards, values, _) = packed()
+    columns = (by_sequence(column, mask, cu_seqlens) for column in (rewards, values))
+    slow = laid_out([oracle.gae(r, v, discount, decay) for r, v in zip(*columns, strict=True)], mask)
+    for garbage in (0.0, math.inf, math.nan):
+        dirty = [torch.where(mask, column, garbage) for column in (rewards, values)]
+        advantages, targets = gae(*dirty, mask, cu_seqlens, discount=discount, decay=decay)
+        torch.testing.assert_close(advantages, slow, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(targets, slow + torch.where(mask, values, 0.0), rtol=1e-10, atol=1e-10)
+
+
+def test_a_sequence_is_credited_alike_in_any_company() -> None:
+    mask, cu_seqlens, (rewards, values, _) = packed()
+    whole = gae(rewards, values, mask, cu_seqlens, discount=0.99, decay=0.95)[0]
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
+        alone = torch.tensor([0, b - a], dtype=torch.int32)
+        part = gae(rewards[a:b], values[a:b], mask[a:b], alone, discount=0.99, decay=0.95)[0]
+        torch.testing.assert_close(part, whole[a:b], rtol=1e-12, atol=1e-12)
+
+
+def test_the_reward_comes_with_the_last_loss_token() -> None:
+    mask, cu_seqlens, (penalties, *_) = packed()
+    reward = torch.arange(1.0, len(LENGTHS) + 1, dtype=torch.float64)
+    token_rewards = with_final_rewards(penalties, reward.repeat_interleave(cu_seqlens.diff()), mask, cu_seqlens)
+    slow = by_sequence(penalties, mask, cu_seqlens)
+    for sequence, total in zip(slow, reward.tolist(), strict=True):
+        if sequence:
+            sequence[-1] += total
+    assert torch.equal(token_rewards, laid_out(slow, mask))
 
 
 def whiten_in_parts(advantages: Tensor, loss_tokens: Tensor, cuts: list[int]) -> Tensor:
@@ -84,6 +201,14 @@ def test_whitening_is_over_the_loss_tokens_of_all_ranks(cuts: list[int]) -> None
     slow = oracle.whiten(advantages.tolist(), loss_tokens.tolist(), EPS)
     fast = whiten_in_parts(advantages, loss_tokens, cuts)
     torch.testing.assert_close(fast, torch.tensor(slow, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-    laid_out = fast.repeat_interleave(loss_tokens)
-    assert abs(float(laid_out.mean())) < 1e-12
-    assert abs(float(laid_out.std(correction=0)) - 1) < 1e-5
+    whole = fast.repeat_interleave(loss_tokens)
+    assert abs(float(whole.mean())) < 1e-12
+    assert abs(float(whole.std(correction=0)) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_table_knows_each_function(name: str) -> None:
+    estimator = ESTIMATORS[name]
+    taken = [p.name for p in inspect.signature(estimator.function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert set(taken) == {*estimator.settings, *estimator.needs}
+    assert AdvantageConfig(estimator=name).estimator == name  # type: ignore[arg-type]

@@ -133,7 +133,36 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
         read_config(Config, str(tmp_path / "binary.toml"), [])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["loss.kind=pop"], 'loss: kind = "pop" is not known; use one of "ppo", "gspo"'),
+        (["loss.kind=cispo", "loss.dual_clip=3.0"], 'dual_clip has no meaning for kind = "cispo"'),
+        (["loss.tau_positive=1.0"], 'tau_positive has no meaning for kind = "ppo"'),
+        (["loss.kind=a:b", "loss.clip_low=0.1"], 'clip_low has no meaning for kind = "a:b"'),
+        (["loss.params={ x = 1 }"], 'params has no meaning for kind = "ppo"'),
+        (["loss.kind=clip_cov", "loss.cov_low=6.0"], "cov_low = 6 leaves no covariance below cov_high = 5"),
+        (["loss.kind=kl_cov"], "nothing to hold back with updates_per_step = 1"),
+        (["loss.stop_kl_nats=0.1"], "stop_kl_nats has no meaning with updates_per_step = 1"),
+        (["loss.entropy_coef_change=0.1"], "entropy_coef_change has no meaning without entropy_target_nats"),
+        (["loss.entropy_coef=-0.1", "loss.entropy_target_nats=0.5"], "lowers the entropy"),
+        (["advantage.k=2"], 'k has no meaning for estimator = "grpo"'),
+        (["advantage.estimator=pass_at_k"], "advantage.k = 4 of rollout.group_size = 2"),
+        (["advantage.estimator=reinforce_plus_plus", "loss.kind=gspo"], "knows one advantage for all tokens"),
+        (["advantage.estimator=reinforce_plus_plus", "rollout.dynamic_sampling=true"], "do teach something"),
+        (["reward.kl_coef=0.1", "loss.kl_coef=0.1"], "would count the divergence to the reference twice"),
+        (["reward.kl_target_nats=0.1"], "kl_target_nats has no meaning without kl_coef"),
+        (["reward.kl_coef=0.1", "reward.kl_horizon=5"], "kl_horizon has no meaning without kl_target_nats"),
+        (["reward.overlong_penalty=2.0"], "overlong_penalty has no meaning without overlong_tokens"),
+        (["reward.overlong_tokens=5"], "not below rollout.max_response_tokens = 5"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, *overrides)
+    assert expected in problem
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "torch.optim:RMSprop"])
 def test_the_resolved_configuration_can_be_read_again(tmp_path: Path, estimator: str, optimizer: str) -> None:
     cfg = read(tmp_path, GOOD, f"advantage.estimator={estimator}", f"optim.name={optimizer}")

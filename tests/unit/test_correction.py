@@ -131,7 +131,7 @@ def loss_and_gradient(
     parts: list[tuple[MicroBatch, Tensor]], correction: CorrectionConfig
 ) -> tuple[float, list[float], Metrics]:
     """Summed over micro-batches; the gradient is that of the loss tokens, in their order."""
-    objective = PolicyObjective(LossConfig(clip_low=CLIP, clip_high=CLIP), correction)
+    objective = PolicyObjective(LossConfig(clip_low=CLIP, clip_high=CLIP), correction=correction)
     total, slopes, effective = 0.0, [], []
     for micro_batch, now in parts:
         logprobs = now.clone().requires_grad_()
@@ -243,9 +243,12 @@ def test_weights_keep_the_denominator_and_rejections_leave_it(settings: dict[str
 @pytest.mark.parametrize(("settings", "expected"), DENOMINATORS, ids=str)
 def test_what_needs_the_whole_batch_takes_a_pass_and_nothing_else(settings: dict[str, Any], expected: float) -> None:
     takes_a_pass = bool({"reject", "veto_below", "batch_normalize"} & settings.keys())
-    assert needs_old_logprobs(CorrectionConfig(**settings), num_updates=1) == takes_a_pass
-    assert needs_old_logprobs(CorrectionConfig(**settings), num_updates=2)
-    assert not needs_old_logprobs(CorrectionConfig(old="rollout"), num_updates=2)
+    loss, correction, engines = LossConfig(), CorrectionConfig(**settings), CorrectionConfig(old="rollout")
+    assert needs_old_logprobs(loss, correction, num_updates=1) == takes_a_pass
+    assert needs_old_logprobs(loss, correction, num_updates=1, kl_in_reward=True)
+    assert needs_old_logprobs(LossConfig(kind="clip_cov"), correction, num_updates=1)
+    assert needs_old_logprobs(loss, correction, num_updates=2)
+    assert not needs_old_logprobs(LossConfig(kind="clip_cov"), engines, num_updates=2, kl_in_reward=True)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,0 +1,26 @@
+"""Coefficients that follow a target: pure steps from one value to the next."""
+
+from __future__ import annotations
+
+
+def next_kl_coef(coef: float, kl_nats: float, *, target_nats: float, rollouts: int, horizon: int) -> float:
+    """coef (1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon), arXiv:1909.08593.
+
+    kl_nats is the mean over the loss tokens of the step's `rollouts`; `horizon` is in rollouts too.
+    """
+    error = min(0.2, max(-0.2, kl_nats / target_nats - 1.0))
+    return coef * (1.0 + error * rollouts / horizon)
+
+
+def next_entropy_coef(coef: float, entropy_nats: float, *, target_nats: float, change: float) -> float:
+    """coef + change while the entropy is below its target, coef - change above it, never below 0.
+
+    After the adaptive entropy control of Skywork-OR1, arXiv:2505.22312.
+    """
+    return max(0.0, coef + change if entropy_nats < target_nats else coef - change)
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens: DAPO arXiv:2503.14476, equation 13."""
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -min(1.0, max(0.0, over / buffer_tokens))

@@ -1,0 +1,62 @@
+"""Coefficients that a run adapts after each step, by their name in the metrics, where they are under `update/`.
+
+They are the same on every rank, for they follow from metrics that all ranks have; the `Learner` holds them, and with it
+they go into checkpoints. A coefficient that has no target is not among them: it is what the configuration says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from spmdrl.algo.control import next_entropy_coef, next_kl_coef
+from spmdrl.config import Config
+
+ENTROPY, KL_IN_REWARD = "entropy_coef", "kl_in_reward_coef"
+_HORIZON, _ENTROPY_CHANGE = 10_000, 0.005  # where the settings leave them open
+
+
+def starting_coefficients(cfg: Config) -> dict[str, float]:
+    """Those with a target, before the first step."""
+    coefficients: dict[str, float] = {}
+    if cfg.loss.entropy_target_nats is not None:
+        coefficients[ENTROPY] = cfg.loss.entropy_coef
+    if cfg.reward.kl_target_nats is not None:
+        coefficients[KL_IN_REWARD] = cfg.reward.kl_coef
+    return coefficients
+
+
+def next_coefficients(
+    coefficients: Mapping[str, float], values: Mapping[str, float], cfg: Config, *, rollouts: int
+) -> dict[str, float]:
+    """Those that change after a step of so many rollouts whose metrics over all ranks are `values`.
+
+    A step without any prompt group has nothing to say.
+    """
+    return dict(_adapted(coefficients, values, cfg, rollouts))
+
+
+def _adapted(
+    coefficients: Mapping[str, float], values: Mapping[str, float], cfg: Config, rollouts: int
+) -> Iterator[tuple[str, float]]:
+    divergence = f"reward/{cfg.reward.kl_estimator}_ref_nats"
+    if cfg.loss.entropy_target_nats is not None and "update/entropy_nats" in values:
+        yield (
+            ENTROPY,
+            next_entropy_coef(
+                coefficients[ENTROPY],
+                values["update/entropy_nats"],
+                target_nats=cfg.loss.entropy_target_nats,
+                change=cfg.loss.entropy_coef_change or _ENTROPY_CHANGE,
+            ),
+        )
+    if cfg.reward.kl_target_nats is not None and divergence in values:
+        yield (
+            KL_IN_REWARD,
+            next_kl_coef(
+                coefficients[KL_IN_REWARD],
+                values[divergence],
+                target_nats=cfg.reward.kl_target_nats,
+                rollouts=rollouts,
+                horizon=cfg.reward.kl_horizon or _HORIZON,
+            ),
+        )

@@ -1,0 +1,61 @@
+"""What is asked of an update before it changes weights: limits that end the run, or the updates of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.config import Config, MismatchLimits
+from spmdrl.dist.collectives import merge_over
+from spmdrl.metrics import Metrics, scalars
+from spmdrl.mismatch import exceeded
+from spmdrl.objective import DRIFT
+from spmdrl.types import TrainingDiverged
+
+NO_LIMITS = MismatchLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """Looks at what all ranks measured in an update."""
+
+    mesh: DeviceMesh
+    stop: MismatchLimits = NO_LIMITS
+    assert_on_policy: bool = False
+    stop_kl_nats: float | None = None
+
+    @classmethod
+    def of(cls, cfg: Config, mesh: DeviceMesh) -> Guard | None:
+        """What the configuration asks for over the ranks that train, if anything."""
+        guard = cls(
+            mesh=mesh,
+            stop=cfg.mismatch.stop,
+            assert_on_policy=cfg.debug.assert_on_policy,
+            stop_kl_nats=cfg.loss.stop_kl_nats,
+        )
+        return None if guard == cls(mesh=mesh) else guard
+
+    def check(self, local: Metrics, *, first: bool, cause: str) -> bool:
+        """Whether the policy is further than `stop_kl_nats` from the one that sampled; the same on every rank.
+
+        Every rank of the mesh calls this with what it measured. Raises TrainingDiverged on all of them, or on none,
+        when the update must not change the weights. `first` says that the policy has not moved in this step.
+        """
+        values = scalars(merge_over(self.mesh, local))
+        problems = exceeded(values, self.stop)
+        if first and self.assert_on_policy:
+            problems += _moved(values)
+        if problems:
+            raise TrainingDiverged(f"{cause}: {'; '.join(problems)}; no weights were changed")
+        return self.stop_kl_nats is not None and values.get(DRIFT, 0.0) > self.stop_kl_nats
+
+
+def _moved(values: Mapping[str, float]) -> list[str]:
+    """A clause when a policy that has not moved seems to have; a step without loss tokens says nothing."""
+    # k1, not k3: a difference in the last bit is rounded away in k3.
+    deviation, k1 = values.get("update/ratio_max_deviation", 0.0), values.get("update/k1_old_nats", 0.0)
+    if deviation == 0 and not abs(k1) > 0:
+        return []
+    return [f"the policy has not moved in this step, but max |ratio - 1| is {deviation:.3g} and its k1 {k1:.3g} nats"]

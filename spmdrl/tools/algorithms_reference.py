@@ -1,0 +1,80 @@
+"""`python -m spmdrl.tools.algorithms_reference > docs/algorithms.md`: every algorithm that a setting can name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spmdrl.algo.advantage import BUILDING_BLOCKS, ESTIMATORS
+from spmdrl.algo.aggregation import AGGREGATIONS
+from spmdrl.algo.formula import Formula, LossKind
+from spmdrl.algo.kl import KL_ESTIMATORS
+from spmdrl.algo.policy_losses import POLICY_LOSSES
+
+_INTRODUCTION = """\
+# Algorithms
+
+<!-- Generated from the tables in spmdrl/algo/ by `make docs`; a test compares the two. -->
+
+Every algorithm by the name that a setting gives it: its formula, where it comes from, its settings with their defaults,
+and when to use it. [losses.md](losses.md) says how they are put together, and [configuration.md](configuration.md) what
+the settings mean. A setting that the chosen algorithm has no use for is refused.
+
+Written with: R the reward of a rollout in a prompt group of G; A the advantage of a token; d = logprob - old_logprob
+and ratio = exp(d); D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over the loss tokens of the
+mini-batch on all ranks; n the loss tokens of a rollout.
+"""
+
+_ADVANTAGES = """\
+Of one number a rollout, but for `reinforce_plus_plus`, which has one a token. `advantage.whiten` whitens any of them
+over the whole step: minus the mean and divided by (deviation + 1e-6), over all response tokens of all ranks; "whitened"
+are those that are unless it is set to false."""
+
+_LOSSES = """\
+Per token, before the divergence and the entropy are added. `gspo` and `gmpo` know one advantage a response: they are
+refused together with `reinforce_plus_plus`. `kl_cov` needs `updates_per_step` above 1."""
+
+_DIVERGENCES = """\
+Of the policy from the reference, in the loss (`loss.kl_coef`) or in the reward (`reward.kl_coef`), not in both."""
+
+_AGGREGATIONS = """\
+What a token's loss is multiplied with. N is the number of loss tokens behind the optimizer step and S that of rollouts
+with any, over all ranks and micro-batches; L is `rollout.max_response_tokens`."""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [
+        _INTRODUCTION,
+        *_section("Advantages: `advantage.estimator`", _ADVANTAGES, ESTIMATORS),
+        *_section("Policy losses: `loss.kind`", _LOSSES, POLICY_LOSSES),
+        *_section("Divergence: `loss.kl_estimator`, `reward.kl_estimator`", _DIVERGENCES, KL_ESTIMATORS),
+        *_section("Aggregation: `loss.aggregation`", _AGGREGATIONS, AGGREGATIONS),
+        *_section(
+            "Functions without a setting",
+            "In `spmdrl.algo.advantage`, for what a run does not have yet.",
+            BUILDING_BLOCKS,
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def _section(title: str, text: str, formulas: Mapping[str, Formula]) -> Iterator[str]:
+    yield f"## {title}\n\n{text}\n"
+    yield "| name | formula | settings | source | when to use it |"
+    yield "|---|---|---|---|---|"
+    for name, formula in formulas.items():
+        settings = {**formula.settings, **(formula.choice if isinstance(formula, LossKind) else {})}
+        written = ", ".join(
+            f"`{key} = {_toml(value)}`" if value is not None else f"`{key}`" for key, value in settings.items()
+        )
+        yield f"| `{name}` | {formula.text} | {written} | {formula.source} | {formula.when} |"
+    yield ""
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,322 @@
+"""Advantages, choices and losses of scored tokens: the same however a step is cut, and those of the oracle."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl import checkpoint
+from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.seeds import mix, uniform
+from spmdrl.algo.segments import sequence_of_token
+from spmdrl.batch import MiniBatch, build_batch
+from spmdrl.config import Config, OptimConfig, ParallelConfig
+from spmdrl.credit import assign_credit, choose_tokens
+from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.guard import Guard
+from spmdrl.model.load import load_policy
+from spmdrl.model.policy import TokenScores
+from spmdrl.objective import PolicyObjective
+from spmdrl.prepare import add_logprobs
+from spmdrl.score import score_groups
+from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
+from spmdrl.update import Learner, update
+from tests import oracle
+from tests.spmd.ranks import run_ranks
+from tests.tiny import model_config, plan_for, random_sequences, save_llama
+
+COUNT, GROUP_SIZE, SEED = 16, 4, 7
+KL = {"kl_coef": 0.3}
+CREDITS: list[dict[str, Any]] = [
+    {"advantage": {"estimator": "reinforce_plus_plus"}},
+    {"advantage": {"estimator": "reinforce_plus_plus", "discount": 0.9}, "reward": KL | {"kl_estimator": "k3"}},
+    {"advantage": {"estimator": "reinforce_plus_plus", "whiten": False}, "reward": KL},
+    {"advantage": {"estimator": "grpo"}, "reward": KL},
+    {"advantage": {"estimator": "rloo", "whiten": True}, "reward": KL | {"kl_estimator": "k2"}},
+    {"advantage": {"estimator": "pass_at_k", "k": 2}, "reward": KL},
+    {"advantage": {"estimator": "opo"}, "reward": KL},
+]
+SCORES: list[dict[str, Any]] = [
+    {"advantage": {"estimator": "grpo", "whiten": True}},
+    {"advantage": {"estimator": "reinforce_plus_plus_baseline"}},
+    {"advantage": {"estimator": "opo", "whiten": True}, "reward": {"overlong_tokens": 20}},
+    {"advantage": {"estimator": "pass_at_k", "k": 3}, "reward": {"overlong_tokens": 30, "overlong_penalty": 0.5}},
+    {"advantage": {"estimator": "reinforce_plus_plus"}},  # rewards still, until tokens are scored
+]
+LOSSES: list[dict[str, Any]] = [
+    {"kind": name, "updates_per_step": 2} | ({"cov_fraction": 0.1} if kind.choice else {})
+    for name, kind in POLICY_LOSSES.items()
+]
+LAYOUTS = [(1, {}), (2, {}), (2, {"cp": 2})]
+Found = list[dict[int, list[float]]]  # of each case: the values at a sequence's loss tokens, by sequence index
+
+
+def config(**changes: dict[str, Any]) -> Config:
+    tables: dict[str, Any] = {
+        "run": {"name": "x", "num_steps": 1},
+        "model": {"path": "m"},
+        "data": {"max_prompt_tokens": 8, "sources": ({"kind": "jsonl", "path": "a"},)},
+        "rollout": {"prompts_per_step": COUNT // GROUP_SIZE, "group_size": GROUP_SIZE, "max_response_tokens": 32},
+        "reward": {"terms": ({"kind": "exact"},)},
+        "optim": {"lr": 1e-3},
+        "pack": {"max_tokens_per_micro_batch": 64},
+    }
+    return Config.model_validate({name: tables.get(name, {}) | changes.get(name, {}) for name in tables | changes})
+
+
+def sampled(index: int, length: int, purpose: int) -> Tensor:
+    """Log-probabilities [length] float32 that belong to a sequence and its tokens, wherever those are."""
+    return -3 * uniform(torch.full((length,), mix(index, purpose)), torch.arange(length))
+
+
+def scored(pack: MicroBatch) -> MicroBatch:
+    columns = [
+        [sampled(i, n, purpose) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)] for purpose in (0, 1)
+    ]
+    return pack.with_columns({"old_logprobs": torch.cat(columns[0]), "ref_logprobs": torch.cat(columns[1])})
+
+
+def every_third(pack: MicroBatch) -> Tensor:
+    """[T] bool, True on every third of the step's sequences."""
+    third = torch.tensor([index % 3 == 0 for index in pack.sequence_index])
+    return third[sequence_of_token(pack.cu_seqlens, len(pack.token_ids))]
+
+
+def with_rejections(pack: MicroBatch) -> MicroBatch:
+    return pack.with_columns({"loss_weights": torch.where(every_third(pack), 0.0, pack.loss_weights)})
+
+
+def with_absences(pack: MicroBatch) -> MicroBatch:
+    return pack.with_columns({"loss_mask": pack.loss_mask & ~every_third(pack)})
+
+
+def by_sequence(column: Tensor, pack: MicroBatch) -> Iterator[tuple[int, list[float]]]:
+    parts = zip(pack.sequence_index, column.split(pack.seqlens), pack.loss_mask.split(pack.seqlens), strict=True)
+    yield from ((index, part[mask].tolist()) for index, part, mask in parts if index >= 0)
+
+
+def everywhere(columns: list[tuple[Tensor, MicroBatch]], meshes: Meshes) -> dict[int, list[float]]:
+    mine = {index: values for column, pack in columns for index, values in by_sequence(column, pack)}
+    return {index: values for part in gather_objects(meshes.training, mine) for index, values in part.items()}
+
+
+def outcome(sequence: Sequence) -> tuple[Rollout, RewardOutcome]:
+    """The sequence as a rollout, with its advantage for a reward."""
+    prompt_id, sample_index = divmod(sequence.index, GROUP_SIZE)
+    prompt = Prompt(prompt_id=prompt_id, token_ids=(5,), text="", answer=None, task="", metadata={})
+    n = sum(sequence.loss_mask)
+    response = Response(token_ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason="stop", spans=(Span(0, n),))
+    rollout = Rollout(prompt=prompt, sample_index=sample_index, seed=0, response=response)
+    return rollout, RewardOutcome(reward=sequence.advantage, parts={})
+
+
+def _scores() -> list[list[tuple[float, float]]]:
+    """(reward, advantage) of all rollouts in their order, for each of SCORES; groups are dealt like cards."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        mine = [s for s in random_sequences(COUNT) if s.index // GROUP_SIZE % world.num_ranks == world.rank]
+        found = []
+        for case in SCORES:
+            scored = score_groups([outcome(sequence) for sequence in mine], config(**case), meshes.training)
+            parts = gather_objects(meshes.training, [(s.outcome.reward, s.advantage) for s in scored])
+            groups = [part[first : first + GROUP_SIZE] for part in parts for first in range(0, len(part), GROUP_SIZE)]
+            order = [g for rank in range(world.num_ranks) for g in range(rank, COUNT // GROUP_SIZE, world.num_ranks)]
+            in_order = sorted(zip(order, groups, strict=True))
+            found.append([pair for _, group in in_order for pair in group])
+        return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_scores_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -> None:
+    sequences = random_sequences(COUNT)
+    lengths = [sum(sequence.loss_mask) for sequence in sequences]
+    for case, found in zip(SCORES, run_ranks(num_ranks, _scores)[0], strict=True):
+        cfg = config(**case)
+        rewards = [sequence.advantage for sequence in sequences]
+        if first := cfg.reward.overlong_tokens:
+            free, height = cfg.rollout.max_response_tokens - first, cfg.reward.overlong_penalty or 1.0
+            rewards = [r - height * max(0, n - free) / first for r, n in zip(rewards, lengths, strict=True)]
+        advantages = rewards
+        if cfg.advantage.estimator != "reinforce_plus_plus":
+            groups = [slice(i, i + GROUP_SIZE) for i in range(0, COUNT, GROUP_SIZE)]
+            name, settings = cfg.advantage.estimator, cfg.advantage.settings
+            rows = [oracle.group_advantages(rewards[g], name, lengths=lengths[g], **settings) for g in groups]
+            advantages = [advantage for row in rows for advantage in row]
+            if cfg.advantage.whitens:
+                advantages = oracle.whiten(advantages, lengths, 1e-6)
+        assert [pair[0] for pair in found] == pytest.approx(rewards, abs=1e-9)
+        assert [pair[1] for pair in found] == pytest.approx(advantages, abs=1e-9)
+
+
+def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
+    """Advantages of CREDITS; choices and gradients of LOSSES."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world, ParallelConfig(**layout))
+        plan = plan_for(
+            COUNT,
+            world.num_ranks,
+            prompts_per_step=COUNT // GROUP_SIZE,
+            updates_per_step=2,
+            rollouts_per_mini_batch=COUNT // 2,
+            ranks_per_share=meshes.ranks_per_share,
+        )
+        mine = [sequence for sequence in random_sequences(COUNT) if sequence.index % world.num_ranks == world.rank]
+        batch = build_batch(mine, plan, meshes, aggregation="sequence_mean_token_mean")
+        mini_batches: list[MiniBatch] = [[scored(pack) for pack in mini_batch] for mini_batch in batch.mini_batches]
+        credits, choices, gradients = [], [], []
+        for case in CREDITS:
+            assert assign_credit([[], []], config(**case), {}, meshes) == ([[], []], {})  # a step without groups
+            credited, _ = assign_credit(mini_batches, config(**case), {}, meshes)
+            credits.append(everywhere([(p.advantages, p) for mini_batch in credited for p in mini_batch], meshes))
+        for case in LOSSES:
+            cfg = config(loss=case).loss
+            chosen = choose_tokens(mini_batches, cfg, meshes.data, seed=SEED)
+            rejected, absent = (
+                choose_tokens([[leave(p) for p in m] for m in mini_batches], cfg, meshes.data, seed=SEED)
+                for leave in (with_rejections, with_absences)
+            )
+            assert all(
+                p.chosen is other.chosen is None or torch.equal(p.chosen, other.chosen)
+                for mini_batch, others in zip(rejected, absent, strict=True)
+                for p, other in zip(mini_batch, others, strict=True)
+            ), "what is rejected takes part in the choice"
+            packs = [pack for mini_batch in chosen for pack in mini_batch]
+            none = [torch.zeros_like(pack.loss_mask) if pack.chosen is None else pack.chosen for pack in packs]
+            choices.append(everywhere(list(zip(none, packs, strict=True)), meshes))
+            gradients.append(everywhere([(gradient(pack, PolicyObjective(cfg)), pack) for pack in packs], meshes))
+        return credits, choices, gradients
+
+
+def gradient(pack: MicroBatch, objective: PolicyObjective) -> Tensor:
+    now = torch.cat([sampled(i, n, 2) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]).requires_grad_()
+    loss = objective(TokenScores(now, torch.zeros_like(now)), pack).loss_sum
+    return torch.autograd.grad(loss, now)[0]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[Found, Found, Found]]:
+    """By layout; every rank is told everything, so one speaks for all."""
+    return [run_ranks(num_ranks, _found, layout)[0] for num_ranks, layout in LAYOUTS]
+
+
+def assert_same(one: dict[int, list[float]], other: dict[int, list[float]], bound: float = 1e-6) -> None:
+    assert one.keys() == other.keys() == set(range(COUNT))
+    for index, values in one.items():
+        assert other[index] == pytest.approx(values, rel=bound, abs=bound)
+
+
+def tokens(sequence: Sequence, purpose: int) -> list[float]:
+    """Log-probabilities of a sequence's loss tokens."""
+    return sampled(sequence.index, len(sequence.token_ids), purpose)[torch.tensor(sequence.loss_mask)].tolist()
+
+
+def credited_by_hand(cfg: Config) -> dict[int, list[float]]:
+    """Rewards less the divergence, then the estimator, then whitening, all of it written out."""
+    sequences = random_sequences(COUNT)
+    penalties = []
+    for sequence in sequences:
+        pairs = zip(tokens(sequence, 0), tokens(sequence, 1), strict=True)
+        penalties.append([-cfg.reward.kl_coef * oracle.kl(o, r, cfg.reward.kl_estimator) for o, r in pairs])
+    advantages: list[list[float]] = []
+    if cfg.advantage.estimator == "reinforce_plus_plus":
+        for sequence, penalty in zip(sequences, penalties, strict=True):
+            rewards = [*penalty[:-1], penalty[-1] + sequence.advantage]
+            advantages.append(oracle.returns(rewards, cfg.advantage.settings["discount"]))
+    else:
+        totals = [s.advantage + math.fsum(penalty) for s, penalty in zip(sequences, penalties, strict=True)]
+        for first in range(0, COUNT, GROUP_SIZE):
+            group = slice(first, first + GROUP_SIZE)
+            lengths = [len(penalty) for penalty in penalties[group]]
+            settings = cfg.advantage.settings
+            row = oracle.group_advantages(totals[group], cfg.advantage.estimator, lengths=lengths, **settings)
+            advantages += [[advantage] * n for advantage, n in zip(row, lengths, strict=True)]
+    if cfg.advantage.whitens:
+        everything = [advantage for sequence in advantages for advantage in sequence]
+        mean, deviation = statistics.fmean(everything), statistics.pstdev(everything)
+        advantages = [[(a - mean) / (deviation + 1e-6) for a in sequence] for sequence in advantages]
+    return dict(enumerate(advantages))
+
+
+@pytest.mark.parametrize("number", range(len(CREDITS)), ids=[str(case) for case in CREDITS])
+def test_credit_is_that_of_the_oracle_on_any_ranks(found: Any, number: int) -> None:
+    expected = credited_by_hand(config(**CREDITS[number]))
+    for credits, _, _ in found:
+        assert_same(expected, credits[number])
+
+
+@pytest.mark.parametrize("number", range(len(LOSSES)), ids=[case["kind"] for case in LOSSES])
+def test_choices_and_gradients_do_not_depend_on_the_cut(found: Any, number: int) -> None:
+    (_, choices, gradients), *others = found
+    assert any(any(values) for values in choices[number].values()) is ("cov_fraction" in LOSSES[number])
+    assert any(any(values) for values in gradients[number].values())
+    for _, other_choices, other_gradients in others:
+        assert choices[number] == other_choices[number]
+        assert_same(gradients[number], other_gradients[number])
+
+
+def test_kl_cov_chooses_the_greatest_covariances_of_each_mini_batch(found: Any) -> None:
+    number = [case["kind"] for case in LOSSES].index("kl_cov")
+    sequences = random_sequences(COUNT)
+    for half in (sequences[: COUNT // 2], sequences[COUNT // 2 :]):
+        logprobs = [tokens(sequence, 0) for sequence in half]
+        pairs = [(o, sequence.advantage) for sequence, old in zip(half, logprobs, strict=True) for o in old]
+        means = [statistics.fmean(column) for column in zip(*pairs, strict=True)]
+        covariances = [(o - means[0]) * (a - means[1]) for o, a in pairs]
+        expected = oracle.chosen(covariances, len(pairs) // 10)
+        chosen = [bool(x) for sequence in half for x in found[0][1][number][sequence.index]]
+        assert chosen == expected and any(chosen)
+
+
+def _stopped(path: str, folder: str) -> Any:
+    """Weights after two updates of which the second may be left out, and after the first alone."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        plan = plan_for(8, world.num_ranks, updates_per_step=2, rollouts_per_mini_batch=4, num_updates=2)
+        mine = random_sequences(8)[world.rank :: world.num_ranks]
+        batch = build_batch(mine, plan, meshes, aggregation="token_mean")
+        objective = PolicyObjective(config().loss)
+        results = []
+        for stop, kept in ((1e-9, 2), (None, 1), (1e9, 2)):
+            policy = load_policy(model_config(path), meshes.model, temperature=1.0)
+            start = {"entropy_coef": 0.25}
+            learner = Learner.start(
+                policy, OptimConfig(name="sgd", lr=1.0), num_updates=2, dtype=torch.float32, coefficients=start
+            )
+            prepared = add_logprobs(policy, None, batch.mini_batches, meshes.training)[:kept]
+            metrics = update(
+                learner, prepared, objective, meshes, step=1, guard=Guard(mesh=meshes.training, stop_kl_nats=stop)
+            )
+            weights = torch.cat([p.full_tensor().detach().flatten() for p in policy.parameters()])  # type: ignore[attr-defined]
+            left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
+            results.append((weights, left_out, metrics["update/k3_old_nats"].value()))
+        learner.coefficients["entropy_coef"] = 0.5
+        checkpoint.save(Path(folder), learner, meshes.training, step=1, keep_last=1)
+        coefficients = []
+        for names in (("entropy_coef", "kl_in_reward_coef"), ()):
+            learner.coefficients.clear()
+            learner.coefficients.update(dict.fromkeys(names, 0.1))
+            checkpoint.restore(Path(folder), learner, meshes.training, step=1)
+            coefficients.append(dict(learner.coefficients))
+        del policy, learner
+        return results, coefficients
+
+
+def test_updates_end_on_all_ranks_once_the_policy_has_gone_too_far(tmp_path: Path) -> None:
+    path = save_llama(tmp_path / "llama")
+    (results, coefficients), (others, _) = run_ranks(2, _stopped, path, str(tmp_path / "checkpoints"))
+    (stopped, fraction, drift), (first, _, no_drift), (both, none, _) = results
+    assert torch.equal(stopped, first) and not torch.equal(both, first)
+    assert (fraction, none) == (0.5, 0.0)
+    assert no_drift == 0.0 and drift > 1e-9
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(results, others, strict=True))
+    # What this launch adapts comes from the checkpoint where that has it; what it does not adapt stays away.
+    assert coefficients == [{"entropy_coef": 0.5, "kl_in_reward_coef": 0.1}, {}]

@@ -1,0 +1,224 @@
+"""Every policy loss of the table equals its slow twin in value and gradient, packed in any way, whatever is masked."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen, random_priorities
+from spmdrl.algo.loss import PolicyLoss
+from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.config import LossConfig
+from spmdrl.policy_loss import check_policy_loss, policy_loss_function
+from spmdrl.types import MicroBatch, UserError
+from tests import oracle
+
+LENGTHS = [1, 6, 3, 20, 1, 9, 2]
+MASKED = (2, 4)  # sequences without any loss token
+CASES: list[dict[str, Any]] = [
+    *({"kind": name, "updates_per_step": 2} for name in POLICY_LOSSES),
+    {"kind": "ppo", "dual_clip": 1.5},
+    {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2},
+    {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.3},
+    {"kind": "gmpo", "clip_low": 0.1, "clip_high": 0.3},
+    {"kind": "sapo", "tau_positive": 3.0, "tau_negative": 0.5},
+]
+
+
+def pack(drift: float = 0.5) -> tuple[Tensor, MicroBatch]:
+    """(logprobs [T] float64, the rest); advantages are alike within a sequence."""
+    draw = torch.Generator().manual_seed(0)
+    num_tokens = sum(LENGTHS)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    mask = torch.rand(num_tokens, generator=draw) < 0.7
+    mask[0] = True
+    for sequence in MASKED:
+        mask[cu_seqlens[sequence] : cu_seqlens[sequence + 1]] = False
+    old = -torch.rand(num_tokens, generator=draw, dtype=torch.float64) * 3
+    advantages = torch.randn(len(LENGTHS), generator=draw, dtype=torch.float64)
+    chosen = torch.rand(num_tokens, generator=draw) < 0.3
+    return old + drift * torch.randn(num_tokens, generator=draw, dtype=torch.float64), MicroBatch(
+        token_ids=torch.arange(num_tokens),
+        positions=torch.cat([torch.arange(n) for n in LENGTHS]),
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        loss_weights=torch.ones(num_tokens),
+        advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)),
+        rollout_logprobs=old,
+        old_logprobs=old,
+        chosen=chosen,
+    )
+
+
+def with_gradient(case: dict[str, Any], logprobs: Tensor, micro_batch: MicroBatch) -> tuple[PolicyLoss, Tensor]:
+    logprobs = logprobs.clone().requires_grad_()
+    loss = policy_loss_function(LossConfig(**case))(logprobs, micro_batch)
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
+    return loss, gradient
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_to_the_oracle_with_its_gradient(case: dict[str, Any]) -> None:
+    cfg, (logprobs, whole) = LossConfig(**case), pack()
+    loss, gradient = with_gradient(case, logprobs, whole)
+    assert whole.old_logprobs is not None and whole.chosen is not None
+    for a, b in itertools.pairwise(whole.cu_seqlens.tolist()):
+        mask = whole.loss_mask[a:b]
+        now, old, advantages = (x[a:b][mask].tolist() for x in (logprobs, whole.old_logprobs, whole.advantages))
+        chosen = whole.chosen[a:b][mask].tolist()
+
+        def total(i: int, x: float, now=now, old=old, advantages=advantages, chosen=chosen) -> float:
+            moved = [*now[:i], x, *now[i + 1 :]]
+            return math.fsum(
+                oracle.sequence_losses(cfg.kind, moved, old, advantages, chosen=chosen, held=now, **cfg.settings)
+            )
+
+        slow = oracle.sequence_losses(cfg.kind, now, old, advantages, chosen=chosen, **cfg.settings)
+        slopes = [oracle.slope(lambda x, i=i: total(i, x), now[i]) for i in range(len(now))]
+        for fast, expected in ((loss.per_token, slow), (gradient, slopes)):
+            torch.testing.assert_close(
+                fast[a:b][mask].detach(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6
+            )
+    assert (loss.per_token[~whole.loss_mask] == 0).all() and (gradient[~whole.loss_mask] == 0).all()
+    assert not loss.clipped[~whole.loss_mask].any() and (loss.ratio[~whole.loss_mask] == 1).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bounds_that_bind_are_counted(case: dict[str, Any]) -> None:
+    loss, _ = with_gradient(case, *pack(drift=2.0))
+    assert bool(loss.clipped.any()) is (case["kind"] not in ("sapo", "kl_cov"))
+    assert not loss.clipped[~pack()[1].loss_mask].any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_sequence_has_the_same_loss_in_any_company(case: dict[str, Any]) -> None:
+    logprobs, whole = pack()
+    loss, gradient = with_gradient(case, logprobs, whole)
+    for a, b in itertools.pairwise(whole.cu_seqlens.tolist()):
+        names = ("token_ids", "positions", "loss_mask", "loss_weights", "advantages", "rollout_logprobs")
+        columns = {name: getattr(whole, name)[a:b] for name in (*names, "old_logprobs", "chosen")}
+        alone = MicroBatch(cu_seqlens=torch.tensor([0, b - a], dtype=torch.int32), **columns)
+        part, slope = with_gradient(case, logprobs[a:b], alone)
+        # Vectorised functions round differently by a bit at other places in a tensor.
+        torch.testing.assert_close(part.per_token, loss.per_token[a:b], rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(slope, gradient[a:b], rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_what_lies_outside_the_mask_is_never_seen(kind: str, garbage: float) -> None:
+    case = {"kind": kind, "updates_per_step": 2}
+    logprobs, whole = pack()
+    clean, slope = with_gradient(case, logprobs, whole)
+    columns = {
+        name: torch.where(whole.loss_mask, getattr(whole, name), garbage) for name in ("old_logprobs", "advantages")
+    }
+    dirty = torch.where(whole.loss_mask, logprobs, garbage)
+    for logs, micro_batch in ((dirty, whole), (logprobs, whole.with_columns(columns))):
+        loss, gradient = with_gradient(case, logs, micro_batch)
+        for name in ("per_token", "clipped", "ratio"):
+            assert torch.equal(getattr(loss, name), getattr(clean, name))
+        assert torch.equal(gradient, slope)
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_policy_every_loss_has_the_policy_gradient(kind: str, explicit: bool) -> None:
+    logprobs, whole = pack()
+    whole = dataclasses.replace(whole, old_logprobs=logprobs if explicit else None)
+    loss, gradient = with_gradient({"kind": kind, "updates_per_step": 2}, logprobs, whole)
+    trained = whole.loss_mask & ~whole.chosen if kind == "clip_cov" else whole.loss_mask  # type: ignore[operator]
+    torch.testing.assert_close(gradient, torch.where(trained, -whole.advantages, 0.0), rtol=1e-12, atol=1e-12)
+    assert (loss.ratio == 1).all()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_table_knows_each_function(name: str) -> None:
+    kind = POLICY_LOSSES[name]
+    taken = [p.name for p in inspect.signature(kind.function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert set(taken) == {*kind.settings, *kind.needs}
+    assert (kind.prioritise is not None) is ("chosen" in kind.needs) is ("cov_fraction" in kind.choice)
+
+
+@pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("cuts", [[], [7], [0, 1, 60, 400]])
+def test_the_choice_over_parts_is_that_over_the_whole(kind: str, cuts: list[int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    num_tokens, formula = 500, POLICY_LOSSES[kind]
+    logprobs, advantages = torch.randn(2, num_tokens, generator=draw, dtype=torch.float64)
+    seeds, positions = torch.randint(0, 2**62, (2, num_tokens), generator=draw)
+    means = {"mean_logprob": float(logprobs.mean()), "mean_advantage": float(advantages.mean())}
+    covariance = covariances(logprobs, advantages, **means)
+    settings = {"cov_low": 0.1, "cov_high": 1.0} if kind == "clip_cov" else {}
+    assert formula.prioritise is not None
+    priorities = formula.prioritise(covariance, seeds, positions, **settings)
+    parts = [priorities[a:b] for a, b in itertools.pairwise([0, *cuts, num_tokens])]
+    count = num_chosen(num_tokens, 0.05)
+    threshold = float(highest(torch.cat([highest(part, count) for part in parts]), count)[-1])
+    found = torch.cat([chosen_tokens(part, threshold) for part in parts])
+    assert count == 25 and found.tolist() == oracle.chosen(priorities.tolist(), count)
+    if kind == "clip_cov":
+        assert ((covariance[found] > 0.1) & (covariance[found] < 1.0)).all()
+    else:
+        assert covariance[found].min() > covariance[~found].max()
+
+
+def test_fewer_candidates_than_wanted_are_all_chosen() -> None:
+    covariance = torch.tensor([0.5, 2.0, 9.0, 3.0], dtype=torch.float64)
+    places = torch.arange(4)
+    priorities = random_priorities(covariance, places, places, cov_low=1.0, cov_high=5.0)
+    assert chosen_tokens(priorities, float(highest(priorities, 3)[-1])).tolist() == [False, True, False, True]
+
+
+def plain(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, scale=1.0):
+    return -scale * (logprobs - old_logprobs).exp() * advantages
+
+
+def two_arguments(logprobs, old_logprobs):
+    return logprobs
+
+
+def a_sum(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
+    return logprobs.sum()
+
+
+def infinite(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens):
+    return logprobs / 0.0
+
+
+not_a_function = 3
+
+
+def test_a_function_of_the_users_is_a_loss() -> None:
+    case = {"kind": f"{__name__}:plain", "params": {"scale": 2.0}}
+    check_policy_loss(LossConfig(**case))
+    logprobs, whole = pack()
+    loss, gradient = with_gradient(case, torch.where(whole.loss_mask, logprobs, math.nan), whole)
+    expected, slope = with_gradient({"kind": "ppo", "clip_low": 1.0, "clip_high": 1e9}, logprobs, whole)
+    torch.testing.assert_close(loss.per_token, 2 * expected.per_token, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, 2 * slope, rtol=1e-12, atol=0)
+    assert torch.equal(loss.ratio, expected.ratio)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "sentence"),
+    [
+        ("no.such.module:f", {}, "cannot be imported"),
+        (f"{__name__}:absent", {}, "cannot be imported"),
+        (f"{__name__}:not_a_function", {}, "is not a function"),
+        (f"{__name__}:two_arguments", {}, "does not work: TypeError"),
+        (f"{__name__}:plain", {"scael": 1.0}, "does not work: TypeError"),
+        (f"{__name__}:a_sum", {}, r"returned \[\]; return the loss of each token"),
+        (f"{__name__}:infinite", {}, "not finite"),
+    ],
+)
+def test_what_is_no_loss_is_refused_before_the_run(name: str, params: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_policy_loss(LossConfig(kind=name, params=params))
