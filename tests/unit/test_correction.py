@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.correction import bounded_weights, log_weights, off_policy_sequences, vetoed
+from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_all
 from spmdrl.mismatch import batch_sums, effective_fraction, exceeded, kept_tokens, settle, weigh, worst_of
@@ -249,6 +250,23 @@ def test_what_needs_the_whole_batch_takes_a_pass_and_nothing_else(settings: dict
     assert needs_old_logprobs(LossConfig(kind="clip_cov"), correction, num_updates=1)
     assert needs_old_logprobs(loss, correction, num_updates=2)
     assert not needs_old_logprobs(LossConfig(kind="clip_cov"), engines, num_updates=2, kl_in_reward=True)
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_weights_multiply_every_policy_loss(kind: str) -> None:
+    """Where o - b is the same on all tokens, so is the weight, and it factors out of loss and gradient."""
+    (micro_batch, now), *_ = batch(random_sequences(), [8])
+    chosen = torch.arange(len(now)) % 3 == 0
+    micro_batch = replace(micro_batch, rollout_logprobs=micro_batch.old_logprobs - math.log(1.5), chosen=chosen)
+    outcomes = []
+    for correction in (CorrectionConfig(), CorrectionConfig(kind="tis")):
+        objective = PolicyObjective(LossConfig(kind=kind, updates_per_step=2), correction=correction)
+        logprobs = now.clone().requires_grad_()
+        loss = objective(TokenScores(logprobs, torch.zeros_like(logprobs)), micro_batch).loss_sum
+        outcomes.append((loss.detach(), *torch.autograd.grad(loss, logprobs)))
+    for plain, weighed in zip(*outcomes, strict=True):
+        torch.testing.assert_close(weighed, 1.5 * plain)
+    assert outcomes[0][1].any()
 
 
 @pytest.mark.parametrize("level", LEVELS)
