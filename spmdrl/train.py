@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
@@ -26,6 +27,7 @@ from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.operators import kernel_of_run
 from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
 from spmdrl.probe import probe_metrics
@@ -94,8 +96,12 @@ def train(
         ExitStack() as at_the_end,
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-        policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
-        reference = load_reference(cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature)
+        scoring: dict[str, Any] = {
+            "temperature": cfg.rollout.temperature,
+            "kernel": kernel_of_run(cfg, world.device.type, dtype),
+        }
+        policy = load_policy(cfg.model, meshes.model, **scoring)
+        reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
         objective = PolicyObjective(cfg.loss)

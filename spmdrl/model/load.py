@@ -28,7 +28,8 @@ from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import dealt_experts
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.prefetch import prefetch_layers
 from spmdrl.model.recurrent import restart_at_every_sequence
@@ -103,11 +104,18 @@ def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, trainable: bool = True) -> Policy:
+def load_policy(
+    cfg: ModelConfig,
+    meshes: ModelMeshes,
+    *,
+    temperature: float,
+    trainable: bool = True,
+    kernel: Kernel | None = None,
+) -> Policy:
     """Load the directory's model, laid out over `meshes`, with float32 master weights.
 
     A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has
-    no gradients. Raises UserError as `load_model_config` does, and for weights the architecture needs but are missing.
+    no gradients. The kernel is the one that `cfg` means when it is None. Raises UserError as `load_model_config` does, and for weights the architecture needs but are missing.
     """
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
@@ -118,10 +126,11 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
         restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
         split_model(model, meshes)
-        use_fast_linears(model)
+        chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
+        operators_of(chosen).install(model)
         policy = Policy(
             model,
-            kernel=choose_kernel(cfg.attention, device.type, dtype),
+            kernel=chosen,
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
             vocabulary=meshes.tp if meshes.tp.size() > 1 else None,
@@ -160,11 +169,13 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
     return policy.requires_grad_(trainable)
 
 
-def load_reference(cfg: ModelConfig, loss: LossConfig, meshes: ModelMeshes, *, temperature: float) -> Policy | None:
+def load_reference(
+    cfg: ModelConfig, loss: LossConfig, meshes: ModelMeshes, *, temperature: float, kernel: Kernel | None = None
+) -> Policy | None:
     """The frozen model that KL is taken to: a second sharded model, loaded only when the loss needs it."""
     if loss.kl_coef == 0:
         return None
-    return load_policy(cfg, meshes, temperature=temperature, trainable=False)
+    return load_policy(cfg, meshes, temperature=temperature, trainable=False, kernel=kernel)
 
 
 def _from_pretrained(
