@@ -540,6 +540,9 @@ def _broken_promises(cfg: Config) -> Iterator[str]:
 class Config(Section):
     """One training run."""
 
+    true_on_policy: bool = False
+    """Engine and trainer compute log-probabilities with the same bits, so that the mismatch is exactly 0. See
+    `docs/true-on-policy.md`."""
     run: RunConfig
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -555,9 +558,6 @@ class Config(Section):
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
-    true_on_policy: bool = False
-    """Engine and trainer compute log-probabilities with the same bits, so that the mismatch is exactly 0. See
-    `docs/true-on-policy.md`."""
 
     @model_validator(mode="after")
     def _true_on_policy_is_kept(self) -> Config:

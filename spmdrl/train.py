@@ -25,6 +25,7 @@ from spmdrl.export import export_hf
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
+from spmdrl.model.invariant import SWITCHES
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run
@@ -204,6 +205,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
         f"{len(inputs.held_out)} held-out prompts",
+        *(f"true_on_policy: {switch}" for switch in (SWITCHES if cfg.true_on_policy else ())),
     ]
 
 

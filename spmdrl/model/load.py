@@ -64,7 +64,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
-        refusal = refusal_of_config(config) or refusal_of_model(_without_memory(config, cfg), cfg.attention)
+        refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
     except Exception as error:  # whatever a config.json can hold: transformers' own checks raise all kinds
         reason = " ".join(str(error).split())
         raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
@@ -75,7 +75,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
-    model = _without_memory(model_config, cfg)
+    model = model_without_memory(model_config, cfg)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
@@ -83,7 +83,7 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
 
 def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Sentences about settings of [parallel] that the model cannot follow; takes no memory."""
-    yield from split_problems(_without_memory(model_config, cfg), tp=parallel.tp, ep=parallel.ep)
+    yield from split_problems(model_without_memory(model_config, cfg), tp=parallel.tp, ep=parallel.ep)
     if parallel.cp > 1:
         if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
             yield (
@@ -96,7 +96,7 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
         yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
 
 
-def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
+def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
     """The model on the meta device, its weights tied, whether it ships with transformers or with the directory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
@@ -182,7 +182,7 @@ def _from_pretrained(
     cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = load_model_config(cfg)
-    model_class = type(_without_memory(config, cfg))
+    model_class = type(model_without_memory(config, cfg))
 
     def distribute(_cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         shard(model)

@@ -114,7 +114,7 @@ class _TiledHead(torch.autograd.Function):
         for rows in chunks:
             parts = [
                 _summary(
-                    _logits(head, hidden[rows], weight[slab], _part(bias, slab), temperature),
+                    _logits(hidden[rows], weight[slab], _part(bias, slab), temperature, head),
                     targets[rows] - slab.start,
                 )
                 for slab in slabs
@@ -146,7 +146,7 @@ class _TiledHead(torch.autograd.Function):
             slab_grad_weight = torch.zeros(slab_weight.shape, dtype=torch.float32, device=weight.device)
             slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight))
             for rows in ctx.chunks:
-                logits = _logits(ctx.head, hidden[rows], slab_weight, slab_bias, ctx.temperature)
+                logits = _logits(hidden[rows], slab_weight, slab_bias, ctx.temperature, ctx.head)
                 log_p = logits.sub_(log_normalizer[rows, None])
                 places, slope = targets[rows] - slab.start, _part(by_entropy, rows)
                 grad = _grad_logits(log_p, places, entropy[rows], by_logprob[rows], slope).to(hidden.dtype)
@@ -174,7 +174,7 @@ def _part(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 
-def _logits(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, head: Head) -> Tensor:
     return head.linear(hidden, weight, bias).float().div_(temperature)
 
 

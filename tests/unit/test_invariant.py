@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION
@@ -24,20 +25,20 @@ from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import MicroBatch, Request, Response
-from tests.tiny import VOCABULARY, save_llama, save_qwen3
+from tests.tiny import SIZES, VOCABULARY, save_llama, save_model, save_qwen3
 
 TEMPERATURE = 0.8
 
 Exchange = tuple[Request, Response]
 
 
-def save_sliding(path: Path) -> str:
-    """A Qwen3 with a window of 6 tokens in every other layer."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-    return save_qwen3(path, use_sliding_window=True, sliding_window=6, **layers)
+def save_sliding_qwen2(path: Path, **changes: Any) -> str:
+    """A Qwen2, which has biases, with a window of 6 tokens in its second layer."""
+    sliding = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    return save_model(path, Qwen2Config(**(SIZES | sliding | changes)))
 
 
-MODELS = {"qwen3": save_qwen3, "llama": save_llama, "sliding": save_sliding}
+MODELS = {"qwen3": save_qwen3, "llama": save_llama, "qwen2": save_sliding_qwen2}
 
 
 @pytest.fixture(scope="module", params=MODELS)
