@@ -19,7 +19,13 @@ from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan, engine_problems, memory_problems
 from spmdrl.model import invariant
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, model_without_memory, parallel_model_problems, parameter_shapes
+from spmdrl.model.load import (
+    compute_dtype,
+    load_model_config,
+    model_without_memory,
+    parallel_model_problems,
+    parameter_shapes,
+)
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory, phase_memory
 from spmdrl.plan import Plan, make_plan, make_sft_plan

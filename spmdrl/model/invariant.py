@@ -29,18 +29,18 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")  # those that have been compared, engi
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 8192  # of a weight, at most, in one product
 
+_TILES = (512, 128, 64, 16)  # rows: few shapes, because oneDNN keeps what it compiles for each
+
 # What `true_on_policy = true` changes, for those who want to see all of it.
 SWITCHES = (
-    f"linear layers and head: oneDNN on tiles of {', '.join(map(str, (512, 128, 64, 16)))} tokens by at most "
-    f"{COLUMNS} columns, the last tile filled up",
+    f"linear layers and head: oneDNN on tiles of {', '.join(map(str, _TILES))} tokens by at most {COLUMNS} columns, "
+    "the last tile filled up",
     f"attention, packed and cached: float32 products on tiles of {KEYS} keys, summed one after the other",
     "SiLU: from exp alone, in float32",
     f"log-probabilities, of engine and trainer: summed over {COLUMNS} tokens of the vocabulary at a time, whatever "
     "model.logits_chunk_tokens is",
     "backward passes: as without it",
 )
-
-_TILES = (512, 128, 64, 16)  # rows: few shapes, because oneDNN keeps what it compiles for each
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -48,7 +48,7 @@ def _of_tile(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_to_cache_in_tiles(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
-    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D]; hidden is [n, L]; gives [1, n, H, D]."""
+    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D], hidden [n, L]: [1, n, H, D]."""
     assert sinks is None, "no model that true_on_policy = true accepts has attention sinks"
     num_rows, num_kv_heads, num_keys, _ = keys.shape
     num_groups = query.shape[1] // num_kv_heads
@@ -85,7 +85,7 @@ def causal_in_tiles(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`CausalAttention` within each of the sequences that lie end to end; `plain` is another, to go backward through."""
+    """`CausalAttention` within each of the sequences that lie end to end; its gradient is that of `plain`, another."""
     assert sinks is None, "no model that true_on_policy = true accepts has attention sinks"
 
     def differentiable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

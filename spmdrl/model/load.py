@@ -115,7 +115,8 @@ def load_policy(
     """Load the directory's model, laid out over `meshes`, with float32 master weights.
 
     A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has
-    no gradients. The kernel is the one that `cfg` means when it is None. Raises UserError as `load_model_config` does, and for weights the architecture needs but are missing.
+    no gradients. `kernel` is what `cfg` means when it is None. Raises UserError as `load_model_config` does, and for
+    weights the architecture needs but are missing.
     """
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)

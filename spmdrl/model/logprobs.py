@@ -56,7 +56,9 @@ def scores_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
     """logprobs [N] of targets [N] under softmax of logits [N, V], as `next_token_scores` computes them with that head
     when its tiles have a fixed number of columns."""
     slabs = head.slabs(logits.shape[1], 1, logits.device.type)
-    parts = [_summary(logits[:, slab].clone(memory_format=torch.contiguous_format), targets - slab.start) for slab in slabs]
+    parts = [
+        _summary(logits[:, slab].clone(memory_format=torch.contiguous_format), targets - slab.start) for slab in slabs
+    ]
     return _scores(_merged(parts))[0]
 
 
