@@ -189,12 +189,13 @@ def _attention_is_exact(head_dim: int) -> bool:
     """Whether rows, heads and keys that nobody sees may be added to attention."""
     q, k, v = _noise(3, 64, head_dim), _noise(3, 4 * KEYS, head_dim), _noise(3, 4 * KEYS, head_dim)
     visible = torch.arange(4 * KEYS) < torch.randint(1, KEYS, (3, 64, 1), generator=torch.Generator().manual_seed(0))
-    together = attend_in_tiles(q, k, v, visible)
+    together = attend_in_tiles(q, [k], [v], visible)
+    rows, keys = slice(8, 16), slice(0, KEYS)
     alone = [
-        attend_in_tiles(q[i : i + 1, 8:16], k[i : i + 1, :KEYS], v[i : i + 1, :KEYS], visible[i : i + 1, 8:16, :KEYS])
+        attend_in_tiles(q[i, rows][None], [k[i, keys][None]], [v[i, keys][None]], visible[i, rows, keys][None])
         for i in range(3)
     ]
-    return torch.equal(torch.cat(alone), together[:, 8:16])
+    return torch.equal(torch.cat(alone), together[:, rows])
 
 
 def _noise(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ the other. A tile in which a query sees nothing adds exactly 0, so that it does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -25,15 +25,18 @@ _SCORES = 2**22  # most scores that exist at the same time, so that they stay in
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, D], k and v [T, K, D] give [T, H, D]
 
 
-def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """q [B, M, D], already scaled, k and v [B, L, D], all float32, visible [B or 1, M or 1, L]; gives [B, M, D].
+def attend_in_tiles(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], visible: Tensor) -> Tensor:
+    """q [B, M, D], already scaled, visible [B or 1, M or 1, L]; gives [B, M, D].
 
-    M must be a multiple of 8 and L of KEYS. Every row must see some key.
+    Keys and values come in parts of [B, part of L, D]. All but `visible` are float32; M must be a multiple of 8 and
+    every part of L one of KEYS. Every row must see some key.
     """
-    assert not q.shape[1] % _ROWS and not k.shape[1] % KEYS, f"{q.shape[1]} rows and {k.shape[1]} keys are not tiles"
-    scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(~visible, -torch.inf)
+    sizes = [q.shape[1] % _ROWS, *(part.shape[1] % KEYS for part in keys)]
+    assert not any(sizes), f"{q.shape[1]} rows and {[part.shape[1] for part in keys]} keys are not whole tiles"
+    scores = torch.cat([torch.bmm(q, part.transpose(1, 2)) for part in keys], dim=-1).masked_fill(~visible, -torch.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    tiles = list(zip(weights.split(KEYS, dim=-1), v.split(KEYS, dim=1), strict=True))
+    value_tiles = [tile for part in values for tile in part.split(KEYS, dim=1)]
+    tiles = list(zip(weights.split(KEYS, dim=-1), value_tiles, strict=True))
     weighted, total = _of_tile(*tiles[0])
     for tile in tiles[1:]:
         more_weighted, more = _of_tile(*tile)
@@ -53,12 +56,19 @@ def attend_to_cache_in_tiles(
     num_rows, num_kv_heads, num_keys, _ = keys.shape
     num_groups = query.shape[1] // num_kv_heads
     q = _fill_up((query[0].transpose(0, 1).float() * scale).unflatten(1, (num_kv_heads, num_groups)), _ROWS)
-    k, v = (_fill_up(x.float(), KEYS) for x in (keys, values))
+    k, v = (_parts(x.flatten(0, 1)) for x in (keys, values))
     visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=keys.device) if hidden is None else ~hidden
-    visible = F.pad(visible, (0, k.shape[2] - num_keys)).repeat_interleave(num_kv_heads, dim=0)
-    out = attend_in_tiles(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), visible[:, None])
+    visible = F.pad(visible, (0, -num_keys % KEYS)).repeat_interleave(num_kv_heads, dim=0)
+    out = attend_in_tiles(q.flatten(0, 1), k, v, visible[:, None])
     out = out[:, :num_groups].reshape(1, num_rows, num_kv_heads * num_groups, -1)
     return out.to(query.dtype)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """x [B, L, D] of a cache as whole tiles: those it has, as they lie, and a copy of the rest that is filled up."""
+    whole = x.shape[1] - x.shape[1] % KEYS
+    parts = [x[:, :whole], _fill_up(x[:, whole:], KEYS)]
+    return [part.float() for part in parts if part.shape[1]]
 
 
 def _fill_up(x: Tensor, multiple: int) -> Tensor:
@@ -148,8 +158,8 @@ def _in_batch(batch: _Batch, q: Tensor, k: Tensor, v: Tensor, *, scale: float, w
         seen = slice(0, block.stop)
         out = attend_in_tiles(
             q_heads[:, block].flatten(1, 2),
-            k_heads[:, seen],
-            v_heads[:, seen],
+            [k_heads[:, seen]],
+            [v_heads[:, seen]],
             visible[block, seen].repeat_interleave(num_groups, dim=0)[None],
         )
         parts.append(out.unflatten(1, (-1, num_groups)))

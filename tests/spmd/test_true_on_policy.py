@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig
 
@@ -14,6 +15,8 @@ from spmdrl.batch import lay_end_to_end
 from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.launch import EXIT_USER_ERROR
+from spmdrl.model.invariant import SWITCHES
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.torch_engine import TorchEngine
@@ -21,7 +24,7 @@ from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.train import main
 from spmdrl.types import Request, Sequence
 from tests.spmd.ranks import run_ranks
-from tests.tiny import VOCABULARY, model_config, save_llama, save_qwen3
+from tests.tiny import VOCABULARY, model_config, save_gemma3, save_llama, save_qwen3
 
 TEMPERATURE = 0.8
 
@@ -154,20 +157,33 @@ def digits(*, prompt, response, answer, metadata):
 """
 
 
-def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> None:
-    """Two updates a step and a KL term: old and reference log-probabilities have passes of their own."""
+def _write_config(tmp_path: Path, save: Any) -> Path:
     tokenizer = character_tokenizer()
-    save_qwen3(
-        tmp_path / "model",
-        vocab_size=len(tokenizer),
-        num_hidden_layers=2,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    save(tmp_path / "model", vocab_size=len(tokenizer), num_hidden_layers=2, **ends)
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "reward.py").write_text(REWARD)
     config = tmp_path / "c.toml"
     config.write_text(CONFIG.format(runs=tmp_path, model=tmp_path / "model", reward=tmp_path / "reward.py"))
+    return config
+
+
+def test_a_dry_run_lists_every_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(_write_config(tmp_path, save_qwen3))
+    for setting in ("true", "false"):
+        assert main([config, "--dry-run", "--ranks", "2", f"true_on_policy={setting}"]) == 0
+        said = capsys.readouterr().out
+        assert [f"- true_on_policy: {switch}" in said for switch in SWITCHES] == [setting == "true"] * len(SWITCHES)
+
+
+def test_a_model_that_nobody_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(_write_config(tmp_path, save_gemma3)), "--dry-run"]) == EXIT_USER_ERROR
+    assert "true_on_policy = true is proven for llama, qwen2, qwen3, not for gemma3_text" in capsys.readouterr().err
+
+
+def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> None:
+    """Two updates a step and a KL term: old and reference log-probabilities have passes of their own."""
+    config = _write_config(tmp_path, save_qwen3)
     assert run_ranks(2, main, [str(config)]) == [0, 0]
     assert run_ranks(2, main, [str(config), "true_on_policy=false", "run.name=plain", "run.num_steps=1"]) == [0, 0]
     rows = {

@@ -28,6 +28,7 @@ from spmdrl.rollout.draw import draw_tokens
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import MicroBatch, Request, Response
 from tests.tiny import SIZES, VOCABULARY, save_llama, save_model, save_qwen3
+from tests.unit.test_config import GOOD, problems, read
 
 TEMPERATURE = 0.8
 
@@ -276,3 +277,29 @@ def test_models_that_nobody_compared_are_refused(model: PreTrainedModel) -> None
     other = copy.deepcopy(model.config)
     other.hidden_act = "gelu"
     assert "uses gelu" in next(invariant.model_problems(other))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["rollout.engine=sglang"], 'rollout.engine = "sglang" computes with other kernels'),
+        (["parallel.tp=2"], "parallel.tp = 2 sums in another order"),
+        (["parallel.cp=2"], "parallel.cp = 2 sums in another order"),
+        (["parallel.ep=4"], "parallel.ep = 4 sums in another order"),
+        (["model.attention=sdpa"], 'model.attention = "sdpa" is not exact'),
+        (["model.compute_dtype=float16"], 'model.compute_dtype = "float16" has no exact kernels'),
+        (["rollout.oversample_fraction=0.5", "rollout.partial=true"], "rollout.max_staleness = 1 trains on tokens"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path, settings: list[str], sentence: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, "true_on_policy=true", *settings)
+    assert "true_on_policy = true, but " in problem and sentence in problem
+    read(tmp_path, GOOD, *settings)
+
+
+def test_everything_that_cannot_be_kept_is_said_at_once(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD, "true_on_policy=true", "parallel.tp=2", "model.attention=sdpa")
+    assert "parallel.tp" in problem and "model.attention" in problem
+    read(tmp_path, GOOD, "true_on_policy=true", "rollout.oversample_fraction=0.5", "rollout.partial=true",
+         "rollout.max_staleness=0")  # fmt: skip
