@@ -29,11 +29,13 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")  # those that have been compared, engi
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 8192  # of a weight, at most, in one product
 
-_TILES = (512, 128, 64, 16)  # rows: few shapes, because oneDNN keeps what it compiles for each
+# Rows. Few shapes, because oneDNN keeps what it compiles for each; the last ones are for what is left over.
+_TILES = (512, 128, 64)
+_LAST_TILES = (16, 32, 64)
 
 # What `true_on_policy = true` changes, for those who want to see all of it.
 SWITCHES = (
-    f"linear layers and head: oneDNN on tiles of {', '.join(map(str, _TILES))} tokens by at most {COLUMNS} columns, "
+    f"linear layers and head: oneDNN on tiles of {', '.join(map(str, sorted({*_TILES, *_LAST_TILES})))} tokens by at most {COLUMNS} columns, "
     "the last tile filled up",
     f"attention, packed and cached: float32 products on tiles of {KEYS} keys, summed one after the other",
     "SiLU: from exp alone, in float32",
@@ -45,7 +47,10 @@ SWITCHES = (
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` on a CPU: x [..., D], weight [V, D] give [..., V], each row as if it were alone."""
-    y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)
+    rows = x.flatten(0, -2)
+    # A decode step has many small products: without a gradient to go for, autograd would cost as much as they do.
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    y: Tensor = (_Linear.apply if learns else _tiled)(rows, weight, bias)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -84,8 +89,9 @@ class _Linear(torch.autograd.Function):
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [N, D], weight [V, D] give [N, V]."""
-    num_rows = x.shape[0]
-    tiles = F.pad(x, (0, 0, 0, -num_rows % _TILES[-1])).split(_tile_sizes(num_rows))
+    num_rows, sizes = x.shape[0], _tile_sizes(x.shape[0])
+    filling = sum(sizes) - num_rows
+    tiles = (F.pad(x, (0, 0, 0, filling)) if filling else x).split(sizes)
     slabs = weight.split(COLUMNS)
     biases = [None] * len(slabs) if bias is None else bias.split(COLUMNS)
     rows = []
@@ -96,12 +102,12 @@ def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _tile_sizes(num_rows: int) -> list[int]:
-    """As many large tiles as fit, then smaller ones; the smallest hold what is left."""
+    """As many large tiles as fit, then smaller ones, then the smallest that holds what is left."""
     sizes = []
-    for tile in _TILES[:-1]:
+    for tile in _TILES:
         count, num_rows = divmod(num_rows, tile)
         sizes += [tile] * count
-    return sizes + [_TILES[-1]] * -(-num_rows // _TILES[-1])
+    return sizes + [next(tile for tile in _LAST_TILES if tile >= num_rows)] * (num_rows > 0)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
