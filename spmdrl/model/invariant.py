@@ -35,7 +35,7 @@ _LAST_TILES = (16, 32, 64)
 
 # What `true_on_policy = true` changes, for those who want to see all of it.
 SWITCHES = (
-    f"linear layers and head: oneDNN on tiles of {', '.join(map(str, sorted({*_TILES, *_LAST_TILES})))} tokens by at most {COLUMNS} columns, "
+    f"linear layers and head: oneDNN on tiles of {min(_LAST_TILES)} to {max(_TILES)} tokens by at most {COLUMNS} columns, "
     "the last tile filled up",
     f"attention, packed and cached: float32 products on tiles of {KEYS} keys, summed one after the other",
     "SiLU: from exp alone, in float32",
