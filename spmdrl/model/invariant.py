@@ -26,6 +26,7 @@ from spmdrl.model import linear as fast
 from spmdrl.model.invariant_attention import KEYS, attend_in_tiles
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")  # those that have been compared, engine with trainer
+_ROPES_THAT_LOOK_AROUND = ("dynamic", "longrope")
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 8192  # of a weight, at most, in one product
 
@@ -35,8 +36,8 @@ _LAST_TILES = (16, 32, 64)
 
 # What `true_on_policy = true` changes, for those who want to see all of it.
 SWITCHES = (
-    f"linear layers and head: oneDNN on tiles of {min(_LAST_TILES)} to {max(_TILES)} tokens by at most {COLUMNS} columns, "
-    "the last tile filled up",
+    f"linear layers and head: oneDNN on tiles of {min(_LAST_TILES)} to {max(_TILES)} tokens by at most {COLUMNS} "
+    "columns, the last tile filled up",
     f"attention, packed and cached: float32 products on tiles of {KEYS} keys, summed one after the other",
     "SiLU: from exp alone, in float32",
     f"log-probabilities, of engine and trainer: summed over {COLUMNS} tokens of the vocabulary at a time, whatever "
@@ -157,6 +158,11 @@ def model_problems(model_config: Any) -> Iterator[str]:
             f"true_on_policy = true has SiLU as its only activation function, and this model uses "
             f"{model_config.hidden_act}; set it to false"
         )
+    elif (rope := (model_config.rope_parameters or {}).get("rope_type")) in _ROPES_THAT_LOOK_AROUND:
+        yield (
+            f'true_on_policy = true needs rotary embeddings of a token\'s own position, and rope_type = "{rope}" also '
+            "depends on the longest sequence of a batch; set it to false"
+        )
 
 
 def machine_problems(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
@@ -172,7 +178,7 @@ def machine_problems(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str
     shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
     for columns, depth in sorted(shapes):
         weight = _noise(min(columns, COLUMNS), depth).to(dtype)
-        if not _is_exact(lambda x, weight=weight: linear(x, weight), _noise(_TILES[0] + 67, depth).to(dtype)):
+        if not _is_exact(lambda x, weight=weight: linear(x, weight), _noise(sum(_TILES) + 3, depth).to(dtype)):
             yield refusal.format(f"a product with a {columns} x {depth} weight depends on how many tokens there are")
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

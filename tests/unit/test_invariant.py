@@ -277,6 +277,9 @@ def test_models_that_nobody_compared_are_refused(model: PreTrainedModel) -> None
     other = copy.deepcopy(model.config)
     other.hidden_act = "gelu"
     assert "uses gelu" in next(invariant.model_problems(other))
+    other = copy.deepcopy(model.config)
+    other.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert 'rope_type = "dynamic"' in next(invariant.model_problems(other))
 
 
 @pytest.mark.parametrize(
