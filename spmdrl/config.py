@@ -779,9 +779,31 @@ def _refuse_host_state_twice(model: ModelConfig, optim: OptimConfig) -> None:
         )
 
 
+def _broken_promises(cfg: Config) -> Iterator[str]:
+    """What is set that engine and trainer could not compute alike."""
+    if cfg.rollout.engine != "torch":
+        yield f'rollout.engine = "{cfg.rollout.engine}" computes with other kernels, and only "torch" has exact ones'
+    for setting in ("tp", "cp", "ep"):
+        if (size := getattr(cfg.parallel, setting)) > 1:
+            yield f"parallel.{setting} = {size} sums in another order than an engine on one rank"
+    if cfg.model.attention != "auto":
+        yield f'model.attention = "{cfg.model.attention}" is not exact, and "auto" is'
+    if cfg.model.compute_dtype == "float16":
+        yield 'model.compute_dtype = "float16" has no exact kernels, and "float32" and "bfloat16" have'
+    may_be_stale = cfg.rollout.partial or cfg.rollout.placement == "disaggregated"
+    if may_be_stale and cfg.rollout.max_staleness > 0:
+        yield (
+            f"rollout.max_staleness = {cfg.rollout.max_staleness} trains on tokens that other weights sampled, which 0 "
+            "does not"
+        )
+
+
 class Config(Section):
     """One training run."""
 
+    true_on_policy: bool = False
+    """Engine and trainer compute log-probabilities with the same bits, so that the mismatch is exactly 0. See
+    `docs/true-on-policy.md`."""
     run: RunConfig
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -858,6 +880,12 @@ class Config(Section):
                 f"reward.overlong_tokens = {self.reward.overlong_tokens} is not below rollout.max_response_tokens = "
                 f"{limit}, so that every response would be punished for its length; lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _true_on_policy_is_kept(self) -> Config:
+        if self.true_on_policy and (problems := list(_broken_promises(self))):
+            raise ValueError(f"true_on_policy = true, but {'; '.join(problems)}; change that, or remove true_on_policy")
         return self
 
     @model_validator(mode="after")

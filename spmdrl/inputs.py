@@ -16,8 +16,9 @@ from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan, engine_problems, memory_problems
+from spmdrl.model import invariant
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, parallel_model_problems
+from spmdrl.model.load import compute_dtype, load_model_config, model_without_memory, parallel_model_problems
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory, phase_memory
 from spmdrl.plan import Plan, make_plan, make_sft_plan
@@ -81,6 +82,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
         plan = planned = with_costs(plan, cfg.pack, cfg.model, model_config)
         problems.attempt(lambda: _check_length(planned, model_config))
     problems.attempt(lambda: _check_parallel(cfg, model_config))
+    problems.attempt(lambda: _check_true_on_policy(cfg, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
@@ -135,6 +137,23 @@ def _check_engine(cfg: Config | SftConfig, model_config: Any, stops: frozenset[i
     if isinstance(cfg, Config):
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         check_engine(cfg, model_config, stops, num_ranks=num_ranks, device_type=device_type)
+
+
+def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:
+    """Raise UserError when engine and trainer were asked for the same bits and could not have them here."""
+    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
+        return
+    if torch.cuda.is_available():
+        raise UserError(
+            "true_on_policy = true is proven on CPUs, not on CUDA devices; set CUDA_VISIBLE_DEVICES to nothing, or "
+            "true_on_policy = false (docs/true-on-policy.md says what is missing)"
+        )
+    sentences = list(invariant.model_problems(model_config))
+    if not sentences:
+        dtype = compute_dtype(cfg.model.compute_dtype, "cpu")
+        sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
+    if sentences:
+        raise UserError("\n".join(sentences))
 
 
 def _check_length(plan: Plan, model_config: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
@@ -27,8 +28,10 @@ from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.mismatch import exceeded
+from spmdrl.model.invariant import SWITCHES
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.operators import kernel_of_run
 from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
 from spmdrl.prepare import prepare
@@ -98,10 +101,12 @@ def train(
         ExitStack() as at_the_end,
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-        policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
-        reference = load_reference(
-            cfg.model, cfg.loss, meshes.model, temperature=cfg.rollout.temperature, reward=cfg.reward
-        )
+        scoring: dict[str, Any] = {
+            "temperature": cfg.rollout.temperature,
+            "kernel": kernel_of_run(cfg, world.device.type, dtype),
+        }
+        policy = load_policy(cfg.model, meshes.model, **scoring)
+        reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
         learner = Learner.start(
             policy,
             cfg.optim,
@@ -220,6 +225,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
         f"{len(inputs.held_out)} held-out prompts",
+        *(f"true_on_policy: {switch}" for switch in (SWITCHES if cfg.true_on_policy else ())),
     ]
 
 

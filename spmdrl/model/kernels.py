@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.model.invariant_attention import causal_in_tiles
 from spmdrl.model.sinks import attention_with_sinks, behind_a_sink
 from spmdrl.types import UserError
 
-Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3"]
+Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ def causal_attention(layout: Layout, kernel: Kernel) -> CausalAttention:
     """Each query sees the keys of its own sequence up to its own token."""
     if kernel == "sdpa":
         return functools.partial(_sdpa_in_runs, layout)
+    if kernel == "invariant":
+        assert not layout.earlier, "true_on_policy = true was not refused with parallel.cp"
+        return functools.partial(causal_in_tiles, layout.seqlens, functools.partial(_sdpa_in_runs, layout))
     return functools.partial(load_varlen(kernel), _offsets(layout))
 
 

@@ -28,7 +28,8 @@ from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import dealt_experts
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.prefetch import prefetch_layers
 from spmdrl.model.recurrent import restart_at_every_sequence
@@ -63,7 +64,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
-        refusal = refusal_of_config(config) or refusal_of_model(_without_memory(config, cfg), cfg.attention)
+        refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
     except Exception as error:  # whatever a config.json can hold: transformers' own checks raise all kinds
         reason = " ".join(str(error).split())
         raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
@@ -74,7 +75,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
-    model = _without_memory(model_config, cfg)
+    model = model_without_memory(model_config, cfg)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
@@ -83,7 +84,7 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
 def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Sentences about settings of [parallel] that the model cannot follow; takes no memory."""
     dtype = compute_dtype(cfg.compute_dtype, "cuda" if torch.cuda.is_available() else "cpu")
-    model = _without_memory(model_config, cfg)
+    model = model_without_memory(model_config, cfg)
     yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:
         if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
@@ -97,7 +98,7 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
         yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
 
 
-def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
+def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
     """The model on the meta device, its weights tied, whether it ships with transformers or with the directory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
@@ -105,11 +106,19 @@ def _without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, trainable: bool = True) -> Policy:
+def load_policy(
+    cfg: ModelConfig,
+    meshes: ModelMeshes,
+    *,
+    temperature: float,
+    trainable: bool = True,
+    kernel: Kernel | None = None,
+) -> Policy:
     """Load the directory's model, laid out over `meshes`, with float32 master weights.
 
     A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has
-    no gradients. Raises UserError as `load_model_config` does, and for weights the architecture needs but are missing.
+    no gradients. `kernel` is what `cfg` means when it is None. Raises UserError as `load_model_config` does, and for
+    weights the architecture needs but are missing.
     """
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
@@ -120,10 +129,11 @@ def load_policy(cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, tr
         restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
         split_model(model, meshes)
-        use_fast_linears(model)
+        chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
+        operators_of(chosen).install(model)
         policy = Policy(
             model,
-            kernel=choose_kernel(cfg.attention, device.type, dtype),
+            kernel=chosen,
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
             vocabulary=meshes.tp if meshes.tp.size() > 1 else None,
@@ -169,18 +179,19 @@ def load_reference(
     *,
     temperature: float,
     reward: RewardConfig | None = None,
+    kernel: Kernel | None = None,
 ) -> Policy | None:
     """The frozen model that KL is taken to: a second sharded model, loaded only where the loss or reward needs it."""
     if loss.kl_coef == 0 and (reward is None or reward.kl_coef == 0):
         return None
-    return load_policy(cfg, meshes, temperature=temperature, trainable=False)
+    return load_policy(cfg, meshes, temperature=temperature, trainable=False, kernel=kernel)
 
 
 def _from_pretrained(
     cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = load_model_config(cfg)
-    model_class = type(_without_memory(config, cfg))
+    model_class = type(model_without_memory(config, cfg))
 
     def distribute(_cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         shard(model)

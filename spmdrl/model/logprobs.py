@@ -5,7 +5,9 @@ The shift by one between hidden states and the tokens they predict happens here 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +22,25 @@ from spmdrl.model.linear import linear, outer
 # back of larger ones it hands on to the kernel, and with tiles twice as large new pages took up to half of the time.
 TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [..., D], weight [V, D], bias [V] give [..., V]
+
 # Stands in for -inf, the logit of a forbidden token: its exp is 0 as well, but 0 times it is 0 and not nan.
 _FORBIDDEN = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How hidden states become logits."""
+
+    linear: Linear
+    columns: int | None = None  # of the vocabulary in a tile of logits; None: as many as a tile has room for
+
+    def slabs(self, vocabulary: int, chunk: int, device_type: str) -> list[slice]:
+        """The parts of the vocabulary that are computed one after the other, for tiles of `chunk` tokens."""
+        return _slices(vocabulary, self.columns or max(1, TILE_ELEMENTS[device_type] // chunk))
+
+
+FAST_HEAD = Head(linear)
 
 
 def predicting_rows(positions: Tensor, chunk: slice) -> Tensor:
@@ -31,6 +50,16 @@ def predicting_rows(positions: Tensor, chunk: slice) -> Tensor:
     chunk's start: row i predicts token chunk.start + i + 1.
     """
     return torch.nonzero(positions[chunk.start + 1 : chunk.stop + 1] != 0).flatten()
+
+
+def scores_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """logprobs [N] of targets [N] under softmax of logits [N, V], as `next_token_scores` computes them with that head
+    when its tiles have a fixed number of columns."""
+    slabs = head.slabs(logits.shape[1], 1, logits.device.type)
+    parts = [
+        _summary(logits[:, slab].clone(memory_format=torch.contiguous_format), targets - slab.start) for slab in slabs
+    ]
+    return _scores(_merged(parts))[0]
 
 
 def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:
@@ -47,6 +76,7 @@ def next_token_scores(
     temperature: float,
     chunk: int,
     vocabulary: DeviceMesh | None = None,
+    head: Head = FAST_HEAD,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs [N], entropy [N]), float32 nats: of token targets[i], and of the distribution it came from.
 
@@ -59,7 +89,7 @@ def next_token_scores(
     gradient of hidden are then whole on every rank; the gradients of weight and bias are those of its rows.
     """
     first_row = 0 if vocabulary is None else vocabulary.get_local_rank() * len(weight)
-    return _TiledHead.apply(hidden, weight, bias, targets - first_row, temperature, chunk, vocabulary)
+    return _TiledHead.apply(hidden, weight, bias, targets - first_row, temperature, chunk, vocabulary, head)
 
 
 class _TiledHead(torch.autograd.Function):
@@ -78,27 +108,28 @@ class _TiledHead(torch.autograd.Function):
         temperature: float,
         chunk: int,
         vocabulary: DeviceMesh | None,
+        head: Head,
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, min(chunk, len(hidden)))
         chunks = _slices(len(hidden), chunk)
-        slabs = _slices(len(weight), max(1, TILE_ELEMENTS[hidden.device.type] // chunk))
+        slabs = head.slabs(len(weight), chunk, hidden.device.type)
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
             parts = [
                 _summary(
-                    _logits(hidden[rows], weight[slab], _part(bias, slab), temperature), targets[rows] - slab.start
+                    _logits(hidden[rows], weight[slab], _part(bias, slab), temperature, head),
+                    targets[rows] - slab.start,
                 )
                 for slab in slabs
             ]
             summary[:, rows] = _merged(parts)
         if vocabulary is not None:
             summary = _merged(_gathered(vocabulary, summary).unbind())
-        largest, total, weighted, target = summary
-        log_total = total.log()
-        logprobs, entropy = (target - largest) - log_total, log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, bias, targets, largest + log_total, entropy)
+        logprobs, entropy, log_normalizer = _scores(summary)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
         ctx.temperature, ctx.chunks, ctx.slabs, ctx.vocabulary = temperature, chunks, slabs, vocabulary
+        ctx.head = head
         return logprobs, entropy
 
     @staticmethod
@@ -118,7 +149,8 @@ class _TiledHead(torch.autograd.Function):
             slab_grad_weight = torch.zeros(slab_weight.shape, dtype=torch.float32, device=weight.device)
             slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight))
             for rows in ctx.chunks:
-                log_p = _logits(hidden[rows], slab_weight, slab_bias, ctx.temperature).sub_(log_normalizer[rows, None])
+                logits = _logits(hidden[rows], slab_weight, slab_bias, ctx.temperature, ctx.head)
+                log_p = logits.sub_(log_normalizer[rows, None])
                 places, slope = targets[rows] - slab.start, _part(by_entropy, rows)
                 grad = _grad_logits(log_p, places, entropy[rows], by_logprob[rows], slope).to(hidden.dtype)
                 if grad_hidden is not None:
@@ -134,7 +166,7 @@ class _TiledHead(torch.autograd.Function):
         if grad_hidden is not None:
             whole = grad_hidden if ctx.vocabulary is None else sum_over(ctx.vocabulary, grad_hidden)
             grad_hidden = whole.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _slices(length: int, size: int) -> list[slice]:
@@ -145,8 +177,8 @@ def _part(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    return linear(hidden, weight, bias).float().div_(temperature)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, head: Head) -> Tensor:
+    return head.linear(hidden, weight, bias).float().div_(temperature)
 
 
 def _inside(places: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -169,15 +201,29 @@ def _summary(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def _merged(parts: Sequence[Tensor]) -> Tensor:
-    """Summaries [4, N] of parts of the vocabulary as one of them all."""
-    if len(parts) == 1:
-        return parts[0]
-    largest, total, weighted, target = torch.stack(list(parts), dim=1)
-    top = largest.amax(0)
-    below = largest - top
-    scale = below.exp()
-    sums = (scale * total).sum(0), (scale * (weighted + below * total)).sum(0)
-    return torch.stack([top, *sums, target.sum(0)])
+    """Summaries [4, N] of parts of the vocabulary as one of them all.
+
+    One after the other: torch's sum over many parts takes them in an order that depends on N.
+    """
+    return functools.reduce(_merged_pair, parts)
+
+
+def _merged_pair(one: Tensor, other: Tensor) -> Tensor:
+    top = torch.maximum(one[0], other[0])
+    total, weighted = torch.zeros_like(top), torch.zeros_like(top)
+    for largest, part_total, part_weighted, _ in (one, other):
+        below = largest - top
+        scale = below.exp()
+        total = total + scale * part_total
+        weighted = weighted + scale * (part_weighted + below * part_total)
+    return torch.stack([top, total, weighted, one[3] + other[3]])
+
+
+def _scores(summary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability of the target, entropy, log of the normalizer), each [N], of a summary [4, N]."""
+    largest, total, weighted, target = summary
+    log_total = total.log()
+    return (target - largest) - log_total, log_total - weighted / total, largest + log_total
 
 
 def _gathered(mesh: DeviceMesh, summary: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from spmdrl.model.attention import Attend, Kernel, packed_attention
 from spmdrl.model.context import Style, context_attention, gather_tokens
 from spmdrl.model.logprobs import next_token_scores, place_at, predicting_rows
+from spmdrl.model.operators import operators_of
 from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.types import MicroBatch
 
@@ -74,6 +75,7 @@ class Policy(nn.Module):
             temperature=self.temperature,
             chunk=self.logits_chunk_tokens,
             vocabulary=self.vocabulary,
+            head=operators_of(self.kernel).head,
         )
         logprobs, entropy = (self._of_tokens(place_at(rows, score, len(hidden))) for score in scores)
         return TokenScores(logprobs, entropy)

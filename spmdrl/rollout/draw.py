@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spmdrl.algo.seeds import uniform
+from spmdrl.model.logprobs import Head, scores_of_logits
 from spmdrl.types import Request
+
+Draw = Callable[[Tensor, "RowSampling", int], tuple[Tensor, Tensor]]  # as `draw_tokens`
 
 NOISE_PLACES = 64  # places of noise that are made at once: one number at a time would cost as much
 
@@ -66,9 +69,7 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tens
     Sampling inverts the cumulative distribution at one uniform number per row. Log-probabilities are those of the
     temperature-scaled distribution before top-p, and of the unscaled one for greedy rows.
     """
-    greedy = sampling.temperature == 0
-    scaled = logits.float() / torch.where(greedy, 1.0, sampling.temperature)[:, None]
-    log_p = scaled.log_softmax(-1)
+    log_p = _scaled(logits, sampling).log_softmax(-1)
     p = log_p.exp()
     cumulative = _cumulative(_nucleus(p, sampling.top_p) if sampling.any_top_p else p)
     total = cumulative[:, -1:]
@@ -77,8 +78,18 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tens
     # The first token whose cumulative probability exceeds the threshold; one of probability 0 never does so first.
     tokens = (cumulative <= threshold).sum(-1)
     if sampling.any_greedy:
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        tokens = torch.where(sampling.temperature == 0, logits.argmax(-1), tokens)
     return tokens, log_p.gather(-1, tokens[:, None])[:, 0]
+
+
+def draw_as_head_scores(head: Head, logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
+    """`draw_tokens`, with log-probabilities that have the bits of those which a policy with this head computes."""
+    tokens, _ = draw_tokens(logits, sampling, ahead)
+    return tokens, scores_of_logits(_scaled(logits, sampling), tokens, head)
+
+
+def _scaled(logits: Tensor, sampling: RowSampling) -> Tensor:
+    return logits.float() / torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
 
 
 def _nucleus(p: Tensor, top_p: Tensor) -> Tensor:

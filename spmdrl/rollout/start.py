@@ -9,8 +9,8 @@ from spmdrl.config import Config
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import World
-from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype
+from spmdrl.model.operators import kernel_of_run
 from spmdrl.plan import Plan
 from spmdrl.refit.digest import digest
 from spmdrl.rewards.judge import Pending
@@ -75,7 +75,7 @@ def start_engine(
     settings: dict[str, Any] = {
         "device": world.device,
         "dtype": dtype,
-        "kernel": choose_kernel(cfg.model.attention, world.device.type, dtype),
+        "kernel": kernel_of_run(cfg, world.device.type, dtype),
         "max_running": cfg.rollout.max_running,
     }
     if meshes.weights is not None:

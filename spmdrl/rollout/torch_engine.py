@@ -6,8 +6,9 @@ It starts in a second, runs wherever torch does, and is what other engines are c
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +19,19 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
+from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import Naming
-from spmdrl.rollout.draw import NOISE_PLACES, RowSampling, draw_tokens
+from spmdrl.rollout.draw import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
 from spmdrl.rollout.source import Source
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
+AttendToCache = Callable[..., Tensor]  # as `_attend_to_cache`
+
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
 
 
@@ -94,11 +98,12 @@ class TorchEngine:
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-        use_fast_linears(model)
+        operators_of(kernel).install(model)
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
         self.version = self._next_version = -1
         self._kernel: Kernel = kernel
+        self._attend_to_cache, self._draw = _decoding_of(kernel)
         self._max_running = max_running
         self._release = frozenset(release)
         self._cache: _Cache | None = None
@@ -132,13 +137,13 @@ class TorchEngine:
                 admitted = _admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
                 logits = self._prefill(admitted, first_row=len(rows))
-                last = self._append(admitted, draw_tokens(logits, self._sampling(admitted), 0), last)
+                last = self._append(admitted, self._draw(logits, self._sampling(admitted), 0), last)
                 rows += admitted
                 sampling, ahead = self._sampling(rows), 0
             elif rows:
                 if ahead == NOISE_PLACES:
                     sampling, ahead = sampling.at([run.num_sampled for run in rows]), 0
-                last = self._append(rows, draw_tokens(self._decode(last), sampling, ahead), last[:0])
+                last = self._append(rows, self._draw(self._decode(last), sampling, ahead), last[:0])
                 ahead += 1
                 if ahead % ASK_AGAIN_TOKENS == 0:
                     source.ask_again()
@@ -263,7 +268,7 @@ class TorchEngine:
     def _decode(self, last: Tensor) -> Tensor:
         """One more token for every row: last is [n] int64, the result [n, V]."""
         assert self._cache is not None
-        attend, positions = self._cache.begin_decode()
+        attend, positions = self._cache.begin_decode(self._attend_to_cache)
         return self.model(
             input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attend=attend
         ).logits[0]
@@ -377,7 +382,7 @@ class _Cache:
 
         return attend
 
-    def begin_decode(self) -> tuple[Any, Tensor]:
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Any, Tensor]:
         """(an `attend` for one new token per row, those tokens' positions [n] int64)."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
@@ -406,7 +411,7 @@ class _Cache:
             hidden = None
             if shortest < longest or window is not None:
                 hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            return _attend_to_cache(query, keys, values, scale=scale, hidden=hidden, sinks=sinks)
+            return attend_to_cache(query, keys, values, scale=scale, hidden=hidden, sinks=sinks)
 
         return attend, positions
 
@@ -426,6 +431,13 @@ class _Cache:
             for cells in (self._keys, self._values):
                 cells[:, into, :, :longest] = cells[:, out_of, :, :longest]
         self._lengths = [self._lengths[row] for row in kept]
+
+
+def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, Draw]:
+    """Attention to the cache, and how tokens are drawn, that go with the kernel."""
+    if kernel == "invariant":
+        return attend_to_cache_in_tiles, functools.partial(draw_as_head_scores, operators_of(kernel).head)
+    return _attend_to_cache, draw_tokens
 
 
 def _attend_to_cache(

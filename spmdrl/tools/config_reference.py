@@ -34,7 +34,9 @@ def reference() -> str:
     described: dict[type[Section], str] = {}  # and under which name
     for kind, program in ((Config, "spmdrl.train"), (SftConfig, "spmdrl.sft")):
         parts.append(f"## `python -m {program}`\n\n{kind.__doc__}\n")
-        fields = kind.model_fields.items()
+        fields = [(key, field) for key, field in kind.model_fields.items() if _sections_in(field.annotation)]
+        if len(fields) < len(kind.model_fields):
+            parts.append(f"Above the first table of the file:\n\n{_table(kind)}")
         repeated = [key for key, field in fields if _sections_in(field.annotation)[0] in described]
         if repeated:
             parts.append(f"{', '.join(f'[`[{key}]`](#{key})' for key in repeated)} are those described above.\n")

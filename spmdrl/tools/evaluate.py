@@ -15,8 +15,8 @@ from spmdrl.config import Config, read_config
 from spmdrl.evaluate import eval_metrics
 from spmdrl.inputs import open_held_out
 from spmdrl.metrics import scalars
-from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
+from spmdrl.model.operators import kernel_of_run
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.sample import eval_sampling, sample
@@ -39,7 +39,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         model.config,
         device=device,
         dtype=dtype,
-        kernel=choose_kernel(cfg.model.attention, device.type, dtype),
+        kernel=kernel_of_run(cfg, device.type, dtype),
         max_running=cfg.rollout.max_running,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)

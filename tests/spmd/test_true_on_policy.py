@@ -1,0 +1,196 @@
+"""Engine and sharded trainer compute the same bits: the mismatch is 0.0, on any number of ranks and in every step."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from spmdrl.batch import lay_end_to_end
+from spmdrl.config import ModelConfig, RefitConfig
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.launch import EXIT_USER_ERROR
+from spmdrl.model.invariant import SWITCHES
+from spmdrl.model.load import compute_dtype, load_policy
+from spmdrl.refit.refit import Refit
+from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.tools.tiny_model import character_tokenizer
+from spmdrl.train import main
+from spmdrl.types import Request, Sequence
+from tests.spmd.ranks import run_ranks
+from tests.tiny import VOCABULARY, model_config, save_gemma3, save_llama, save_qwen3
+
+TEMPERATURE = 0.8
+
+
+def _requests() -> list[Request]:
+    rng = random.Random(0)
+    return [
+        Request(
+            prompt_ids=tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 20))),
+            seed=i,
+            max_response_tokens=rng.randint(1, 40),
+            temperature=TEMPERATURE,
+            stop_token_ids=frozenset({5}),
+        )
+        for i in range(12)
+    ]
+
+
+def _scored(cases: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, list[torch.Tensor]]]:
+    """For each (path, dtype, settings of the model) what `_scored_one` gives."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        return [_scored_one(model_config(path, compute_dtype=dtype, **more), meshes) for path, dtype, more in cases]
+
+
+def _scored_one(settings: ModelConfig, meshes: Meshes) -> tuple[float, list[torch.Tensor]]:
+    """(the largest mismatch over two versions of the weights, nats; each sequence's log-probabilities of the second).
+
+    Every rank samples all sequences and scores them in packs of its own, as in training.
+    """
+    dtype = compute_dtype(settings.compute_dtype, "cpu")
+    policy = load_policy(settings, meshes.model, temperature=TEMPERATURE, kernel="invariant")
+    model = AutoConfig.from_pretrained(settings.path)
+    engine = TorchEngine(model, device=torch.device("cpu"), dtype=dtype, kernel="invariant", max_running=5)
+    refit = Refit(policy, engine, meshes, RefitConfig(), dtype=dtype)
+    worst, rows = 0.0, [torch.empty(0)] * len(_requests())
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.to_local().mul_(1.01).add_(0.001 * version)
+        refit(version=version)
+        for pack in _packs(_sampled(engine), rank=meshes.world.get_rank()):
+            batch = lay_end_to_end(pack, {})
+            scores = policy(batch)
+            worst = max(worst, float((scores.logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max()))
+            (scores.logprobs.sum() + scores.entropy.sum()).backward()
+            parts = scores.logprobs.detach().split([len(sequence.token_ids) for sequence in pack])
+            for sequence, part in zip(pack, parts, strict=True):
+                rows[sequence.index] = part
+    return worst, rows
+
+
+def _sampled(engine: TorchEngine) -> list[Sequence]:
+    asked = _requests()
+    responses = dict(engine.generate(asked))
+    return [
+        Sequence(
+            index=i,
+            token_ids=request.prompt_ids + responses[i].token_ids,
+            loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(responses[i].token_ids),
+            rollout_logprobs=(0.0,) * len(request.prompt_ids) + responses[i].logprobs,
+            advantage=1.0,
+        )
+        for i, request in enumerate(asked)
+    ]
+
+
+def _packs(sequences: list[Sequence], *, rank: int) -> list[list[Sequence]]:
+    """Three packs, which differ between ranks: all ranks must run as many forward passes."""
+    order = sequences[rank:] + sequences[:rank]
+    return [order[:1], order[1 : 4 + 2 * rank], order[4 + 2 * rank :]]
+
+
+def test_one_and_two_ranks_score_what_they_sampled(tmp_path: Path) -> None:
+    qwen3, llama = save_qwen3(tmp_path / "qwen3"), save_llama(tmp_path / "llama")
+    cases = [
+        (qwen3, "float32", {}),
+        (qwen3, "bfloat16", {"gradient_checkpointing": "full", "logits_chunk_tokens": 5}),
+        (llama, "bfloat16", {}),
+        (llama, "float32", {"gradient_checkpointing": "selective", "reshard_after_forward": False}),
+    ]
+    (alone,) = run_ranks(1, _scored, cases)
+    together = run_ranks(2, _scored, cases)
+    for number, (worst, rows) in enumerate(alone):
+        assert worst == 0.0
+        for rank in together:
+            assert rank[number][0] == 0.0
+            assert all(torch.equal(row, other) for row, other in zip(rows, rank[number][1], strict=True))
+
+
+CONFIG = """\
+true_on_policy = true
+[run]
+name = "exact"
+dir = "{runs}"
+num_steps = 3
+[model]
+path = "{model}"
+[data]
+max_prompt_tokens = 24
+[[data.sources]]
+kind = "reasoning_gym"
+task = "chain_sum"
+params = {{ min_terms = 2, max_terms = 3, min_digits = 1, max_digits = 3 }}
+prompt_template = "{{metadata[expression]}} ="
+[rollout]
+prompts_per_step = 8
+group_size = 4
+max_response_tokens = 12
+max_running = 9
+temperature = 0.9
+[reward]
+terms = [{{ kind = "function", function = "{reward}:digits" }}]
+[loss]
+updates_per_step = 2
+kl_coef = 0.01
+[optim]
+lr = 1e-2
+[pack]
+max_tokens_per_micro_batch = 128
+[report]
+tensorboard = false
+[checkpoint]
+export = false
+"""
+
+REWARD = """\
+def digits(*, prompt, response, answer, metadata):
+    return sum(character.isdigit() for character in response) / 12
+"""
+
+
+def _write_config(tmp_path: Path, save: Any) -> Path:
+    tokenizer = character_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    save(tmp_path / "model", vocab_size=len(tokenizer), num_hidden_layers=2, **ends)
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = tmp_path / "c.toml"
+    config.write_text(CONFIG.format(runs=tmp_path, model=tmp_path / "model", reward=tmp_path / "reward.py"))
+    return config
+
+
+def test_a_dry_run_lists_every_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(_write_config(tmp_path, save_qwen3))
+    for setting in ("true", "false"):
+        assert main([config, "--dry-run", "--ranks", "2", f"true_on_policy={setting}"]) == 0
+        said = capsys.readouterr().out
+        assert [f"- true_on_policy: {switch}" in said for switch in SWITCHES] == [setting == "true"] * len(SWITCHES)
+
+
+def test_a_model_that_nobody_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(_write_config(tmp_path, save_gemma3)), "--dry-run"]) == EXIT_USER_ERROR
+    assert "true_on_policy = true is proven for llama, qwen2, qwen3, not for gemma3_text" in capsys.readouterr().err
+
+
+def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> None:
+    """Two updates a step and a KL term: old and reference log-probabilities have passes of their own."""
+    config = _write_config(tmp_path, save_qwen3)
+    assert run_ranks(2, main, [str(config)]) == [0, 0]
+    assert run_ranks(2, main, [str(config), "true_on_policy=false", "run.name=plain", "run.num_steps=1"]) == [0, 0]
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("exact", "plain")
+    }
+    assert [row["mismatch/max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
+    assert [row["refit/probe_max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
+    assert all(0 < row["mismatch/max_abs_nats"] < 1e-4 for row in rows["plain"])
+    assert len({row["update/grad_norm"] for row in rows["exact"]}) == 3  # weights did change
