@@ -16,7 +16,7 @@ from spmdrl.algo.advantage import ESTIMATORS, with_final_rewards
 from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.seeds import mix
-from spmdrl.algo.segments import sequence_of_token, sequence_sums
+from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.batch import FILLING, MiniBatch
 from spmdrl.coefficients import KL_IN_REWARD
 from spmdrl.config import Config, LossConfig
@@ -88,20 +88,18 @@ def _of_groups(packs: list[MicroBatch], penalties: list[Tensor], cfg: Config, me
     assert torch.equal(in_order[:, 0], torch.arange(len(in_order)).double()), "a sequence is missing, or there twice"
     with_filling = torch.cat([advantages, advantages.new_zeros(1)])  # at FILLING, which is -1
     return [
-        with_filling[torch.tensor(pack.sequence_index)][sequence_of_token(pack.cu_seqlens, len(pack.token_ids))]
+        on_tokens(with_filling[torch.tensor(pack.sequence_index)], pack.cu_seqlens, len(pack.token_ids))
         for pack in packs
     ]
 
 
 def _reward_rows(pack: MicroBatch, penalty: Tensor) -> Tensor:
     """[S, 3] float64: place in the step's order, reward with its penalties, loss tokens."""
-    ones = torch.ones(len(pack.token_ids), dtype=torch.float64)
     return torch.stack(
         [
             torch.tensor(pack.sequence_index, dtype=torch.float64),
-            pack.advantages[pack.cu_seqlens[:-1].long()].double()
-            + sequence_sums(penalty, pack.loss_mask, pack.cu_seqlens),
-            sequence_sums(ones, pack.loss_mask, pack.cu_seqlens),
+            pack.advantages[pack.cu_seqlens[:-1].long()].double() + sequence_sums(penalty, pack.cu_seqlens),
+            sequence_sums(pack.loss_mask.double(), pack.cu_seqlens),
         ],
         dim=1,
     )
@@ -158,7 +156,7 @@ def _columns(mini_batch: MiniBatch, seed: int) -> list[tuple[Tensor, Tensor, Ten
     for pack in mini_batch:
         assert pack.old_logprobs is not None, "covariances are of the policy before its update"
         of_sequence = torch.tensor([mix(seed, index) for index in pack.sequence_index])
-        seeds = of_sequence[sequence_of_token(pack.cu_seqlens, len(pack.token_ids))]
+        seeds = on_tokens(of_sequence, pack.cu_seqlens, len(pack.token_ids))
         tokens = (pack.old_logprobs.double(), pack.advantages.double(), seeds, pack.positions)
         columns.append(tuple(column[_counted(pack)] for column in tokens))
     return columns  # type: ignore[return-value]  # four of them each

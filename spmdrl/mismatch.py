@@ -17,13 +17,12 @@ from spmdrl.algo.correction import (
     bounded_weights,
     log_weights,
     off_policy_sequences,
-    on_tokens,
     outside,
-    sequence_sums,
     vetoed,
     weight_sums,
 )
 from spmdrl.algo.loss import Mismatch
+from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.batch import MiniBatch
 from spmdrl.config import CorrectionConfig, MismatchLimits
 from spmdrl.dist.collectives import sum_over
@@ -131,7 +130,7 @@ def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor
 def batch_sums(micro_batch: MicroBatch, kept: Tensor, correction: CorrectionConfig) -> Tensor:
     """[4] float64, to be summed over micro-batches and ranks: kept tokens, sequences that have any, and the sum and the
     number of their weights, 0 and 0 when weights are not normalised."""
-    counts = sequence_sums(kept, micro_batch.cu_seqlens)
+    counts = sequence_sums(kept.double(), micro_batch.cu_seqlens)
     sums = [counts.sum(), (counts > 0).sum().double()]
     if not correction.batch_normalize:
         return torch.stack([*sums, *torch.zeros(2, dtype=torch.float64)])
@@ -146,7 +145,7 @@ def settle(
 ) -> MicroBatch:
     """The micro-batch with the denominators of what is kept and the scale of its weights, for `batch_sums` of all."""
     num_tokens, num_sequences, weight_total, weight_count = global_sums
-    counts = sequence_sums(kept, micro_batch.cu_seqlens)
+    counts = sequence_sums(kept.double(), micro_batch.cu_seqlens)
     per_sequence = token_weights(
         [int(count) for count in counts.tolist()],
         aggregation=aggregation,

@@ -12,15 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-
-def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum of values [T] over each sequence, [S] float64; no sequence's sum depends on its neighbours."""
-    return torch.segment_reduce(values.double(), "sum", offsets=cu_seqlens.long(), initial=0)
-
-
-def on_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """The values of sequences, [S], on each of their tokens, [T]."""
-    return values.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+from spmdrl.algo.segments import on_tokens, sequence_sums
 
 
 def log_weights(mismatch: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, level: str) -> Tensor:
@@ -36,7 +28,7 @@ def log_weights(mismatch: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, leve
     whole = sequence_sums(seen, cu_seqlens)
     match level:
         case "geometric":
-            whole = whole / sequence_sums(loss_mask, cu_seqlens).clamp(min=1)
+            whole = whole / sequence_sums(loss_mask.double(), cu_seqlens).clamp(min=1)
         case "sequence":
             pass
         case _:
@@ -75,7 +67,7 @@ def vetoed(mismatch: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, below: fl
     """[T] bool, True on whole sequences in which the trainer gives some loss token less than `below` times the
     probability the engine gave it: s < ln(below)."""
     catastrophic = loss_mask & (mismatch.detach() < math.log(below))
-    return on_tokens(sequence_sums(catastrophic, cu_seqlens) > 0, cu_seqlens, len(mismatch))
+    return on_tokens(sequence_sums(catastrophic.double(), cu_seqlens) > 0, cu_seqlens, len(mismatch))
 
 
 def off_policy_sequences(
@@ -94,8 +86,8 @@ def off_policy_sequences(
     advantages differ within a sequence, the sign is that of their sum over its loss tokens.
     """
     moved = torch.where(loss_mask, (rollout_logprobs - logprobs.detach()).double(), 0.0)
-    distance = sequence_sums(moved, cu_seqlens) / sequence_sums(loss_mask, cu_seqlens).clamp(min=1)
-    bad = sequence_sums(torch.where(loss_mask, advantages, 0.0), cu_seqlens) < 0
+    distance = sequence_sums(moved, cu_seqlens) / sequence_sums(loss_mask.double(), cu_seqlens).clamp(min=1)
+    bad = sequence_sums(torch.where(loss_mask, advantages, 0.0).double(), cu_seqlens) < 0
     return on_tokens(bad & (distance > delta_nats), cu_seqlens, len(logprobs))
 
 
@@ -108,5 +100,5 @@ def weight_sums(weights: Tensor, kept: Tensor, cu_seqlens: Tensor, *, level: str
     of_kept = torch.where(kept, weights, 0.0)
     if level == "token":
         return of_kept.double().sum(), kept.sum().double()
-    counts = sequence_sums(kept, cu_seqlens)
+    counts = sequence_sums(kept.double(), cu_seqlens)
     return (sequence_sums(of_kept, cu_seqlens) / counts.clamp(min=1)).sum(), (counts > 0).sum().double()

@@ -13,17 +13,21 @@ def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return places.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
-def sequence_sums(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[S]: the sum of values [T] over each sequence's loss tokens; 0 where it has none."""
-    of_token = sequence_of_token(cu_seqlens, len(values))
-    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, of_token, torch.where(loss_mask, values, 0.0))
+def on_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T]: the values of sequences, [S], on each of their tokens."""
+    return values[sequence_of_token(cu_seqlens, num_tokens)]
+
+
+def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S]: the sum of values [T], which are floats, over each sequence; 0 for one without tokens."""
+    return torch.segment_reduce(values, "sum", offsets=cu_seqlens.long(), initial=0)
 
 
 def sequence_means(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T]: at each loss token the mean of values [T] over its sequence's loss tokens, elsewhere 0."""
-    counts = sequence_sums(torch.ones_like(values), loss_mask, cu_seqlens)
-    means = sequence_sums(values, loss_mask, cu_seqlens) / counts.clamp(min=1)
-    return torch.where(loss_mask, means[sequence_of_token(cu_seqlens, len(values))], 0.0)
+    counts = sequence_sums(loss_mask.to(values.dtype), cu_seqlens)
+    means = sequence_sums(torch.where(loss_mask, values, 0.0), cu_seqlens) / counts.clamp(min=1)
+    return torch.where(loss_mask, on_tokens(means, cu_seqlens, len(values)), 0.0)
 
 
 def discounted_sums(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, decay: float) -> Tensor:

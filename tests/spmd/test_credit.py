@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdrl import checkpoint
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.seeds import mix, uniform
-from spmdrl.algo.segments import sequence_of_token
+from spmdrl.algo.segments import on_tokens
 from spmdrl.batch import MiniBatch, build_batch
 from spmdrl.config import Config, OptimConfig, ParallelConfig
 from spmdrl.credit import assign_credit, choose_tokens
@@ -88,7 +88,7 @@ def scored(pack: MicroBatch) -> MicroBatch:
 def every_third(pack: MicroBatch) -> Tensor:
     """[T] bool, True on every third of the step's sequences."""
     third = torch.tensor([index % 3 == 0 for index in pack.sequence_index])
-    return third[sequence_of_token(pack.cu_seqlens, len(pack.token_ids))]
+    return on_tokens(third, pack.cu_seqlens, len(pack.token_ids))
 
 
 def with_rejections(pack: MicroBatch) -> MicroBatch:
