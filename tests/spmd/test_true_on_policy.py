@@ -23,10 +23,16 @@ from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.train import main
 from spmdrl.types import Request, Sequence
+from tests.exact import skip_where_inexact
 from tests.spmd.ranks import run_ranks
 from tests.tiny import VOCABULARY, model_config, save_gemma3, save_llama, save_qwen3
 
 TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
+    skip_where_inexact(tmp_path_factory.mktemp("exact"))
 
 
 def _requests() -> list[Request]:

@@ -27,10 +27,17 @@ from spmdrl.rollout import torch_engine
 from spmdrl.rollout.draw import draw_tokens
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import MicroBatch, Request, Response
+from tests.exact import skip_where_inexact
 from tests.tiny import SIZES, VOCABULARY, save_llama, save_model, save_qwen3
 from tests.unit.test_config import GOOD, problems, read
 
 TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
+    skip_where_inexact(tmp_path_factory.mktemp("exact"))
+
 
 Exchange = tuple[Request, Response]
 
