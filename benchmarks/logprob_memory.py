@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import workload
 from torch import Tensor
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5, help="pairs of timed passes of each size")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--plain-gib", type=float, default=8.0, help="the most a plain pass may take")
+    parser.add_argument("--plain-gib", type=float, help="the most a plain pass may take; else 0.7 of what is free")
     parser.add_argument("--case", nargs=2, metavar=("HEAD", "TOKENS"), help=argparse.SUPPRESS)  # set by this program
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -73,7 +74,8 @@ def main() -> None:
         print(json.dumps(memory_of_pass(args.case[0], int(args.case[1]), args.hidden_size, device)))
         return
     load_average = os.getloadavg()
-    affordable = [n for n in TOKENS if PLAIN_TENSORS * 4 * n * VOCABULARY <= args.plain_gib * 2**30]
+    plain_bytes = args.plain_gib * 2**30 if args.plain_gib else 0.7 * free_bytes(device)
+    affordable = [n for n in TOKENS if PLAIN_TENSORS * 4 * n * VOCABULARY <= plain_bytes]
     memory = {
         head: {str(n): in_own_process(head, n) for n in sizes}
         for head, sizes in {"tiled": list(TOKENS), "plain": affordable}.items()
@@ -96,6 +98,11 @@ def main() -> None:
         "versions": workload.versions(["torch"]),
     }
     print(json.dumps(result))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can be had of the device's memory now."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def leaves(num_tokens: int, hidden_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
