@@ -201,8 +201,8 @@ class RolloutConfig(Section):
     cuda_graphs: bool = True
     """Whether an SGLang engine captures its decode steps."""
     restart_engine: bool = False
-    """Start an SGLang engine that has died while it sampled again, and sample what it was working on again. Otherwise,
-    and when it dies in between, its death ends the run."""
+    """Start an SGLang engine that has died again, give it the weights, and repeat what it was working on. Otherwise its
+    death ends the run."""
     sglang: dict[str, Any] = {}
     """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from spmdrl.model.offload import TrainerMemory
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
 from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.restart import Restarts
 
 
 class MemoryShortage(RuntimeError):
@@ -55,10 +57,14 @@ class Phases:
         offload: OffloadConfig,
         *,
         plan: MemoryPlan | None,
+        restart_engine: bool,
+        tell: Callable[[str], None],
         span: Callable[[str], AbstractContextManager[None]],
         read: Callable[[torch.device], MemoryReading] = read_memory,
     ) -> None:
-        """`plan` is None where there is no device memory to run out of; `span` measures time, as `Report.span`."""
+        """`plan` is None where there is no device memory to run out of; `restart_engine` says whether the death of an
+        engine may be survived, and `tell` gets a line about each; `span` measures time, as `Report.span`."""
+        self.restarts = Restarts(mesh, self._revive if restart_engine else None, tell=tell)
         self._trainer = trainer
         self._engine = engine
         self._refit = refit
@@ -81,7 +87,7 @@ class Phases:
         """The engine is awake and holds the weights of its version; its random numbers are not the trainer's."""
         if not self._engine_has_weights:
             self.refit(version=self._engine.version)
-        self._pass_edge("engine awake", self._engine.wake)
+        self._pass_edge("engine awake", partial(self.restarts.carry, self._engine.wake, during="waking the engine"))
         self._engine_sleeps = False
         trainers = RandomStates.now(self._device)
         self._rollout_randomness.restore()
@@ -105,14 +111,19 @@ class Phases:
     def refit(self, *, version: int) -> None:
         """Give the engine the trainer's weights, and the memory to hold them where it had released that."""
         self._version = version
-        self._pass_edge("refitted", lambda: self._refit(version=version))
+        self._load_weights()
+        self.restarts.carry(self._engine.require_alive, during=f"the refit to version {version}")
+
+    def _load_weights(self) -> None:
+        self._pass_edge("refitted", lambda: self._refit(version=self._version))
         self._engine_has_weights = True
 
-    def revive(self) -> None:
-        """In the middle of sampling: start engines that have died anew, and give all of them their weights again."""
+    def _revive(self) -> None:
+        """While the trainer sleeps: start engines that have died anew, give all of them their weights and wake them."""
         self._pass_edge("engine revived", self._engine.revive)
-        self.refit(version=self._version)
+        self._load_weights()
         self._engine.wake()
+        self._engine_sleeps = False
 
     def take_edges(self) -> list[Edge]:
         """The edges passed since the last call, in order."""
@@ -124,7 +135,8 @@ class Phases:
         self._settle()
         host_barrier(self._mesh)  # the rank that leads an engine releases what the others read here
         before = self._read(self._device).free_bytes
-        self._pass_edge("engine asleep", self._engine.sleep, self._to_wake_trainer)
+        put_to_sleep = partial(self.restarts.carry, self._engine.sleep, during="putting the engine to sleep")
+        self._pass_edge("engine asleep", put_to_sleep, self._to_wake_trainer)
         if not self._engine_sleeps:  # else all of it was asleep before, and a refit had taken the weights back
             mine = self._edges[-1].readings[self._mesh.get_local_rank()]
             self._given_back = max(0, mine.free_bytes - before)

@@ -122,7 +122,17 @@ def train(
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
         at_the_end.enter_context(closing(engine))
         refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
-        phases = Phases(trainer, engine, refit, meshes.training, cfg.offload, plan=inputs.memory, span=report.span)
+        phases = Phases(
+            trainer,
+            engine,
+            refit,
+            meshes.training,
+            cfg.offload,
+            plan=inputs.memory,
+            restart_engine=cfg.rollout.restart_engine,
+            tell=report.message,
+            span=report.span,
+        )
         sampler = start_sampler(
             cfg,
             plan,
@@ -133,7 +143,7 @@ def train(
             inputs.stop_token_ids,
             meshes,
             tell=report.message,
-            revive=phases.revive if cfg.rollout.restart_engine else None,
+            restarts=phases.restarts,
         )
         sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
         report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))

@@ -46,6 +46,11 @@ class RolloutEngine(WeightSink, Protocol):
         """Take back the memory that sampling needs, but for weights. Does nothing when it was not given back."""
         ...
 
+    def require_alive(self) -> None:
+        """Raise EngineDied when the engine has died. The methods of `WeightSink` do not: their ranks go on together to
+        the end of an update, and whoever updates asks here after it."""
+        ...
+
     def revive(self) -> None:
         """Start the engine anew if it has died. Every rank that holds a part of it must call this.
 

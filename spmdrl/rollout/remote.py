@@ -166,6 +166,9 @@ class RemoteEngine:
     def wake(self) -> None:
         """The engine's memory is on other devices."""
 
+    def require_alive(self) -> None:
+        """The engine's processes are on other ranks, which say so themselves."""
+
     def revive(self) -> None:
         """The engine's processes are on other ranks."""
 

@@ -57,12 +57,11 @@ class LocalSampler:
         meshes: Meshes,
         *,
         tell: Callable[[str], None],
-        revive: Callable[[], None] | None = None,
+        restarts: Restarts,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line; `revive` is that of
-        `Restarts`."""
+        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
         self._cfg, self._engine, self._submit = cfg, engine, submit
-        self._restarts = Restarts(meshes.engines, revive, tell=tell)
+        self._restarts = restarts
         self._held_out = held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = stop_token_ids
         self._collector = Collector(

@@ -40,6 +40,7 @@ from spmdrl.rollout.remote import (
     RefitOrder,
     expected_by,
 )
+from spmdrl.rollout.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler
 from spmdrl.types import Prompt, Rollout, TrainingDiverged, UserError
 
@@ -63,7 +64,16 @@ def serve(
     weights = _Weights(engine, meshes)
     with deliver.problems(weights):
         sampler = LocalSampler(
-            cfg, plan, engine, judge.submit, prompts, held_out, stop_token_ids, meshes, tell=messages.append
+            cfg,
+            plan,
+            engine,
+            judge.submit,
+            prompts,
+            held_out,
+            stop_token_ids,
+            meshes,
+            tell=messages.append,
+            restarts=Restarts(meshes.engines, None, tell=messages.append),
         )
         sampler.restore(saved, step=step)
 
@@ -123,7 +133,9 @@ class _Weights:
         for number in range(len(self._buckets)):
             self._engine.load(number)
             self._engine.wait()
+            self._engine.require_alive()  # at once: the ranks that train wait for this bucket to be received
         self._engine.end_update()
+        self._engine.require_alive()
         self._taken += 1
         expected = self._orders.receive(source=FIRST)
         if expected is not None:

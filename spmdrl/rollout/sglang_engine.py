@@ -7,6 +7,7 @@ import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,8 +159,9 @@ class SGLangEngine:
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """See `WeightSink.begin_update`. One gather brings every rank's handles to the rank that leads."""
-        self._settle()
-        self._resume(self._released & {"weights"})
+        with _death_told_later():
+            self._settle()
+            self._resume(self._released & {"weights"})
         if buckets is not self._buckets or buffers is not self._buffers:
             self._buckets, self._buffers = buckets, buffers
             self._parcels = [self._parcel(number) for number in range(len(buckets))]
@@ -168,7 +170,8 @@ class SGLangEngine:
         mine = [sglang_process.serialized(*parcel) for parcel in self._parcels]
         self._payloads = gather_objects(self._mesh, mine)
         if self._process is not None:
-            self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+            with _death_told_later():
+                self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
 
     def _parcel(self, number: int) -> tuple[str, sglang_process.Handle]:
         bucket, buffer = self._buckets[number], number % len(self._buffers)
@@ -199,13 +202,15 @@ class SGLangEngine:
     def wait(self) -> None:
         """See `WeightSink.wait`."""
         if self._process is not None and self._loading is not None:
-            self._process.result(self._loading)
+            with _death_told_later():
+                self._process.result(self._loading)
             self._loading = None
 
     def end_update(self) -> None:
         """See `WeightSink.end_update`."""
         if self._process is not None:
-            self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
+            with _death_told_later():
+                self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
         self.version = self._next_version
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
@@ -220,7 +225,10 @@ class SGLangEngine:
         expectations = gather_objects(self._mesh, expected)
         if self._process is None:
             return []
-        _, _, ranks, _ = self._process.ask("check_weights", "CheckWeightsReqInput", action="checksum")
+        try:
+            _, _, ranks, _ = self._process.ask("check_weights", "CheckWeightsReqInput", action="checksum")
+        except EngineDied:  # `require_alive` says so
+            return []
         held = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in ranks}
         return sorted(
             name
@@ -228,6 +236,11 @@ class SGLangEngine:
             for name in expectation.keys() | held[rank].keys()
             if expectation.get(name) != held[rank].get(name)
         )
+
+    def require_alive(self) -> None:
+        """See `RolloutEngine.require_alive`."""
+        if self._process is not None:
+            self._process.require_alive()
 
     def revive(self) -> None:
         """See `RolloutEngine.revive`."""
@@ -245,6 +258,11 @@ class SGLangEngine:
         """See `RolloutEngine.close`."""
         if self._process is not None:
             self._process.close()
+
+
+def _death_told_later() -> AbstractContextManager[None]:
+    """Around what one rank asks of the engine between collectives of all: `require_alive` tells of its death."""
+    return contextlib.suppress(EngineDied)
 
 
 def _pin(memory: Tensor) -> None:

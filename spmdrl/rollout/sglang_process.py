@@ -259,10 +259,9 @@ class SGLangProcess:
     def result(self, future: Future[T]) -> T:
         """Wait for it. Raises EngineDied, within seconds, when the engine dies meanwhile."""
         while not future.done():
+            self.require_alive()
             with contextlib.suppress(TimeoutError):
                 future.exception(timeout=POLL_S)
-            if not future.done():
-                self.require_alive()
         return future.result()
 
     def ask(self, method: str, request: str, **fields: Any) -> Any:

@@ -17,6 +17,7 @@ from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.listen import ListeningTorchEngine
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
+from spmdrl.rollout.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler, Sampler
 from spmdrl.rollout.sglang_layout import Share, held_weights
 from spmdrl.rollout.torch_engine import TorchEngine, check_model
@@ -125,11 +126,11 @@ def start_sampler(
     meshes: Meshes,
     *,
     tell: Callable[[str], None],
-    revive: Callable[[], None] | None,
+    restarts: Restarts,
 ) -> Sampler:
     """Who samples for this rank, which trains: its own engine, or those of other ranks. See `LocalSampler`."""
     if meshes.samples:
         return LocalSampler(
-            cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell, revive=revive
+            cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell, restarts=restarts
         )
     return RemoteSampler(engine_leaders(plan, ranks_per_engine=cfg.rollout.tp_size), meshes, tell=tell)

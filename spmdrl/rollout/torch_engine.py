@@ -221,6 +221,9 @@ class TorchEngine:
         """See `WeightSink.differing`."""
         return [name for name, tensor in self._weights.items() if digest(tensor) != expected.get(name)]
 
+    def require_alive(self) -> None:
+        """It lives as long as this process."""
+
     def revive(self) -> None:
         """It lives as long as this process."""
 

@@ -36,7 +36,7 @@ prompt_template = "{{metadata[expression]}} ="
 [rollout]
 engine = "sglang"
 prompts_per_step = 8
-group_size = {group_size}
+group_size = 4
 max_response_tokens = 100
 restart_engine = {restart}
 [reward]
@@ -61,8 +61,6 @@ class Job:
     """A run on 2 ranks with an engine each, and its processes."""
 
     def __init__(self, folder: Path, model: Path, *, num_steps: int, restart: bool) -> None:
-        # With restarts, so many rollouts that a step does little else than sample them: a death is in the midst of it.
-        group_size = 16 if restart else 4
         self.run = folder / "runs/killed"
         config = folder / "c.toml"
         config.write_text(
@@ -71,7 +69,6 @@ class Job:
                 runs=folder / "runs",
                 model=model,
                 num_steps=num_steps,
-                group_size=group_size,
                 restart=str(restart).lower(),
             )
         )
@@ -153,16 +150,17 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) 
         assert f"Signal 9 (SIGKILL) received by PID {rank.pid}" in run.output
 
 
-def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, model: Path) -> None:
-    with job(tmp_path, model, num_steps=4, restart=True) as run:
+@pytest.mark.parametrize("delay_s", [0.0, *(pytest.param(n / 3, marks=pytest.mark.slow) for n in range(1, 13))])
+def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, model: Path, delay_s: float) -> None:
+    with job(tmp_path, model, num_steps=16, restart=True) as run:
         run.wait_for_step(2)
         processes, scheduler = run.descendants(), run.scheduler()
-        time.sleep(0.5)  # into the next rollout, which takes several seconds
+        time.sleep(delay_s)
         scheduler.kill()
         assert run.process.wait(START_LIMIT_S) == 0, run.output
         assert gone(processes), "processes are left"
         assert f"(pid {scheduler.pid}) was killed by SIGKILL; it is started again" in run.output
         rows = run.rows()
-        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert [row["step"] for row in rows] == list(range(1, 17))
         assert sum(row["rollout/engine_restarts_count"] for row in rows) == 1
         assert all(row["mismatch/max_abs_nats"] < 1e-4 for row in rows)

@@ -23,6 +23,7 @@ from spmdrl.prepare import add_logprobs
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.remote import RemoteEngine
+from spmdrl.rollout.restart import Restarts
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
@@ -91,8 +92,9 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
             learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
             refit = Refit(policy, engine, meshes, cfg.refit, dtype=torch.float32)
+            restarts = Restarts(meshes.training, None, tell=print)
             sampler = start_sampler(
-                cfg, plan, engine, judge.submit, stream, [], frozenset({1}), meshes, tell=print, revive=None
+                cfg, plan, engine, judge.submit, stream, [], frozenset({1}), meshes, tell=print, restarts=restarts
             )
             assert isinstance(engine, RemoteEngine) == (world.num_ranks > 1)
             refit(version=0)

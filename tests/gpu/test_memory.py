@@ -172,7 +172,9 @@ def test_the_phases_catch_a_leak(qwen3: str) -> None:
         offload = OffloadConfig(trainer="all", engine=("kv_cache", "weights"))
         # A plan that leaves a GiB for the test, whatever the device.
         plan = MemoryPlan(gradients=free - GIB, gathered=0, engine_share=None, **sizes)
-        phases = Phases(memory, engine, refit, meshes.training, offload, plan=plan, span=no_span)
+        phases = Phases(
+            memory, engine, refit, meshes.training, offload, plan=plan, restart_engine=False, tell=print, span=no_span
+        )
         phases.refit(version=0)
         with phases.rollout():
             pass
@@ -200,7 +202,17 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
             RefitConfig(bucket_bytes=16 * MIB, verify="first"),
             dtype=torch.bfloat16,
         )
-        phases = Phases(memory, engine, refit, meshes.training, OffloadConfig(), plan=None, span=no_span)
+        phases = Phases(
+            memory,
+            engine,
+            refit,
+            meshes.training,
+            OffloadConfig(),
+            plan=None,
+            restart_engine=False,
+            tell=print,
+            span=no_span,
+        )
         phases.refit(version=0)
         torch.cuda.manual_seed(5)
         with phases.rollout():

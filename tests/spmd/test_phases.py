@@ -15,6 +15,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.memory import GIB, MemoryPlan
 from spmdrl.phases import MemoryShortage, Phases
 from spmdrl.report.memory import MemoryReading, read_memory
+from spmdrl.rollout.engine import EngineDied
 from tests.spmd.ranks import run_ranks
 
 PLAN = MemoryPlan(
@@ -37,6 +38,7 @@ class Device:
     def __init__(self) -> None:
         self.free = 30.0
         self.calls: list[str] = []
+        self.told: list[str] = []
 
     def change(self, call: str, by: float = 0.0) -> None:
         self.calls.append(call)
@@ -68,14 +70,34 @@ class Engine:
         self._device = device
         self._gives_back = gives_back
         self._asleep = False
+        self.dies_in = ""  # the call that finds it dead
+        self._dead = False
 
     def sleep(self) -> None:
+        self._ask("sleep")
         self._device.change("engine.sleep", 0 if self._asleep else self._gives_back)
         self._asleep = True
 
     def wake(self) -> None:
+        self._ask("wake")
         self._device.change("engine.wake", -self._gives_back if self._asleep else 0)
         self._asleep = False
+
+    def require_alive(self) -> None:
+        self._ask("refit")
+
+    def revive(self) -> None:
+        if self._dead:
+            self._device.change("engine.revive", -self._gives_back if self._asleep else 0)
+            self._dead = self._asleep = False
+
+    def _ask(self, call: str) -> None:
+        if call == self.dies_in:
+            self.dies_in, self._dead = "", True
+            self._device.free += 0 if self._asleep else self._gives_back
+            self._asleep = True
+        if self._dead:
+            raise EngineDied(f"{call} found it dead")
 
 
 def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",), **changes: Any) -> Phases:
@@ -85,7 +107,14 @@ def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",),
     offload = OffloadConfig(trainer="all", engine=tuple(release))
     engine: Any = Engine(device, 40.0)
     parts: Any = (Trainer(device), engine, refit)
-    settings = {"plan": PLAN, "span": lambda name: nullcontext(), "read": device.read} | changes
+    settings: dict[str, Any] = {
+        "plan": PLAN,
+        "restart_engine": False,
+        "tell": device.told.append,
+        "span": lambda name: nullcontext(),
+        "read": device.read,
+    }
+    settings |= changes
     return Phases(*parts, meshes.training, offload, **settings)
 
 
@@ -213,6 +242,41 @@ def test_a_shortage_is_told_on_every_rank(where: str, gib: float, expected: str)
     assert first.startswith(expected) and bool(first) == bool(expected)
     if expected:
         assert "of its device's 80.0 GiB are free; " in first and "rollout.memory_fraction" in first
+
+
+def _dying(call: str, restart: bool) -> tuple[list[str], list[str], int]:
+    """The engine of rank 1 is found dead in one call of the second round: (calls of that round, lines, restarts)."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        device = Device()
+        phases = _phases(build_meshes(world), device, restart_engine=restart)
+        phases.refit(version=0)
+        for step in (1, 2):
+            if step == 2:
+                device.calls.clear()
+                phases._engine.dies_in = call if world.rank == 1 else ""  # type: ignore[attr-defined]
+            with phases.rollout():
+                device.change("rollout")
+            with phases.training():
+                device.change("update")
+            phases.refit(version=step)
+        return device.calls, device.told, phases.restarts.take_count()
+
+
+@pytest.mark.parametrize("call", ["wake", "sleep", "refit"])
+def test_an_engine_that_dies_at_an_edge_is_started_again(call: str) -> None:
+    first, second = run_ranks(2, _dying, call, True)
+    for rank, (calls, told, count) in enumerate((first, second)):
+        assert [x for x in calls if x in ("rollout", "update")] == ["rollout", "update"]
+        assert calls.count("engine.revive") == rank, "only the dead one"
+        assert (len(told), count) == (1, 1) and f"{call} found it dead; it is started again" in told[0]
+        revived = {"wake": "refit 1", "sleep": "refit 1", "refit": "refit 2"}[call]  # the weights of the moment
+        assert calls.count(revived) == {"wake": 1, "sleep": 1, "refit": 2}[call]
+    assert second[0][-1] == {"wake": "refit 2", "sleep": "refit 2", "refit": "engine.wake"}[call]
+
+
+def test_without_restarts_the_death_of_an_engine_ends_the_run() -> None:
+    with pytest.raises(Exception, match="sleep found it dead"):
+        run_ranks(2, _dying, "sleep", False)
 
 
 def test_without_a_device_memory_is_measured_but_never_short() -> None:
