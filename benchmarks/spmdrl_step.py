@@ -56,8 +56,8 @@ lr = {lr}
 max_grad_norm = {max_grad_norm}
 [pack]
 max_tokens_per_micro_batch = {budget}
-[checkpoint]
-export = false
+[export]
+at_end = false
 [report]
 console = "plain"
 """

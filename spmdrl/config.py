@@ -755,8 +755,13 @@ class CheckpointConfig(Section):
     """Save after every so many steps, and after the last; 0 saves no checkpoints."""
     keep_last: Count = 2
     """Older checkpoints are removed."""
-    export: bool = True
+
+
+class ExportConfig(Section):
+    at_end: bool = True
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Write the model after every so many steps too, to `hf-` and the step; 0: only at the end."""
 
 
 class ReportConfig(Section):
@@ -820,6 +825,7 @@ class Config(Section):
     pack: PackConfig
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     report: ReportConfig = ReportConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -968,6 +974,7 @@ class SftConfig(Section):
     pack: PackConfig
     held_out: HeldOutConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import Policy
+from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
+
+BUCKET_BYTES = 256 * 2**20  # gathered at a time
+FILE_BYTES = 2**30  # of one file, about; a rank holds two of them on the host: one that fills and one that is written
 
 
 def refuse_overwriting(model_path: str, destination: Path) -> None:
     """Raise UserError when an export would land on the model it was loaded from, or around or inside it."""
     source, target = Path(model_path).resolve(), destination.resolve()
-    if source == target or source in target.parents or target in source.parents:
+    is_of_a_step = source.parent == target.parent and source.name.startswith(f"{target.name}-")
+    if source == target or is_of_a_step or source in target.parents or target in source.parents:
         raise UserError(
             f'model.path = "{model_path}" is where this run would export its own model ({destination}); '
             "set run.name or run.dir to another folder, or move the model"
@@ -33,27 +46,95 @@ def export_hf(
     meshes: Meshes,
     *,
     dtype: torch.dtype,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = BUCKET_BYTES,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write config, tokenizer and safetensors weights in `dtype`; the first rank writes, all must call this.
+    """Write config, tokenizer and safetensors weights in `dtype`; every rank that trains must call this.
 
-    The directory appears whole or not at all; one that was there before is replaced.
+    The files are dealt out to the ranks that hold one copy of the model; none ever has all of it. The directory
+    appears whole or not at all; one that was there before is replaced.
     """
-    writes = meshes.training.get_local_rank() == 0
-    # The model's own names: saving turns them into a checkpoint's.
-    gatherer = Gatherer(policy, meshes.model.copy, dtype=dtype, bucket_bytes=bucket_bytes, naming="model")
-    weights: dict[str, torch.Tensor] = {}
-    for bucket in gatherer.whole_tensors():
-        if writes:
-            weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
-    if writes:
-        unfinished = destination.with_name(destination.name + ".unfinished")
+    ranks = meshes.model.copy
+    is_first = meshes.training.get_local_rank() == 0
+    # The ranks of the first copy write, which begin the order of the ranks that train.
+    writes = meshes.training.get_local_rank() < ranks.size()
+    unfinished = destination.with_name(destination.name + ".unfinished")
+    if is_first:
         shutil.rmtree(unfinished, ignore_errors=True)
-        policy.model.save_pretrained(unfinished, state_dict=weights)
-        config = copy.deepcopy(policy.model.config)
-        config.dtype = dtype  # of the files, not of the master weights
-        config.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        unfinished.mkdir(parents=True)
+    barrier(meshes.training)
+    gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint")
+    files = list(_files(gatherer.buckets, file_bytes))
+    names = _file_names(len(files))
+    mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
+    _write_weights(gatherer, files, [unfinished / name for name in names], mine)
+    if is_first:
+        _write_the_rest(policy, tokenizer, unfinished, dtype, dict(zip(names, files, strict=True)))
+    barrier(meshes.training)
+    if is_first:
         shutil.rmtree(destination, ignore_errors=True)
         unfinished.rename(destination)
     barrier(meshes.training)
+
+
+def _files(buckets: Sequence[Bucket], file_bytes: int) -> Iterator[list[Bucket]]:
+    """Neighbouring buckets that share a file of at most `file_bytes`, or of one bucket."""
+    file: list[Bucket] = []
+    for bucket in buckets:
+        if file and sum(other.num_bytes for other in file) + bucket.num_bytes > file_bytes:
+            yield file
+            file = []
+        file.append(bucket)
+    yield file
+
+
+def _file_names(count: int) -> list[str]:
+    """As transformers names them."""
+    if count == 1:
+        return [SAFE_WEIGHTS_NAME]
+    stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_weights(gatherer: Gatherer, files: Sequence[Sequence[Bucket]], paths: Sequence[Path], mine: range) -> None:
+    """Gather every file's tensors with the other ranks and write those of `mine`, while the next ones are gathered."""
+    gathered = gatherer.whole_tensors()
+    written: Future[None] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="export") as writer:
+        for number, (buckets, path) in enumerate(zip(files, paths, strict=True)):
+            tensors: dict[str, Tensor] = {}
+            for bucket in itertools.islice(gathered, len(buckets)):
+                if number in mine:
+                    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
+            if tensors:
+                if written:
+                    written.result()
+                written = writer.submit(save_file, tensors, path, {"format": "pt"})
+        if written:
+            written.result()
+
+
+def _write_the_rest(
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    files: dict[str, list[Bucket]],
+) -> None:
+    """Config, tokenizer, the model's own code where it has any, and which tensor is in which file."""
+    model = policy.model
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype  # of the files, not of the master weights
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=config)
+    tokenizer.save_pretrained(folder)
+    if len(files) > 1:
+        entries = {name: [e for bucket in buckets for e in bucket.flat_entries] for name, buckets in files.items()}
+        index = {
+            "metadata": {"total_size": sum(entry.num_bytes for found in entries.values() for entry in found)},
+            "weight_map": {entry.name: name for name, found in entries.items() for entry in found},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

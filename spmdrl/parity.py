@@ -286,5 +286,6 @@ def plan_of(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_upda
         eval_prompts=0,
         eval_every=0,
         checkpoint_every=0,
+        export_every=0,
         ranks_per_share=meshes.ranks_per_share,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from spmdrl.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
 from spmdrl.config import Config
+from spmdrl.export import FILE_BYTES
 from spmdrl.memory import (
     CONTEXT_BYTES,
     GIB,
@@ -125,8 +126,10 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
     )
     block = _visiting_state(cfg, rank)
     yield phase("optimizer", awake | {"gradients": memory.gradients} | block, memory.engine_keeps)
-    export = {"exported model": rank.size.whole * rank.compute_bytes if cfg.checkpoint.export else 0}
-    gathered = {"gathered": memory.buckets - memory.buckets // 3 if cfg.checkpoint.export else 0}
+    exports = cfg.export.at_end or cfg.export.every > 0
+    whole = rank.size.whole * rank.compute_bytes
+    export = {"exported files": min(whole, 2 * FILE_BYTES) if exports else 0}
+    gathered = {"gathered": memory.buckets - memory.buckets // 3 if exports else 0}
     yield phase("save", awake | gathered, memory.engine_keeps, more_host=export)
 
 

@@ -34,6 +34,7 @@ class Plan:
     eval_prompts: int  # over all ranks
     eval_every: int  # steps; 0: only before the first and after the last
     checkpoint_every: int  # steps; 0: never
+    export_every: int  # steps; 0: never, but perhaps at the end
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
     max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
     cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
@@ -68,6 +69,10 @@ class Plan:
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""
         return self.checkpoint_every > 0 and (step % self.checkpoint_every == 0 or step == self.num_steps)
+
+    def exports_after(self, step: int) -> bool:
+        """Whether the model is written for others after this step."""
+        return self.export_every > 0 and step % self.export_every == 0
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows this step; step 0 stands for before the first."""
@@ -124,6 +129,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
         eval_every=cfg.eval.every if cfg.eval else 0,
         checkpoint_every=cfg.checkpoint.every,
+        export_every=cfg.export.every,
         extra_groups=extra_groups,
         max_draws=(
             int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
@@ -165,6 +171,7 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         eval_prompts=0,
         eval_every=0,
         checkpoint_every=cfg.checkpoint.every,
+        export_every=cfg.export.every,
         ranks_per_share=ranks_per_share,
     )
 

@@ -89,7 +89,10 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 if plan.saves_after(step):
                     keep = cfg.checkpoint.keep_last
                     checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
-        if cfg.checkpoint.export:
+            with report.span("export"):
+                if plan.exports_after(step):
+                    export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
+        if cfg.export.at_end:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
 

@@ -218,8 +218,11 @@ def train(
                         keep_last=cfg.checkpoint.keep_last,
                         collector=sampler.state(),
                     )
+            if plan.exports_after(step):
+                with phases.training(), report.span("export"):
+                    export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
             report.memory(step, phases.take_edges())
-        if cfg.checkpoint.export:
+        if cfg.export.at_end:
             with phases.training():
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 

@@ -172,6 +172,7 @@ def plan_for(num_sequences: int, num_ranks: int, **changes: Any) -> Plan:
         "eval_prompts": 0,
         "eval_every": 0,
         "checkpoint_every": 0,
+        "export_every": 0,
     }
     return Plan(**(settings | changes))
 

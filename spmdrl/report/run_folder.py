@@ -92,6 +92,10 @@ class RunFolder:
         """The final model as a Hugging Face directory."""
         return self.path / "hf"
 
+    def hf_after(self, step: int) -> Path:
+        """The model after a step, as a Hugging Face directory."""
+        return self.path / f"hf-{step:08d}"
+
     @property
     def curves(self) -> Path:
         """The run as one picture."""

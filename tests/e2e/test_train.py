@@ -248,7 +248,7 @@ def test_what_needs_scored_tokens_is_in_the_loop(folder: Path) -> None:
         "loss.entropy_coef": 0.01,
         "loss.entropy_target_nats": 2.0,
         "eval.num_prompts": 2,
-        "checkpoint.export": "false",
+        "export.at_end": "false",
     }
     torchrun(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
     _, first, second = rows(folder / "runs/scored")

@@ -45,8 +45,8 @@ terms = [{{ kind = "exact" }}]
 lr = 1e-3
 [pack]
 max_tokens_per_micro_batch = 512
-[checkpoint]
-export = false
+[export]
+at_end = false
 """
 
 
@@ -150,9 +150,9 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) 
         assert f"Signal 9 (SIGKILL) received by PID {rank.pid}" in run.output
 
 
-@pytest.mark.parametrize("delay_s", [0.0, *(pytest.param(n / 3, marks=pytest.mark.slow) for n in range(1, 13))])
+@pytest.mark.parametrize("delay_s", [0.0, *(pytest.param(n / 4, marks=pytest.mark.slow) for n in range(1, 7))])
 def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, model: Path, delay_s: float) -> None:
-    with job(tmp_path, model, num_steps=16, restart=True) as run:
+    with job(tmp_path, model, num_steps=8, restart=True) as run:
         run.wait_for_step(2)
         processes, scheduler = run.descendants(), run.scheduler()
         time.sleep(delay_s)
@@ -161,6 +161,6 @@ def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, mode
         assert gone(processes), "processes are left"
         assert f"(pid {scheduler.pid}) was killed by SIGKILL; it is started again" in run.output
         rows = run.rows()
-        assert [row["step"] for row in rows] == list(range(1, 17))
+        assert [row["step"] for row in rows] == list(range(1, 9))
         assert sum(row["rollout/engine_restarts_count"] for row in rows) == 1
         assert all(row["mismatch/max_abs_nats"] < 1e-4 for row in rows)

@@ -153,8 +153,8 @@ lr = 1e-2
 max_tokens_per_micro_batch = 128
 [report]
 tensorboard = false
-[checkpoint]
-export = false
+[export]
+at_end = false
 """
 
 REWARD = """\

@@ -72,7 +72,7 @@ def test_every_part_of_every_phase() -> None:
         "optimizer": (trainer | {"gradients": 4 * shard, "engine": 2 * WHOLE}, host),
         "save": (
             trainer | {"gathered": trainer["refit buckets"] * 2 // 3 + 1, "engine": 2 * WHOLE},
-            host | {"exported model": 2 * WHOLE},
+            host | {"exported files": 2 * WHOLE},
         ),
     }
     assert {name: (phase.device, phase.host) for name, phase in phases.items()} == expected
