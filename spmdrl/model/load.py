@@ -33,6 +33,7 @@ from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.prefetch import prefetch_layers
 from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.ring import is_for_ring_attention
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.types import UserError
@@ -130,6 +131,8 @@ def load_policy(
         model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
         split_model(model, meshes)
         chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
+        if cfg.attention == "auto" and chosen == "varlen" and is_for_ring_attention(model, meshes):
+            chosen = "flash_attn_2"
         operators_of(chosen).install(model)
         policy = Policy(
             model,

@@ -11,16 +11,25 @@ from itertools import accumulate
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import Attend
 from spmdrl.model.kernels import refuse_sinks, sees
 from spmdrl.types import UserError
 
 
 def has_ring_attention() -> bool:
+    """Whether the package is installed."""
     return importlib.util.find_spec("ring_flash_attn") is not None
+
+
+def is_for_ring_attention(model: nn.Module, meshes: ModelMeshes) -> bool:
+    """Whether the keys of this model come to the queries, and the package, with the kernels it needs, can do that."""
+    has_kernels = has_ring_attention() and importlib.util.find_spec("flash_attn") is not None
+    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    return meshes.cp.size() > 1 and meshes.cp_style == "all_gather" and has_kernels and not has_sinks
 
 
 def ring_attention(
