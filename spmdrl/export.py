@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
+from spmdrl.memory import EXPORT_BUCKET_BYTES
 from spmdrl.model.policy import Policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
@@ -33,7 +34,7 @@ def export_hf(
     meshes: Meshes,
     *,
     dtype: torch.dtype,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = EXPORT_BUCKET_BYTES,
 ) -> None:
     """Write config, tokenizer and safetensors weights in `dtype`; the first rank writes, all must call this.
 
