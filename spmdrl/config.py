@@ -990,21 +990,28 @@ class SftConfig(Section):
         return self
 
 
+def read_run_config(path: str, overrides: Sequence[str]) -> Config | SftConfig:
+    """Read the configuration of a run of either kind: the one with [rollout] is of `spmdrl.train`, the one with [sft]
+    of `spmdrl.sft`. Raises UserError as `read_config` does, and when the file has both tables or neither."""
+    named = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
+    tables = named | _parse(path, _read_text(path)).keys()
+    if ("rollout" in tables) == ("sft" in tables):
+        has = "both [rollout] and [sft]" if "sft" in tables else "neither [rollout] nor [sft]"
+        raise UserError(
+            f"{path} has {has}, so that it is not clear which program it is for; [rollout] belongs to a run of "
+            "spmdrl.train, [sft] to one of spmdrl.sft: have one of them"
+        )
+    return read_config(SftConfig, path, overrides) if "sft" in tables else read_config(Config, path, overrides)
+
+
 def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> SectionT:
     """Read a TOML file and `key.sub=value` overrides into `kind`.
 
     Override values are TOML; what is not TOML is taken as a string. Raises UserError with every problem found, each
     with its file and line where it has one.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"cannot read the configuration {path}: {reason}") from error
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
+    text = _read_text(path)
+    values = _parse(path, text)
     lines = _key_lines(text)
     overridden: set[str] = set()
     problems = [problem for override in overrides for problem in _override(values, override, overridden)]
@@ -1028,6 +1035,21 @@ def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Se
     if problems:
         raise UserError("\n".join(problems))
     return config
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read the configuration {path}: {reason}") from error
+
+
+def _parse(path: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
 def _override(values: dict[str, Any], override: str, overridden: set[str]) -> Iterator[str]:

@@ -19,13 +19,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
+from spmdrl.memory import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
-
-BUCKET_BYTES = 256 * 2**20  # gathered at a time
-FILE_BYTES = 2**30  # of one file, about; a rank holds two of them on the host: one that fills and one that is written
 
 
 def refuse_overwriting(model_path: str, destination: Path) -> None:
@@ -46,8 +44,8 @@ def export_hf(
     meshes: Meshes,
     *,
     dtype: torch.dtype,
-    bucket_bytes: int = BUCKET_BYTES,
-    file_bytes: int = FILE_BYTES,
+    bucket_bytes: int = EXPORT_BUCKET_BYTES,
+    file_bytes: int = EXPORT_FILE_BYTES,
 ) -> None:
     """Write config, tokenizer and safetensors weights in `dtype`; every rank that trains must call this.
 

@@ -15,15 +15,15 @@ from spmdrl.costs import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
-from spmdrl.memory import MemoryPlan, engine_problems, memory_problems
+from spmdrl.memory import MemoryPlan
 from spmdrl.model import invariant
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, model_without_memory, parallel_model_problems
 from spmdrl.optim import check_optimizer
-from spmdrl.phase_memory import PhaseMemory, phase_memory
-from spmdrl.plan import Plan, make_plan, make_sft_plan
+from spmdrl.phase_memory import PhaseMemory
+from spmdrl.plan import Plan, plan_run
 from spmdrl.policy_loss import check_policy_loss
-from spmdrl.predict import Model, describe_rank_here
+from spmdrl.predict import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError
 
@@ -42,7 +42,7 @@ class Inputs:
     held_out: list[Prompt]  # of all ranks
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
-    phases: list[PhaseMemory]  # what they will hold; none for a run without an engine
+    phases: list[PhaseMemory]  # what they will hold
 
 
 class _Problems:
@@ -68,7 +68,7 @@ class _Problems:
 def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     """Open model config, tokenizer and data, and derive the plan. Raises UserError with every problem found."""
     problems = _Problems()
-    plan = problems.attempt(lambda: _plan(cfg, num_ranks))
+    plan = problems.attempt(lambda: plan_run(cfg, num_ranks=num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
     problems.attempt(lambda: check_optimizer(cfg.optim))
     if isinstance(cfg, Config):
@@ -86,7 +86,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
-    memory, phases = problems.attempt(lambda: _memory(cfg, model_config, num_ranks)) or (None, [])
+    prediction = problems.attempt(lambda: _predict(cfg, model_config, num_ranks))
     problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
     problems.attempt(lambda: _check_engine(cfg, model_config, stops, num_ranks))
@@ -98,8 +98,9 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     if prompts is not None:
         problems.attempt(lambda: prompts.take(0, 1))
     problems.refuse()
-    assert plan and stops and prompts and held_out is not None
-    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory, phases)
+    assert plan and stops and prompts and held_out is not None and prediction
+    memory = prediction.plan if prediction.rank.on_gpu else None
+    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory, prediction.phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,6 @@ def open_held_out(cfg: Config) -> HeldOut:
     """Open what the evaluation of a run's model reads. Raises UserError when something is not there."""
     tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), _held_out(cfg, cfg.eval, tokenizer))
-
-
-def _plan(cfg: Config | SftConfig, num_ranks: int) -> Plan:
-    if isinstance(cfg, SftConfig):
-        return make_sft_plan(cfg, num_ranks=num_ranks)
-    return make_plan(cfg, num_ranks=num_ranks)
 
 
 def _check_parallel(cfg: Config | SftConfig, model_config: Any) -> None:
@@ -166,21 +161,12 @@ def _check_length(plan: Plan, model_config: Any) -> None:
         )
 
 
-def _memory(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> tuple[MemoryPlan | None, list[PhaseMemory]]:
+def _predict(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> Prediction:
     """What each phase will hold. Raises UserError where that is more than the device has, whatever it computes."""
-    if isinstance(cfg, SftConfig):
-        return None, []
-    rank = describe_rank_here(cfg, Model.read(model_config, cfg.model), num_ranks=num_ranks)
-    phases = phase_memory(cfg, rank)
-    if not rank.on_gpu:
-        return None, phases
-    sentences = [
-        *memory_problems(rank.memory, cfg, device_bytes=rank.device_bytes),
-        *engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=rank.device_bytes),
-    ]
-    if sentences:
-        raise UserError("\n".join(sentences))
-    return rank.memory, phases
+    prediction = predict_here(cfg, Model.read(model_config, cfg.model), num_ranks=num_ranks)
+    if prediction.rank.on_gpu and prediction.problems:
+        raise UserError("\n".join(prediction.problems))
+    return prediction
 
 
 def _check_vocabulary(cfg: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:

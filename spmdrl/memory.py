@@ -6,6 +6,7 @@ that is too small by this count is too small in any case.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from spmdrl.config import Config, ModelConfig, OptimConfig
 GIB = 2**30
 CONTEXT_BYTES = GIB  # CUDA's own memory and NCCL's buffers, of the trainer's and the engine's process
 STATE_BLOCK_BYTES = 2**28  # of weights whose optimizer state visits the device together, when it is on the host
+EXPORT_BUCKET_BYTES = 2**28  # of weights that are gathered together to be exported
+EXPORT_FILE_BYTES = 2**30  # of one exported file, about; a rank holds one that fills and one that is written
 _FLOAT32 = 4
 
 
@@ -48,6 +51,7 @@ class ModelSize:
     root: int  # outside the decoder layers: gathered from forward to backward
     largest_layer: int  # gathered while it is computed
     num_layers: int = 1
+    largest_weight: int = 0  # undivided
 
 
 def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, layout: Layout) -> ModelSize:
@@ -63,25 +67,18 @@ def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, la
         root=sum(gathered.values()) - sum(in_layers),
         largest_layer=max(in_layers, default=0),
         num_layers=len(layers),
+        largest_weight=max(map(math.prod, shapes.values())),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """One rank's device memory by what it is for, in bytes."""
+class TrainingMemory:
+    """What training takes of one rank's device, by what it is for, in bytes."""
 
     weights: int  # float32 master shards
     gradients: int  # float32 shards
     optimizer: int  # state of a known optimizer between steps; 0 when only the user knows it
     gathered: int  # full weights in the compute dtype, at the time most of them are
-    buckets: int  # the two of a refit, and what is gathered for one
-    asleep: int  # what of the above the trainer still holds while the engine samples
-    engine_weights: int  # this rank's part
-    free_at_launch: int  # when the engine starts
-    engine_share: (
-        int | None
-    )  # of that: weights and KV cache of an engine that takes a fixed part; None: as much as it needs
-    engine_keeps: int  # what the engine still holds while the trainer works
 
     @property
     def training(self) -> int:
@@ -93,9 +90,34 @@ class MemoryPlan:
         """What the trainer holds while it works, without activations."""
         return self.weights + self.optimizer + self.training
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan(TrainingMemory):
+    """The same of a run with an engine, and what the engine and its refits take."""
+
+    buckets: int  # the two of a refit, and what is gathered for one
+    asleep: int  # what of the above the trainer still holds while the engine samples
+    engine_weights: int  # this rank's part
+    free_at_launch: int  # when the engine starts
+    engine_share: (
+        int | None
+    )  # of that: weights and KV cache of an engine that takes a fixed part; None: as much as it needs
+    engine_keeps: int  # what the engine still holds while the trainer works
+
     def to_train(self, *, brought_back: int, has_optimizer_state: bool) -> int:
         """What must be free before the trainer wakes and takes `brought_back` for what it had moved."""
         return brought_back + self.training + (0 if has_optimizer_state else self.optimizer)
+
+
+def training_memory(model: ModelConfig, optim: OptimConfig, size: ModelSize, *, compute_bytes: int) -> TrainingMemory:
+    """What training takes on one rank when the compute dtype has elements of `compute_bytes`."""
+    shard = 0 if model.cpu_offload else size.shard * _FLOAT32
+    return TrainingMemory(
+        weights=shard,
+        gradients=shard,
+        optimizer=0 if optim.state_on_host else shard * states_per_weight(optim),
+        gathered=gathered_weights(model, size) * compute_bytes,
+    )
 
 
 def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: int, device_bytes: int) -> MemoryPlan:
@@ -105,24 +127,19 @@ def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: 
     on other ranks.
     """
     apart = cfg.rollout.placement == "disaggregated"
-    shard = size.shard * _FLOAT32
-    on_device = 0 if cfg.model.cpu_offload else shard
-    optimizer = 0 if cfg.optim.state_on_host else on_device * states_per_weight(cfg.optim)
+    training = training_memory(cfg.model, cfg.optim, size, compute_bytes=compute_bytes)
     engine_weights = 0 if apart else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts, and then the optimizer has no state yet. The torch
     # engine has no fixed share: its cache is as large as the requests that run.
-    free = device_bytes - CONTEXT_BYTES - (0 if cfg.offload.trainer == "all" else on_device)
+    free = device_bytes - CONTEXT_BYTES - (0 if cfg.offload.trainer == "all" else training.weights)
     share = None if apart or cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * free)
     cache = max(0, (share or 0) - engine_weights)
-    bucket = min(cfg.refit.bucket_bytes, size.whole * compute_bytes)
-    staging = (bucket + bucket // num_ranks) if num_ranks > 1 else 0
+    bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
+    moved = {"none": 0, "optimizer": training.optimizer, "all": training.weights + training.optimizer}
     return MemoryPlan(
-        weights=on_device,
-        gradients=on_device,
-        optimizer=optimizer,
-        gathered=gathered_weights(cfg.model, size) * compute_bytes,
-        buckets=2 * bucket + staging,
-        asleep={"none": on_device + optimizer, "optimizer": on_device, "all": 0}[cfg.offload.trainer],
+        **dataclasses.asdict(training),
+        buckets=2 * bucket + staging_bytes(bucket, num_ranks=num_ranks),
+        asleep=training.weights + training.optimizer - moved[cfg.offload.trainer],
         engine_weights=engine_weights,
         free_at_launch=free,
         engine_share=share,
@@ -167,11 +184,25 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
         remedy = f"add {' and '.join(kept)} to offload.engine, " if kept and plan.engine_weights else ""
         engine = f"{gib(plan.engine_keeps)} of a sleeping engine and " if plan.engine_weights else ""
         yield (
-            f"training takes {gib(plan.awake)} before any activation (weights {gib(plan.weights)}, gradients "
-            f"{gib(plan.gradients)}, optimizer {gib(plan.optimizer)}, gathered {gib(plan.gathered)}) beside "
-            f"{engine}{gib(plan.buckets)} for refits, more than is usable "
+            f"{_training_takes(plan)} beside {engine}{gib(plan.buckets)} for refits, more than is usable "
             f"{of_device}; {remedy}use more ranks, or model.cpu_offload = true"
         )
+
+
+def training_problems(memory: TrainingMemory, *, device_bytes: int) -> Iterator[str]:
+    """Sentences about training that cannot fit into a device of `device_bytes` with nothing beside it."""
+    if memory.awake > device_bytes - CONTEXT_BYTES:
+        yield (
+            f"{_training_takes(memory)}, more than is usable of the device's {gib(device_bytes)}; use more ranks, or "
+            "model.cpu_offload = true"
+        )
+
+
+def _training_takes(memory: TrainingMemory) -> str:
+    return (
+        f"training takes {gib(memory.awake)} before any activation (weights {gib(memory.weights)}, gradients "
+        f"{gib(memory.gradients)}, optimizer {gib(memory.optimizer)}, gathered {gib(memory.gathered)})"
+    )
 
 
 def engine_problems(cfg: Config, size: ModelSize, *, compute_bytes: int, device_bytes: int) -> Iterator[str]:
@@ -180,7 +211,8 @@ def engine_problems(cfg: Config, size: ModelSize, *, compute_bytes: int, device_
         return
     usable = device_bytes - CONTEXT_BYTES
     weights = size.whole * compute_bytes // cfg.rollout.tp_size
-    bucket = min(cfg.refit.bucket_bytes, size.whole * compute_bytes)  # whole tensors come to every rank of an engine
+    # Whole tensors come to every rank of an engine.
+    bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
     share = weights if cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * usable)
     if max(share, weights) + bucket > usable or share < weights:
         takes = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives an engine {gib(share)}, and "
@@ -201,6 +233,16 @@ def gathered_weights(model: ModelConfig, size: ModelSize, *, trainable: bool = T
     those gathered ahead of it; of a policy whose layers stay gathered, all of them."""
     ahead = 1 + model.prefetch_layers if model.reshard_after_forward or not trainable else size.num_layers
     return size.root + min(ahead, size.num_layers) * size.largest_layer
+
+
+def full_bucket(bucket_bytes: int, size: ModelSize, *, compute_bytes: int) -> int:
+    """Bytes of the fullest of buckets that weights are gathered in: a larger weight has one of its own."""
+    return min(max(bucket_bytes, size.largest_weight * compute_bytes), size.whole * compute_bytes)
+
+
+def staging_bytes(bucket: int, *, num_ranks: int) -> int:
+    """What so many ranks that gather a bucket of weights each hold of it beside the bucket: sent, and received."""
+    return bucket // num_ranks + bucket if num_ranks > 1 else 0
 
 
 def states_per_weight(optim: OptimConfig) -> int:

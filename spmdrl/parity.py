@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.batch import build_batch
+from spmdrl.batch import MiniBatch, build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.costs import with_costs
 from spmdrl.credit import choose_tokens
@@ -25,7 +25,7 @@ from spmdrl.dist.session import World
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
 from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
-from spmdrl.objective import PolicyObjective
+from spmdrl.objective import ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.plan import Plan, parallel_problems
 from spmdrl.prepare import add_logprobs
 from spmdrl.refit.gather import Gatherer
@@ -47,13 +47,50 @@ NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reinforcement:
+    """Learning by a policy loss, as `spmdrl.train` does it."""
+
+    loss: LossConfig
+    temperature: float
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss.aggregation
+
+    @property
+    def objective(self) -> ObjectiveFunction:
+        return PolicyObjective(self.loss)
+
+    def prepare(
+        self, mini_batches: list[MiniBatch], policy: Policy, model: ModelConfig, meshes: Meshes
+    ) -> list[MiniBatch]:
+        """Add what the objective needs before the updates; every rank must call this."""
+        reference = load_reference(model, self.loss, meshes.model, temperature=self.temperature)
+        scored = add_logprobs(policy, reference, mini_batches, meshes.training, self.loss)
+        return choose_tokens(scored, self.loss, meshes.data, seed=0)
+
+
+class Imitation:
+    """Learning responses by heart, as `spmdrl.sft` does it."""
+
+    temperature = 1.0
+    aggregation = "token_mean"
+    objective = SftObjective()
+
+    def prepare(
+        self, mini_batches: list[MiniBatch], policy: Policy, model: ModelConfig, meshes: Meshes
+    ) -> list[MiniBatch]:
+        """They are complete."""
+        return mini_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What all cases share, but for what each changes."""
 
     model: ModelConfig
-    loss: LossConfig
     pack: PackConfig
-    temperature: float
+    learning: Reinforcement | Imitation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,19 +228,18 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
         raise UserError("\n".join(problems))
     meshes = build_meshes(world, case.parallel)
     pack = PackConfig(balance=settings.pack.balance, **case.pack) if case.pack else settings.pack
+    learning = settings.learning
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
-        policy = load_policy(model, meshes.model, temperature=settings.temperature)
+        policy = load_policy(model, meshes.model, temperature=learning.temperature)
         policy.score_tokens = case.score_tokens
-        reference = load_reference(model, settings.loss, meshes.model, temperature=settings.temperature)
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
-        mini_batches = build_batch(mine, plan, meshes, aggregation=settings.loss.aggregation).mini_batches
+        mini_batches = build_batch(mine, plan, meshes, aggregation=learning.aggregation).mini_batches
         learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
-        mini_batches = add_logprobs(policy, reference, mini_batches, meshes.training, settings.loss)
-        mini_batches = choose_tokens(mini_batches, settings.loss, meshes.data, seed=0)
-        metrics = update(learner, mini_batches, PolicyObjective(settings.loss), meshes, step=1)
+        mini_batches = learning.prepare(mini_batches, policy, model, meshes)
+        metrics = update(learner, mini_batches, learning.objective, meshes, step=1)
         return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
 
     _, gradients = trained(OptimConfig(name=f"{__name__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30), 1)

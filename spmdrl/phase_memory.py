@@ -9,17 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from spmdrl.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
-from spmdrl.config import Config
-from spmdrl.export import FILE_BYTES
+from spmdrl.config import Config, SftConfig
 from spmdrl.memory import (
     CONTEXT_BYTES,
+    EXPORT_BUCKET_BYTES,
+    EXPORT_FILE_BYTES,
     GIB,
     STATE_BLOCK_BYTES,
     MemoryPlan,
     ModelSize,
+    TrainingMemory,
+    full_bucket,
     gathered_weights,
+    staging_bytes,
     states_per_weight,
 )
 from spmdrl.plan import Plan, needs_old_logprobs
@@ -39,6 +44,11 @@ class PhaseMemory:
     device: Parts
     host: Parts
     elsewhere: Parts = field(default_factory=dict)  # on the same device, of other processes
+
+    @classmethod
+    def of(cls, name: str, device: Parts, host: Parts, elsewhere: Parts = MappingProxyType({})) -> PhaseMemory:
+        """Without the parts that are empty."""
+        return cls(name, *({part: size for part, size in parts.items() if size} for parts in (device, host, elsewhere)))
 
     @property
     def on_device(self) -> Parts:
@@ -66,7 +76,7 @@ class Rank:
     """What the phases are computed from, besides the settings."""
 
     run: Plan
-    memory: MemoryPlan
+    memory: TrainingMemory
     size: ModelSize
     decoder: Decoder  # of the whole model
     repeats_keys: bool  # whether the attention kernel is given keys and values once for each query head
@@ -77,68 +87,101 @@ class Rank:
     on_gpu: bool  # else the device is the host
 
 
-def phase_memory(cfg: Config, rank: Rank) -> list[PhaseMemory]:
+def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
+    """The phases of a rank that trains and has no engine beside it, in the order of a run."""
+    memory, host, trainer = rank.memory, _host(cfg, rank), _trainer(rank)
+    shard = rank.size.shard * _FLOAT32
+    loading = {
+        "process": host["process"],
+        "files": rank.size.shard * rank.file_bytes,
+        "weights on their way": shard if rank.on_gpu and not cfg.model.cpu_offload else 0,
+        "offloaded policy": shard if cfg.model.cpu_offload else 0,
+    }
+    backward = {"gradients": memory.gradients, "gathered": memory.gathered} | _backward(cfg, rank)
+    phases = [
+        PhaseMemory.of("load", {"weights": memory.weights}, loading),
+        PhaseMemory.of("forward-backward", trainer | backward, host),
+        PhaseMemory.of("optimizer", trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank), host),
+        PhaseMemory.of("save", trainer, host),
+    ]
+    if cfg.export.at_end or cfg.export.every:
+        whole = rank.size.whole * rank.compute_bytes
+        bucket = full_bucket(EXPORT_BUCKET_BYTES, rank.size, compute_bytes=rank.compute_bytes)
+        ranks = copy_ranks(cfg, rank.run)
+        gathered = bucket + staging_bytes(bucket, num_ranks=ranks)
+        files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # of a rank
+        held = min(whole, min(files, 2) * EXPORT_FILE_BYTES)
+        phases.append(PhaseMemory.of("export", trainer | {"gathered": gathered}, host | {"exported files": held}))
+    return phases
+
+
+def phase_memory(cfg: Config, rank: Rank, plan: MemoryPlan) -> list[PhaseMemory]:
     """The phases of a rank that trains and of its engine, or of a rank of each kind, in the order of a step."""
-    return [*_phases(cfg, rank)]
+    return [*_phases(cfg, rank, plan)]
 
 
-def micro_batch_tokens(cfg: Config, run: Plan) -> int:
+def copy_ranks(cfg: Config | SftConfig, run: Plan) -> int:
+    """Ranks that hold one copy of the policy between them."""
+    return run.training_ranks // cfg.parallel.dp_replicate
+
+
+def micro_batch_tokens(cfg: Config | SftConfig, run: Plan) -> int:
     """Tokens that one rank computes together, at most: its chunk of a full micro-batch."""
     budget = run.max_tokens_per_micro_batch or (run.sequences_per_micro_batch or 0) * run.max_sequence_tokens
     all_there_are = math.ceil(run.rollouts_per_mini_batch / run.num_shares) * run.max_sequence_tokens
     return math.ceil(min(budget, all_there_are) / cfg.parallel.cp)
 
 
-def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
-    memory, host = rank.memory, _host(cfg, rank)
+def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
+    load, *training = training_phases(cfg, rank)
     apart = cfg.rollout.placement == "disaggregated"
-    trainer = {"weights": memory.weights, "optimizer": memory.optimizer}
-    asleep = {"trainer": memory.asleep, "refit buckets": memory.buckets}
-    awake = trainer | {"refit buckets": memory.buckets}
-    weights = rank.size.shard * _FLOAT32
+    alone, more_host = _host(cfg, rank), _host_of_rollouts(cfg, rank)
+    asleep = {"trainer": plan.asleep, "refit buckets": plan.buckets}
+    awake = {"refit buckets": plan.buckets}
 
-    def phase(
-        name: str, device: dict[str, int], engine_bytes: int = 0, more_host: dict[str, int] | None = None
-    ) -> PhaseMemory:
+    def beside(phase: PhaseMemory, device: Parts, *, engine_bytes: int) -> PhaseMemory:
+        """The phase with the rest of what is there, of which the torch engine is in this process."""
         engine, in_process = {"engine": engine_bytes}, cfg.rollout.engine == "torch"
-        return PhaseMemory(
-            name,
-            device=_some(device | engine if in_process else device),
-            host=_some(host | (more_host or {})),
-            elsewhere={} if in_process else _some(engine),
+        return PhaseMemory.of(
+            phase.name,
+            {**phase.device, **device, **(engine if in_process else {})},
+            {**phase.host, **more_host},
+            {} if in_process else engine,
         )
 
-    on_its_way = weights if rank.on_gpu and not cfg.model.cpu_offload else 0
-    files = {"files": rank.size.shard * rank.file_bytes, "weights on their way": on_its_way}
-    yield phase("load", {"weights": memory.weights}, more_host=files)
-    yield phase("refit", asleep, max(memory.engine_weights, _engine_while_refitted(cfg, rank)))
-    sampling = _engine_while_it_samples(cfg, rank)
-    yield phase("rollout", {"refit bucket": memory.buckets // 2} if apart else asleep, sampling)
+    yield PhaseMemory.of(load.name, load.device, {**load.host, "reference": more_host["reference"]})
+    refit, rollout = PhaseMemory("refit", {}, alone), PhaseMemory("rollout", {}, alone)
+    yield beside(refit, asleep, engine_bytes=max(plan.engine_weights, _engine_while_refitted(cfg, plan)))
+    sampling = _engine_while_it_samples(cfg, rank, plan)
+    yield beside(rollout, {"refit bucket": plan.buckets // 2} if apart else asleep, engine_bytes=sampling)
     needs_old = needs_old_logprobs(
         cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
     )
     if needs_old or cfg.has_reference:
-        yield phase("logprobs", awake | _scoring(cfg, rank), memory.engine_keeps)
-    yield phase(
-        "forward-backward",
-        awake | {"gradients": memory.gradients, "gathered": memory.gathered} | _backward(cfg, rank),
-        memory.engine_keeps,
-    )
-    block = _visiting_state(cfg, rank)
-    yield phase("optimizer", awake | {"gradients": memory.gradients} | block, memory.engine_keeps)
-    exports = cfg.export.at_end or cfg.export.every > 0
-    whole = rank.size.whole * rank.compute_bytes
-    export = {"exported files": min(whole, 2 * FILE_BYTES) if exports else 0}
-    gathered = {"gathered": memory.buckets - memory.buckets // 3 if exports else 0}
-    yield phase("save", awake | gathered, memory.engine_keeps, more_host=export)
+        logprobs = PhaseMemory("logprobs", _trainer(rank) | _scoring(cfg, rank), alone)
+        yield beside(logprobs, awake, engine_bytes=plan.engine_keeps)
+    for phase in training:
+        yield beside(phase, awake, engine_bytes=plan.engine_keeps)
 
 
-def _some(parts: Parts) -> dict[str, int]:
-    return {name: size for name, size in parts.items() if size}
+def _trainer(rank: Rank) -> dict[str, int]:
+    """What a trainer that is awake has on its device between forward passes."""
+    return {"weights": rank.memory.weights, "optimizer": rank.memory.optimizer}
 
 
-def _host(cfg: Config, rank: Rank) -> dict[str, int]:
-    """What a process keeps on the host from its first step on."""
+def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
+    """What a process that trains keeps on the host from its first step on."""
+    weights = rank.size.shard * _FLOAT32
+    state = weights * states_per_weight(cfg.optim)
+    return {
+        "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
+        "optimizer": state if cfg.optim.state_on_host else 0,
+        "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
+    }
+
+
+def _host_of_rollouts(cfg: Config, rank: Rank) -> dict[str, int]:
+    """What it keeps there besides, because an engine takes turns with it and rewards need a reference."""
     weights = rank.size.shard * _FLOAT32
     state = weights * states_per_weight(cfg.optim)
     moved = {
@@ -147,10 +190,7 @@ def _host(cfg: Config, rank: Rank) -> dict[str, int]:
         "all": weights + (0 if cfg.optim.state_on_host else state),
     }[cfg.offload.trainer]
     return {
-        "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "sleeping trainer": moved,
-        "optimizer": state if cfg.optim.state_on_host else 0,
-        "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
         "reference": weights if cfg.has_reference else 0,
         "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
     }
@@ -169,7 +209,7 @@ def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
     }
 
 
-def _backward(cfg: Config, rank: Rank) -> dict[str, int]:
+def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """The fullest of three moments of forward and backward, beside weights, shards of gradients and what is gathered.
 
     At the head: the logits of a tile, and the gradient of the head's [V, D] weight. In the last layer, when all others'
@@ -202,7 +242,7 @@ def _backward(cfg: Config, rank: Rank) -> dict[str, int]:
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
-def _logits(cfg: Config, rank: Rank) -> int:
+def _logits(cfg: Config | SftConfig, rank: Rank) -> int:
     return logits_bytes(
         rank.decoder,
         num_tokens=micro_batch_tokens(cfg, rank.run),
@@ -211,7 +251,7 @@ def _logits(cfg: Config, rank: Rank) -> int:
     )
 
 
-def _visiting_state(cfg: Config, rank: Rank) -> dict[str, int]:
+def _visiting_state(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """What of an optimizer's state on the host is on the device together: that of a block of weights."""
     if not cfg.optim.state_on_host:
         return {}
@@ -219,17 +259,17 @@ def _visiting_state(cfg: Config, rank: Rank) -> dict[str, int]:
     return {"visiting state": block * states_per_weight(cfg.optim)}
 
 
-def _engine_while_refitted(cfg: Config, rank: Rank) -> int:
+def _engine_while_refitted(cfg: Config, plan: MemoryPlan) -> int:
     """Its weights are back; its cache is, only where it never left."""
-    cached = rank.memory.engine_share or 0
-    return cached if "kv_cache" not in cfg.offload.engine else rank.memory.engine_weights
+    cached = plan.engine_share or 0
+    return cached if "kv_cache" not in cfg.offload.engine else plan.engine_weights
 
 
-def _engine_while_it_samples(cfg: Config, rank: Rank) -> int:
+def _engine_while_it_samples(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     """An engine with a fixed share fills it; the torch engine's cache has a row for each rollout that runs, as long
     as the longest, beside the logits of one token each."""
-    if rank.memory.engine_share is not None:
-        return rank.memory.engine_share
+    if plan.engine_share is not None:
+        return plan.engine_share
     if cfg.rollout.engine == "sglang":  # on a device of its own
         return int(cfg.rollout.memory_fraction * (rank.device_bytes - CONTEXT_BYTES))
     run, decoder = rank.run, rank.decoder

@@ -85,13 +85,20 @@ class Plan:
         return dataclasses.asdict(self)
 
 
+def plan_run(cfg: Config | SftConfig, *, num_ranks: int) -> Plan:
+    """Derive the plan of a run of either kind. Raises UserError with every count that does not work out."""
+    if isinstance(cfg, SftConfig):
+        return make_sft_plan(cfg, num_ranks=num_ranks)
+    return make_plan(cfg, num_ranks=num_ranks)
+
+
 def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     """Derive the plan of a reinforcement-learning run. Raises UserError with every count that does not work out."""
     prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     eval_response = (cfg.eval.max_response_tokens if cfg.eval else None) or cfg.rollout.max_response_tokens
     engine_ranks = cfg.rollout.num_ranks or 0
-    num_sampling, num_training = engine_ranks or num_ranks, training_ranks(cfg, num_ranks)
+    num_sampling, num_training = engine_ranks or num_ranks, max(1, num_ranks - engine_ranks)
     split = f"split over {num_sampling} ranks" + (" that hold engines" if engine_ranks else "")
     steps_ahead = _steps_ahead(cfg)
     ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
@@ -174,11 +181,6 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         export_every=cfg.export.every,
         ranks_per_share=ranks_per_share,
     )
-
-
-def training_ranks(cfg: Config | SftConfig, num_ranks: int) -> int:
-    """Of so many ranks, those that hold a part of the policy."""
-    return max(1, num_ranks - (cfg.rollout.num_ranks or 0)) if isinstance(cfg, Config) else num_ranks
 
 
 def _steps_ahead(cfg: Config) -> int:

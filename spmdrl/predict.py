@@ -8,14 +8,24 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import Config, ModelConfig, ParallelConfig
+from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.dist.session import local_rank
-from spmdrl.memory import Layout, ModelSize, model_size, plan_memory
+from spmdrl.memory import (
+    Layout,
+    MemoryPlan,
+    ModelSize,
+    engine_problems,
+    memory_problems,
+    model_size,
+    plan_memory,
+    training_memory,
+    training_problems,
+)
 from spmdrl.model.load import compute_dtype, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.model.sizes import cut_by_tp, decoder_of, expert_names
-from spmdrl.phase_memory import Rank
-from spmdrl.plan import make_plan, training_ranks
+from spmdrl.phase_memory import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
+from spmdrl.plan import plan_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +55,58 @@ class Model:
         return model_size(self.shapes, self.layers, layout=layout)
 
 
-def describe_rank(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Rank:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a run takes on each rank."""
+
+    rank: Rank
+    plan: MemoryPlan | None  # what its engine leaves room for; None for a run without one
+    phases: list[PhaseMemory]
+    problems: list[str]  # sentences about what cannot fit, whatever is computed
+
+
+def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Prediction:
+    """Of a run on `num_ranks` ranks whose devices have so much memory. Raises UserError when the settings do not make
+    a run."""
+    rank = describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
+    if isinstance(cfg, SftConfig):
+        problems = [*training_problems(rank.memory, device_bytes=device_bytes)]
+        return Prediction(rank=rank, plan=None, phases=training_phases(cfg, rank), problems=problems)
+    plan = plan_memory(
+        cfg,
+        rank.size,
+        num_ranks=copy_ranks(cfg, rank.run),
+        compute_bytes=rank.compute_bytes,
+        device_bytes=device_bytes,
+    )
+    problems = [
+        *memory_problems(plan, cfg, device_bytes=device_bytes),
+        *engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=device_bytes),
+    ]
+    return Prediction(rank=rank, plan=plan, phases=phase_memory(cfg, rank, plan), problems=problems)
+
+
+def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Prediction:
+    """On this machine's kind of device."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
+        torch.cuda.set_device(local_rank())
+        device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
+    else:
+        device_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
+
+
+def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Rank:
     """One of `num_ranks` ranks whose devices have so much memory. Raises UserError when the settings do not make a
     run."""
-    run = make_plan(cfg, num_ranks=num_ranks)
-    num_training = training_ranks(cfg, num_ranks)
-    size = model.size(cfg.parallel, num_training=num_training)
+    run = plan_run(cfg, num_ranks=num_ranks)
+    size = model.size(cfg.parallel, num_training=run.training_ranks)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
-    copy_ranks = num_training // cfg.parallel.dp_replicate
     return Rank(
         run=run,
-        memory=plan_memory(cfg, size, num_ranks=copy_ranks, compute_bytes=compute_bytes, device_bytes=device_bytes),
+        memory=training_memory(cfg.model, cfg.optim, size, compute_bytes=compute_bytes),
         size=size,
         decoder=decoder_of(model.config, model.shapes),
         repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
@@ -70,15 +121,3 @@ def describe_rank(cfg: Config, model: Model, *, num_ranks: int, device_bytes: in
 def _attention(setting: str, *, on_gpu: bool, compute_bytes: int) -> str:
     """As `attention.choose_kernel`, which asks the device itself, would choose on a GPU of today."""
     return ("varlen" if on_gpu and compute_bytes == 2 else "sdpa") if setting == "auto" else setting
-
-
-def describe_rank_here(cfg: Config, model: Model, *, num_ranks: int) -> Rank:
-    """A rank on this machine's kind of device."""
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
-        torch.cuda.set_device(local_rank())
-        device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
-    else:
-        device_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)

@@ -23,14 +23,8 @@ from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.objective import SftObjective
 from spmdrl.report import Report, RunFolder
-from spmdrl.report.resources import (
-    drop_metrics,
-    host_peak_gib,
-    loading_line,
-    resource_metrics,
-    time_metrics,
-    with_speed,
-)
+from spmdrl.report.memory import host_peak_bytes
+from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.update import Learner, update
@@ -51,13 +45,17 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         meshes = build_meshes(world, cfg.parallel)
         require_same(meshes.training, step, f"the newest checkpoint in {folder.checkpoints}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-        policy = load_policy(cfg.model, meshes.model, temperature=1.0)
+        with report.span("load"):
+            policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
         checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
-        report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
+        report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
+        report.expect(inputs.phases)
         if world.is_main:
             folder.write_launch(cfg, plan)
+        report.take_times()
+
         while step < plan.num_steps:
             step += 1
             passed_over = inputs.prompts.dropped
@@ -85,15 +83,17 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 samples=[],
                 histograms=histograms(metrics),
             )
-            with report.span("save"):
-                if plan.saves_after(step):
+            if plan.saves_after(step):
+                with report.span("save"):
                     keep = cfg.checkpoint.keep_last
                     checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
-            with report.span("export"):
-                if plan.exports_after(step):
+            if plan.exports_after(step):
+                with report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
         if cfg.export.at_end:
-            export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
+            with report.span("export"):
+                export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
+        report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))
 
 
 def to_sequence(

@@ -38,14 +38,8 @@ from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
-from spmdrl.report.resources import (
-    drop_metrics,
-    host_peak_gib,
-    loading_line,
-    resource_metrics,
-    time_metrics,
-    with_speed,
-)
+from spmdrl.report.memory import host_peak_bytes
+from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
@@ -105,8 +99,9 @@ def train(
             "temperature": cfg.rollout.temperature,
             "kernel": kernel_of_run(cfg, world.device.type, dtype),
         }
-        policy = load_policy(cfg.model, meshes.model, **scoring)
-        reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
+        with report.span("load"):
+            policy = load_policy(cfg.model, meshes.model, **scoring)
+            reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
         learner = Learner.start(
             policy,
             cfg.optim,
@@ -146,7 +141,7 @@ def train(
             restarts=phases.restarts,
         )
         sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
-        report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
+        report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
         report.expect(inputs.phases)
         if world.is_main:
             folder.write_launch(cfg, plan)
@@ -223,8 +218,9 @@ def train(
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
             report.memory(step, phases.take_edges())
         if cfg.export.at_end:
-            with phases.training():
+            with phases.training(), report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
+        report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))
 
 
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:

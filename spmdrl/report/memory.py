@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,15 @@ from spmdrl.phase_memory import PhaseMemory
 _GIB = 2**30
 _COLUMNS = ("free", "reserved", "allocated", "host", "pinned")
 
-# Spans of the loop, and the predicted phases that happen in them.
+# Spans of a run in the order of their first time, and the predicted phases that happen in them.
 PREDICTED = {
+    "load": ("load",),
     "rollout": ("rollout",),
     "logprobs": ("logprobs",),
     "update": ("forward-backward", "optimizer"),
     "refit": ("refit",),
+    "save": ("save",),
+    "export": ("export",),
 }
 
 
@@ -70,35 +77,92 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def take_peak_bytes() -> int:
-    """The most that torch had allocated on this rank's device since the last call, or, without a device, the most that
-    this process ever had resident: the system keeps no other peak of it."""
-    if not torch.cuda.is_initialized():
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most memory of this process at any moment of a stretch of time."""
+
+    device_bytes: int | None  # allocated by torch on this rank's device; None where there is no device
+    host_bytes: int  # resident
+
+    @property
+    def by_metric(self) -> dict[str, int]:
+        """By the end of the metric's name: without a device it is the host's memory that can run out."""
+        if self.device_bytes is None:
+            return {"peak_gib": self.host_bytes}
+        return {"peak_gib": self.device_bytes, "host_peak_gib": self.host_bytes}
+
+    def merge(self, other: Peak) -> Peak:
+        """Of both stretches, either with a device or without."""
+        host_bytes = max(self.host_bytes, other.host_bytes)
+        if self.device_bytes is None or other.device_bytes is None:
+            return Peak(None, host_bytes)
+        return Peak(max(self.device_bytes, other.device_bytes), host_bytes)
+
+
+def restart_peaks() -> None:
+    """Let `read_peak` tell of what comes from here on."""
+    restart_host_peak()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def restart_host_peak() -> bool:
+    """Let the system forget the most that this process had resident; False where it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def return_freed_host_memory() -> None:
+    """Give the system back what the C library keeps of freed memory, where that is glibc."""
+    with suppress(AttributeError):  # another library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def read_peak() -> Peak:
+    """Since `restart_peaks`; on the host since the process began, where the system forgets nothing."""
+    return Peak(torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None, host_peak_bytes())
+
+
+def host_peak_bytes() -> int:
+    """The most that this process had resident since `restart_host_peak`."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak
+    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
 
 
-def prediction_table(step: int, phases: Sequence[PhaseMemory], scalars: Mapping[str, float], *, on_gpu: bool) -> str:
-    """Predicted beside measured, for each span that has a prediction and a peak among a step's scalars.
-
-    Without a device the measured numbers never fall, so the predicted ones are those of the fullest phase until then.
-    """
-    by_name = {
-        phase.name: phase.process_bytes if on_gpu else phase.process_bytes + phase.host_bytes for phase in phases
+def predicted_peaks(phases: Sequence[PhaseMemory], *, on_gpu: bool) -> dict[str, Peak]:
+    """Of each span that has a prediction: that of its fullest phase. Without a device the host holds both parts."""
+    peaks = {
+        phase.name: Peak(phase.process_bytes, phase.host_bytes)
+        if on_gpu
+        else Peak(None, phase.process_bytes + phase.host_bytes)
+        for phase in phases
     }
-    rows, highest = [["phase", "predicted", "measured"]], 0 if on_gpu else by_name["load"]
-    for span, names in PREDICTED.items():
-        measured, predicted = (
-            scalars.get(f"memory/{span}_peak_gib"),
-            [by_name[name] for name in names if name in by_name],
-        )
-        if measured is not None and predicted:
-            highest = max(predicted) if on_gpu else max(highest, *predicted)
-            rows.append([span, f"{highest / _GIB:.2f}", f"{measured:.2f}"])
-    what = "torch's allocations on the fullest device" if on_gpu else "resident host memory of the largest rank so far"
-    return "\n".join([f"peaks in step {step}, GiB: {what}", *_aligned(rows)])
+    found = {span: [peaks[name] for name in names if name in peaks] for span, names in PREDICTED.items()}
+    return {span: reduce(Peak.merge, of_span) for span, of_span in found.items() if of_span}
+
+
+def with_host_so_far(predicted: Mapping[str, Peak]) -> dict[str, Peak]:
+    """The same where the host's peak never falls: of each span and those before it."""
+    highest = accumulate((peak.host_bytes for peak in predicted.values()), max)
+    return {span: Peak(peak.device_bytes, host) for (span, peak), host in zip(predicted.items(), highest, strict=True)}
+
+
+def prediction_table(predicted: Mapping[str, Peak], scalars: Mapping[str, float]) -> str:
+    """Predicted beside measured, for spans whose peaks are among a step's scalars."""
+    rows = []
+    for span, peak in predicted.items():
+        both = [(size / _GIB, scalars[f"memory/{span}_{name}"]) for name, size in peak.by_metric.items()]
+        rows.append([span, *(f"{gib:.2f}" for pair in both for gib in pair)])
+    is_host_alone = len(rows[0]) == 3
+    what = "resident on the host" if is_host_alone else "allocated by torch on the device, and resident on the host"
+    head = ["phase", "predicted", "measured", "of the host", "measured"][: len(rows[0])]
+    return "\n".join([f"peaks of the rank that needed most, GiB: {what}", *_aligned([head, *rows])])
 
 
 def edge_row(edge: Edge) -> dict[str, Any]:

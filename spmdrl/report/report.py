@@ -14,8 +14,22 @@ from spmdrl.config import ReportConfig
 from spmdrl.phase_memory import PhaseMemory
 from spmdrl.report.console import Display, Progress, open_display
 from spmdrl.report.files import MetricsFile, StepRowsFile, read_rows
-from spmdrl.report.memory import Edge, edge_row, memory_table, prediction_table, take_peak_bytes
+from spmdrl.report.memory import (
+    Edge,
+    Peak,
+    edge_row,
+    memory_table,
+    predicted_peaks,
+    prediction_table,
+    read_peak,
+    restart_host_peak,
+    restart_peaks,
+    return_freed_host_memory,
+    with_host_so_far,
+)
 from spmdrl.report.run_folder import RunFolder
+
+_BETWEEN_SPANS = "between spans"
 
 
 class Report:
@@ -40,8 +54,9 @@ class Report:
         start_step: int = 0,
     ) -> None:
         self._times: dict[str, float] = {}
-        self._peaks: dict[str, int] = {}
-        self._expected: Sequence[PhaseMemory] = ()
+        self._peaks: dict[str, Peak] = {}
+        self._predicted: dict[str, Peak] = {}  # of spans that were not measured yet
+        self._host_peaks_fall = restart_host_peak()
         self._taken = time.perf_counter()
         self._folder = folder if active else None
         self._shows_memory = cfg_report.memory
@@ -55,16 +70,21 @@ class Report:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Measure the wall time of a phase on this rank. Phases follow each other; they are not nested."""
+        """Measure the wall time and the peak memory of a phase on this rank. Phases follow each other; they are not
+        nested."""
         if self._display:
             self._display.begin_phase(name)
+        self._keep_peak(_BETWEEN_SPANS)
+        if name in self._predicted:
+            return_freed_host_memory()  # else what an earlier phase freed would be measured as this one's
+        restart_peaks()
         began = time.perf_counter()
         yield
         # Work that a phase has only queued on the GPU would be counted in the next one.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - began
-        self._peaks[name] = max(self._peaks.get(name, 0), take_peak_bytes())
+        self._keep_peak(name)
 
     def take_times(self) -> dict[str, float]:
         """Seconds of this rank in each phase since the last call, as `time/{name}_s`, and of all, as `time/step_s`.
@@ -75,14 +95,25 @@ class Report:
         began, self._taken = self._taken, time.perf_counter()
         return {f"time/{name}_s": seconds for name, seconds in times.items()} | {"time/step_s": self._taken - began}
 
-    def take_peaks(self) -> dict[str, int]:
-        """Peak memory of this rank in each phase since the last call, in bytes: see `take_peak_bytes`."""
+    def take_peaks(self) -> dict[str, Peak]:
+        """Peak memory of this rank in each phase since the last call, and between phases.
+
+        That of what a step does after it was reported, such as saving, is the next one's.
+        """
+        self._keep_peak(_BETWEEN_SPANS)
         peaks, self._peaks = self._peaks, {}
         return peaks
 
     def expect(self, phases: Sequence[PhaseMemory]) -> None:
-        """What phases are predicted to hold; the next step that is reported is compared with it, once."""
-        self._expected = phases
+        """What phases are predicted to hold; each is compared with what was measured, once."""
+        predicted = predicted_peaks(phases, on_gpu=torch.cuda.is_initialized())
+        self._predicted = predicted if self._host_peaks_fall else with_host_so_far(predicted)
+
+    def compare(self, scalars: Mapping[str, float]) -> None:
+        """Print predicted beside measured peaks, of the phases that are measured for the first time."""
+        measured = [span for span in self._predicted if f"memory/{span}_peak_gib" in scalars]
+        if measured:
+            self.message(prediction_table({span: self._predicted.pop(span) for span in measured}, scalars))
 
     def step(
         self,
@@ -99,9 +130,7 @@ class Report:
             self._files.step(step, scalars, samples, histograms, worst_tokens)
         if self._display:
             self._display.end_step(step, scalars)
-        if self._expected:
-            self.message(prediction_table(step, self._expected, scalars, on_gpu=torch.cuda.is_initialized()))
-            self._expected = ()
+        self.compare(scalars)
 
     def eval(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show and write an evaluation of the policy after `step`, before or after `step` itself is reported.
@@ -143,6 +172,10 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _keep_peak(self, name: str) -> None:
+        peak = read_peak()
+        self._peaks[name] = self._peaks.get(name, peak).merge(peak)
 
     def _write_curves(self, folder: RunFolder) -> str:
         # Here, not above: every rank imports this module and only one ever draws.

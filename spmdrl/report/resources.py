@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 from spmdrl.metrics import Max, Metrics, Total
-from spmdrl.report.memory import PREDICTED
+from spmdrl.report.memory import PREDICTED, Peak
 
 _GIB = 2**30
 
@@ -28,18 +28,20 @@ def drop_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> Metrics
     return {f"data/{reason}_count": Total(float(count)) for reason, count in passed_over.items() if count}
 
 
-def host_peak_gib() -> float:
-    """The most host memory this process has had resident since its start."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
-
-
-def loading_line(peaks_gib: Sequence[float]) -> str:
+def loading_line(peaks_bytes: Sequence[int]) -> str:
     """For the console, once models and optimizer are loaded: each rank's peak host memory."""
-    return f"loaded on {len(peaks_gib)} ranks; peak host memory, GiB: {' '.join(f'{peak:.2f}' for peak in peaks_gib)}"
+    peaks = " ".join(f"{peak / _GIB:.2f}" for peak in peaks_bytes)
+    return f"loaded on {len(peaks_bytes)} ranks; peak host memory, GiB: {peaks}"
 
 
-def resource_metrics(peaks: Mapping[str, int]) -> Metrics:
+def resource_metrics(peaks: Mapping[str, Peak]) -> Metrics:
     """Peak memory in each phase that has a prediction, and in all of `peaks`, which `Report.take_peaks` gave."""
-    phases: Metrics = {f"memory/{name}_peak_gib": Max(peaks[name] / _GIB) for name in PREDICTED if name in peaks}
-    total = max(peaks.values(), default=0) / _GIB
-    return phases | {"memory/peak_gib": Max(total), "memory/host_peak_gib": Max(host_peak_gib())}
+    phases: Metrics = {
+        f"memory/{span}_{name}": Max(size / _GIB)
+        for span in PREDICTED
+        if span in peaks
+        for name, size in peaks[span].by_metric.items()
+    }
+    every = reduce(Peak.merge, peaks.values())
+    whole = {"host_peak_gib": every.host_bytes} | every.by_metric
+    return phases | {f"memory/{name}": Max(size / _GIB) for name, size in whole.items()}

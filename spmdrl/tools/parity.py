@@ -1,7 +1,8 @@
 """`python -m spmdrl.tools.parity CONFIG`: whether every layout of the work gives the gradients of one rank.
 
 A batch of random sequences is trained on in float32 on 1, 2 and 4 ranks of this machine, in every way that the model
-can be laid out. What differs by more than rounding is a mistake, in spmdrl or in the model's code.
+can be laid out, by the loss of the configuration, whether it is for spmdrl.train or spmdrl.sft. What differs by more
+than rounding is a mistake, in spmdrl or in the model's code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.config import Config, read_config
+from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.dist.session import spmd_session
 from spmdrl.launch import EXIT_USER_ERROR
 from spmdrl.model.load import load_model_config
@@ -30,7 +31,9 @@ from spmdrl.parity import (
     ONE_RANK,
     UPDATES,
     Case,
+    Imitation,
     Outcome,
+    Reinforcement,
     Settings,
     cases,
     deviation,
@@ -44,7 +47,7 @@ EXIT_DIFFERENT = 1
 _RANKS = (1, 2, 4)
 
 
-def matrix(cfg: Config, settings: Settings) -> list[Case]:
+def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
     """The cases of a configuration; the first is what the others are compared with."""
     own = own_case(cfg.parallel)
     every = [ONE_RANK, *cases(settings)]
@@ -54,7 +57,7 @@ def matrix(cfg: Config, settings: Settings) -> list[Case]:
 def compute(arguments: argparse.Namespace, folder: Path) -> None:
     """On each rank of a torchrun: the outcomes of the cases with so many ranks, into the folder."""
     transformers_logging.disable_progress_bar()
-    cfg = read_config(Config, arguments.config, arguments.override)
+    cfg = read_run_config(arguments.config, arguments.override)
     settings = _settings(cfg)
     batch = random_batch(
         vocabulary=load_model_config(cfg.model).get_text_config().vocab_size,
@@ -79,7 +82,7 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
 def compare(arguments: argparse.Namespace) -> bool:
     """Run the matrix and print it; whether all of it agrees. Raises UserError when one rank cannot train the model."""
     transformers_logging.disable_progress_bar()
-    cfg = read_config(Config, arguments.config, arguments.override)
+    cfg = read_run_config(arguments.config, arguments.override)
     budget = cfg.pack.max_tokens_per_micro_batch
     if budget is not None and arguments.tokens > budget:
         raise UserError(
@@ -98,8 +101,11 @@ def compare(arguments: argparse.Namespace) -> bool:
         return _print(every, folder, most_ranks=arguments.ranks)
 
 
-def _settings(cfg: Config) -> Settings:
-    return Settings(model=cfg.model, loss=cfg.loss, pack=cfg.pack, temperature=cfg.rollout.temperature)
+def _settings(cfg: Config | SftConfig) -> Settings:
+    if isinstance(cfg, SftConfig):
+        return Settings(model=cfg.model, pack=cfg.pack, learning=Imitation())
+    learning = Reinforcement(loss=cfg.loss, temperature=cfg.rollout.temperature)
+    return Settings(model=cfg.model, pack=cfg.pack, learning=learning)
 
 
 def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None:

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmdrl.config import Config, read_config
+from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.launch import EXIT_USER_ERROR
-from spmdrl.memory import CONTEXT_BYTES, GIB, engine_problems, gib, memory_problems
+from spmdrl.memory import CONTEXT_BYTES, GIB, gib
 from spmdrl.model.load import parallel_model_problems, read_model_config
-from spmdrl.phase_memory import Parts, PhaseMemory, Rank, micro_batch_tokens, phase_memory
-from spmdrl.predict import Model, describe_rank
+from spmdrl.phase_memory import Parts, PhaseMemory, micro_batch_tokens
+from spmdrl.predict import Model, Prediction, predict
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4
@@ -54,30 +54,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code, 0 when everything fits."""
     arguments = _parse(argv)
     try:
-        cfg = read_config(Config, arguments.config, arguments.override)
+        cfg = read_run_config(arguments.config, arguments.override)
         model_config = read_model_config(cfg.model)
         if refusals := list(parallel_model_problems(model_config, cfg.model, cfg.parallel)):
             raise UserError("\n".join(refusals))
         model = Model.read(model_config, cfg.model)
         device_bytes = int(arguments.gpu_gib * GIB)
-        rank = describe_rank(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
+        prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
     except UserError as error:
         print("\n".join(["cannot plan:", *(f"  - {line}" for line in str(error).splitlines())]), file=sys.stderr)
         return EXIT_USER_ERROR
-    phases = phase_memory(cfg, rank)
-    problems = [*_problems(cfg, rank, phases)]
+    problems = [*_problems(prediction)]
     if problems:
         problems += _remedies(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes)
     if arguments.json:
-        print(json.dumps(_as_json(phases, problems, device_bytes), indent=1))
+        print(json.dumps(_as_json(prediction.phases, problems, device_bytes), indent=1))
     else:
-        _show(_console(), cfg, rank, phases, problems)
+        _show(_console(), cfg, prediction, problems)
     return EXIT_USER_ERROR if problems else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Predict the memory of each phase of a reinforcement-learning run.",
+        description="Predict the memory of each phase of a run of spmdrl.train or spmdrl.sft.",
         epilog="docs/memory.md says how to read it.",
     )
     parser.add_argument("config", help="TOML file")
@@ -91,12 +90,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _problems(cfg: Config, rank: Rank, phases: Sequence[PhaseMemory]) -> Iterator[str]:
+def _problems(prediction: Prediction) -> Iterator[str]:
     """What a launch would refuse, and the phases that are too large with what a launch does not count."""
-    device_bytes = rank.device_bytes
-    yield from memory_problems(rank.memory, cfg, device_bytes=device_bytes)
-    yield from engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=device_bytes)
-    for phase in _too_large(phases, device_bytes):
+    device_bytes = prediction.rank.device_bytes
+    yield from prediction.problems
+    for phase in _too_large(prediction.phases, device_bytes):
         takes = gib(phase.device_bytes + CONTEXT_BYTES)
         yield f"{phase.name} takes {takes} of {gib(device_bytes)}: {_largest(phase.on_device)}"
 
@@ -105,22 +103,16 @@ def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMe
     return [phase for phase in phases if phase.device_bytes + CONTEXT_BYTES > device_bytes]
 
 
-def _remedies(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
+def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
     """Sentences about settings with which everything fits: levers that are enough alone, else some of them together."""
 
-    def shortage(settings: Config) -> Shortage:
-        rank = describe_rank(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
-        phases = phase_memory(settings, rank)
-        too_much = sum(phase.device_bytes + CONTEXT_BYTES - device_bytes for phase in _too_large(phases, device_bytes))
-        return len([*_problems(settings, rank, phases)]), too_much
+    def shortage(settings: Config | SftConfig) -> Shortage:
+        prediction = predict(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
+        too_large = _too_large(prediction.phases, device_bytes)
+        too_much = sum(phase.device_bytes + CONTEXT_BYTES - device_bytes for phase in too_large)
+        return len([*_problems(prediction)]), too_much
 
-    engine_ranks = cfg.rollout.num_ranks or num_ranks
-    moves = [
-        (setting, value)
-        for setting, values in _LEVERS
-        for value in values
-        if setting != "rollout.tp_size" or engine_ranks % value == 0
-    ]
+    moves = [*_moves(cfg, num_ranks=num_ranks)]
     alone = [move for move in moves if (changed := _with(cfg, dict([move]))) and shortage(changed) == _FITS]
     for setting, value in alone[:MAX_REMEDIES]:
         yield f"it fits with {setting} = {_toml(value)}"
@@ -137,8 +129,17 @@ def _remedies(cfg: Config, model: Model, *, num_ranks: int, device_bytes: int) -
         )
 
 
+def _moves(cfg: Config | SftConfig, *, num_ranks: int) -> Iterator[tuple[str, Any]]:
+    """(setting, value) of every lever that this kind of run has."""
+    engine_ranks = cfg.rollout.num_ranks or num_ranks if isinstance(cfg, Config) else 0
+    for setting, values in _LEVERS:
+        for value in values if setting.partition(".")[0] in type(cfg).model_fields else ():
+            if setting != "rollout.tp_size" or engine_ranks % value == 0:
+                yield setting, value
+
+
 def _together(
-    cfg: Config, moves: Sequence[tuple[str, Any]], shortage: Callable[[Config], Shortage]
+    cfg: Config | SftConfig, moves: Sequence[tuple[str, Any]], shortage: Callable[[Config | SftConfig], Shortage]
 ) -> tuple[dict[str, Any], Shortage]:
     """Levers that make it fit, or nearly, and what is short then: each that helps, less those not needed."""
     taken: dict[str, Any] = {}
@@ -155,7 +156,7 @@ def _together(
     return taken, least
 
 
-def _with(cfg: Config, changes: Mapping[str, Any]) -> Config | None:
+def _with(cfg: Config | SftConfig, changes: Mapping[str, Any]) -> Config | SftConfig | None:
     """The settings with these changes; None where one changes nothing or they do not go together."""
     values = cfg.model_dump()
     for setting, value in changes.items():
@@ -164,7 +165,7 @@ def _with(cfg: Config, changes: Mapping[str, Any]) -> Config | None:
             return None
         values[table][key] = value
     try:
-        return Config.model_validate(values)
+        return type(cfg).model_validate(values)
     except ValueError:
         return None
 
@@ -174,7 +175,8 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_FILES)
 
 
-def _show(console: Console, cfg: Config, rank: Rank, phases: Sequence[PhaseMemory], problems: Sequence[str]) -> None:
+def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, problems: Sequence[str]) -> None:
+    rank, phases = prediction.rank, prediction.phases
     run, parallel, size = rank.run, cfg.parallel, rank.size
     console.print(
         f"{size.whole / 1e9:.2f} billion parameters, {size.shard / 1e9:.2f} on each of {run.training_ranks} ranks that "

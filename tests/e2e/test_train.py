@@ -129,6 +129,11 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
         assert 0 < row["refit/probe_max_abs_nats"] < 1e-5
         assert row["reward/failed_count"] == 0
     assert [row["step"] for row in rows(whole) if "eval/accuracy" in row] == [0, 2, 4]
+    # Loading comes before the first step, and what is saved after a step is the next one's.
+    measured = {
+        name: [row["step"] for row in rows(whole) if f"memory/{name}_peak_gib" in row] for name in ("load", "save")
+    }
+    assert measured == {"load": [1], "save": [3]}
 
 
 def test_the_tokens_that_engine_and_trainer_disagree_about_most_are_written(whole: Path) -> None:

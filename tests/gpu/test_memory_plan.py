@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from spmdrl.activations import Kept, kept_bytes
 from spmdrl.batch import build_batch
-from spmdrl.config import OptimConfig
+from spmdrl.config import OptimConfig, ReportConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.host_state import StateOnHost
@@ -20,8 +20,9 @@ from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.sizes import decoder_of
 from spmdrl.objective import PolicyObjective
-from spmdrl.phase_memory import phase_memory
-from spmdrl.predict import Model, describe_rank
+from spmdrl.predict import Model, predict
+from spmdrl.report import Report
+from spmdrl.report.resources import resource_metrics
 from spmdrl.update import Learner, update
 from tests.gpu.test_memory import MIB, allocated, state
 from tests.live import Watch
@@ -119,7 +120,24 @@ def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
     )
     model = Model.read(AutoConfig.from_pretrained(Path(qwen3)), cfg.model)
     device_bytes = torch.cuda.get_device_properties(0).total_memory
-    rank = describe_rank(cfg, model, num_ranks=1, device_bytes=device_bytes, on_gpu=True)
-    (phase,) = [phase for phase in phase_memory(cfg, rank) if phase.name == "forward-backward"]
+    prediction = predict(cfg, model, num_ranks=1, device_bytes=device_bytes, on_gpu=True)
+    (phase,) = [phase for phase in prediction.phases if phase.name == "forward-backward"]
     predicted = phase.process_bytes - phase.device["engine"] - phase.device["refit buckets"]
     assert 0.7 < predicted / measured < 1.3, (predicted / MIB, measured / MIB)
+
+
+def test_the_peak_of_a_phase_is_its_own() -> None:
+    with Report(ReportConfig(console="plain"), None, num_steps=1, active=False) as report:
+        kept = torch.zeros(4 * MIB, dtype=torch.uint8, device=CUDA)
+        before = torch.cuda.memory_allocated()
+        for name, size in (("update", 64 * MIB), ("save", 8 * MIB)):
+            with report.span(name):
+                torch.zeros(size, dtype=torch.uint8, device=CUDA)
+        peaks = report.take_peaks()
+    assert {name: peaks[name].device_bytes - before for name in ("update", "save")} == {
+        "update": 64 * MIB,
+        "save": 8 * MIB,
+    }
+    measured = resource_metrics(peaks)
+    assert measured["memory/update_host_peak_gib"].value() > 0
+    assert kept.is_cuda and measured["memory/peak_gib"].value() == (before + 64 * MIB) / 2**30

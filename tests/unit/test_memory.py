@@ -11,7 +11,17 @@ import pytest
 from transformers import AutoConfig
 
 from spmdrl.config import Config
-from spmdrl.memory import GIB, Layout, MemoryPlan, ModelSize, engine_problems, memory_problems, model_size, plan_memory
+from spmdrl.memory import (
+    GIB,
+    Layout,
+    MemoryPlan,
+    ModelSize,
+    engine_problems,
+    full_bucket,
+    memory_problems,
+    model_size,
+    plan_memory,
+)
 from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
@@ -60,6 +70,12 @@ def test_a_plan_counts_every_part() -> None:
     )
     assert plan.awake == 2 * GIB + plan.gathered
     assert not problems
+
+
+@pytest.mark.parametrize(("asked", "full"), [(10, 14), (20, 20), (200, 100)])
+def test_a_bucket_holds_the_largest_weight_and_no_more_than_the_model(asked: int, full: int) -> None:
+    size = ModelSize(whole=50, shard=50, root=0, largest_layer=0, largest_weight=7)
+    assert full_bucket(asked, size, compute_bytes=2) == full
 
 
 def test_what_offload_moves_is_not_there() -> None:

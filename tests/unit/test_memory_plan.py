@@ -10,14 +10,16 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.activations import Decoder, Kept, kept_bytes, kept_per_layer
-from spmdrl.config import Config, ModelConfig
+from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
 from spmdrl.memory import CONTEXT_BYTES, GIB, Layout, ModelSize, gathered_weights, model_size
 from spmdrl.model.load import parameter_shapes
 from spmdrl.model.sizes import cut_by_tp, expert_names
-from spmdrl.phase_memory import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens, phase_memory
-from spmdrl.predict import Model, describe_rank
-from spmdrl.report.memory import prediction_table
+from spmdrl.phase_memory import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
+from spmdrl.predict import Model, describe_rank, predict
+from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
+from spmdrl.report.resources import resource_metrics
 from spmdrl.tools import plan
+from spmdrl.types import UserError
 from tests.unit.test_memory import config
 
 QWEN3 = Qwen3Config(
@@ -41,9 +43,9 @@ def model_of(transformers_config: Any) -> Model:
     return Model.read(transformers_config, ModelConfig(path="m"))
 
 
-def phases_of(cfg: Config, *, num_ranks: int = 2, on_gpu: bool = True) -> dict[str, PhaseMemory]:
-    rank = describe_rank(cfg, model_of(QWEN3), num_ranks=num_ranks, device_bytes=80 * GIB, on_gpu=on_gpu)
-    return {phase.name: phase for phase in phase_memory(cfg, rank)}
+def phases_of(cfg: Config | SftConfig, *, num_ranks: int = 2, on_gpu: bool = True) -> dict[str, PhaseMemory]:
+    prediction = predict(cfg, model_of(QWEN3), num_ranks=num_ranks, device_bytes=80 * GIB, on_gpu=on_gpu)
+    return {phase.name: phase for phase in prediction.phases}
 
 
 def test_every_part_of_every_phase() -> None:
@@ -70,12 +72,49 @@ def test_every_part_of_every_phase() -> None:
         "rollout": ({"trainer": 12 * shard, "refit buckets": trainer["refit buckets"], "engine": sampling}, host),
         "forward-backward": (trainer | update | {"engine": 2 * WHOLE}, host),
         "optimizer": (trainer | {"gradients": 4 * shard, "engine": 2 * WHOLE}, host),
-        "save": (
-            trainer | {"gathered": trainer["refit buckets"] * 2 // 3 + 1, "engine": 2 * WHOLE},
+        "save": (trainer | {"engine": 2 * WHOLE}, host),
+        "export": (
+            trainer | {"gathered": bucket + bucket + bucket // 2, "engine": 2 * WHOLE},
             host | {"exported files": 2 * WHOLE},
         ),
     }
     assert {name: (phase.device, phase.host) for name, phase in phases.items()} == expected
+
+
+def sft_config(**sections: dict[str, Any]) -> SftConfig:
+    """As much work for the trainer as in `config`."""
+    settings = config(**sections).model_dump(include={"run", "model", "data", "optim", "pack", "checkpoint"})
+    return SftConfig.model_validate(settings | {"sft": {"sequences_per_step": 16, "max_response_tokens": 8}})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"model": {"cpu_offload": True}, "export": {"at_end": False}},
+        {"model": {"gradient_checkpointing": "full"}, "optim": {"state_on_host": True}},
+    ],
+    ids=str,
+)
+def test_fine_tuning_has_the_trainers_phases_with_nothing_beside_them(sections: dict[str, dict[str, Any]]) -> None:
+    beside = {"refit buckets", "engine"}
+    with_engine, alone = phases_of(config(**sections)), phases_of(sft_config(**sections))
+    assert with_engine.keys() - alone.keys() == {"refit", "rollout"}
+    for name, phase in alone.items():
+        parts = {part: size for part, size in with_engine[name].device.items() if part not in beside}
+        assert (parts, with_engine[name].host) == (phase.device, phase.host), name
+
+
+def test_fine_tuning_that_cannot_fit_is_refused_to_the_byte() -> None:
+    cfg, model = sft_config(), model_of(QWEN3)
+    needs = describe_rank(cfg, model, num_ranks=2, device_bytes=GIB, on_gpu=True).memory.awake + CONTEXT_BYTES
+
+    def problems(device_bytes: int) -> list[str]:
+        return predict(cfg, model, num_ranks=2, device_bytes=device_bytes, on_gpu=True).problems
+
+    assert not problems(needs)
+    (problem,) = problems(needs - 1)
+    assert problem.startswith("training takes ") and problem.endswith("use more ranks, or model.cpu_offload = true")
 
 
 def describe(transformers_config: Any) -> Decoder:
@@ -163,23 +202,37 @@ def test_expert_parallelism_deals_experts() -> None:
     assert (decoder.mlp_width, decoder.experts_per_token) == (2 * 32, 2)
 
 
-def test_predicted_beside_measured() -> None:
-    phases = [
-        PhaseMemory(name, {"weights": GIB * device}, {"process": GIB}, {"engine": 50 * GIB})
-        for name, device in (("load", 2), ("refit", 1), ("rollout", 1), ("forward-backward", 5), ("optimizer", 4))
+def phase(name: str, *, device_gib: int) -> PhaseMemory:
+    return PhaseMemory(name, {"weights": GIB * device_gib}, {"process": GIB}, {"engine": 50 * GIB})
+
+
+PHASES = [
+    phase("load", device_gib=2),
+    phase("rollout", device_gib=1),
+    phase("forward-backward", device_gib=5),
+    phase("optimizer", device_gib=4),
+]
+
+
+def test_predicted_beside_measured_on_a_device() -> None:
+    predicted = predicted_peaks(PHASES, on_gpu=True)
+    assert predicted == {"load": Peak(2 * GIB, GIB), "rollout": Peak(GIB, GIB), "update": Peak(5 * GIB, GIB)}
+    peaks = {"rollout": Peak(GIB * 3 // 2, GIB // 2), "update": Peak(GIB * 19 // 4, GIB * 5 // 4)}
+    scalars = {name: metric.value() for name, metric in resource_metrics(peaks).items()}
+    assert (scalars["memory/peak_gib"], scalars["memory/host_peak_gib"]) == (4.75, 1.25)
+    assert prediction_table({span: predicted[span] for span in peaks}, scalars).splitlines()[1:] == [
+        "  phase    predicted  measured  of the host  measured",
+        "  rollout       1.00      1.50         1.00      0.50",
+        "  update        5.00      4.75         1.00      1.25",
     ]
-    scalars = {"memory/rollout_peak_gib": 1.5, "memory/logprobs_peak_gib": 1, "memory/update_peak_gib": 4.75}
-    assert prediction_table(1, phases, scalars, on_gpu=True).splitlines() == [
-        "peaks in step 1, GiB: torch's allocations on the fullest device",
-        "  phase    predicted  measured",
-        "  rollout       1.00      1.50",
-        "  update        5.00      4.75",
-    ]
-    # Without a device the host holds both, and its peak never falls.
-    assert prediction_table(2, phases, scalars, on_gpu=False).splitlines()[2:] == [
-        "  rollout       3.00      1.50",
-        "  update        6.00      4.75",
-    ]
+
+
+def test_without_a_device_the_host_holds_both() -> None:
+    predicted = predicted_peaks(PHASES, on_gpu=False)
+    assert [peak.host_bytes // GIB for peak in predicted.values()] == [3, 2, 6]
+    assert [peak.host_bytes // GIB for peak in with_host_so_far(predicted).values()] == [3, 3, 6]
+    table = prediction_table({"rollout": predicted["rollout"]}, {"memory/rollout_peak_gib": 1.5})
+    assert table.splitlines()[1:] == ["  phase    predicted  measured", "  rollout       2.00      1.50"]
 
 
 BASICS = """
@@ -193,16 +246,23 @@ max_prompt_tokens = 2000
 [[data.sources]]
 kind = "jsonl"
 path = "a"
+[optim]
+lr = 1e-3
+[pack]
+max_tokens_per_micro_batch = 16000
+"""
+BY_REWARD = """
 [rollout]
 prompts_per_step = 8
 group_size = 8
 max_response_tokens = 2000
 [reward]
-terms = [{{ kind = "exact" }}]
-[optim]
-lr = 1e-3
-[pack]
-max_tokens_per_micro_batch = 16000
+terms = [{ kind = "exact" }]
+"""
+BY_IMITATION = """
+[sft]
+sequences_per_step = 64
+max_response_tokens = 2000
 """
 
 
@@ -213,7 +273,8 @@ def toml(tmp_path: Path) -> str:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
     Qwen3Config(**large, **heads, tie_word_embeddings=True, dtype="bfloat16").save_pretrained(tmp_path / "model")
     path = tmp_path / "x.toml"
-    path.write_text(BASICS.format(path=tmp_path / "model"), encoding="utf-8")
+    path.write_text(BASICS.format(path=tmp_path / "model") + BY_REWARD, encoding="utf-8")
+    (tmp_path / "sft.toml").write_text(BASICS.format(path=tmp_path / "model") + BY_IMITATION, encoding="utf-8")
     return str(path)
 
 
@@ -256,3 +317,26 @@ def test_several_levers_are_named_where_one_is_not_enough(toml: str, capsys: pyt
 def test_the_planner_refuses_what_a_run_would(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([toml, "--ranks", "3", "--gpu-gib", "80"]) == 2
     assert "cannot be split over 3 ranks" in capsys.readouterr().err
+
+
+def test_the_planner_reads_either_kind_of_run(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sft = str(Path(toml).with_name("sft.toml"))
+    for size, fits in (("80", True), ("8", False)):
+        code, answer = planned(capsys, sft, "--ranks", "2", "--gpu-gib", size)
+        assert (code == 0) == answer["fits"] == fits
+    names = [row["phase"] for row in answer["phases"]]
+    assert names == ["load", "forward-backward", "optimizer", "save", "export"]
+    levers = answer["problems"][-1].removeprefix("it fits with ").split(" and ")
+    assert not any(lever.startswith(("offload", "rollout")) for lever in levers)
+    assert (
+        planned(capsys, sft, "--ranks", "2", "--gpu-gib", "8", *(lever.replace(" = ", "=") for lever in levers))[0] == 0
+    )
+
+
+@pytest.mark.parametrize("overrides", [(), ("sft={ sequences_per_step = 8, max_response_tokens = 8 }",)])
+def test_a_run_of_no_kind_or_of_both_is_refused(toml: str, overrides: tuple[str, ...]) -> None:
+    path = Path(toml)
+    if not overrides:
+        path.write_text(BASICS.format(path="m"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"both \[rollout\] and \[sft\]" if overrides else "neither"):
+        read_run_config(str(path), overrides)
