@@ -83,7 +83,7 @@ def test_every_part_of_every_phase() -> None:
 
 def sft_config(**sections: dict[str, Any]) -> SftConfig:
     """As much work for the trainer as in `config`."""
-    settings = config(**sections).model_dump(include={"run", "model", "data", "optim", "pack", "checkpoint"})
+    settings = config(**sections).model_dump(include={"run", "model", "data", "optim", "pack", "export"})
     return SftConfig.model_validate(settings | {"sft": {"sequences_per_step": 16, "max_response_tokens": 8}})
 
 
