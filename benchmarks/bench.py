@@ -18,6 +18,9 @@ Each side is a program that prints progress to stderr and, as the last line of s
 - `load_memory.py`: `anon_over_limit`, `within_limit`, `ranks`, `versions`.
 - `logprob_memory.py --repeats N --threads T`: `tiled_peak_mib` and `plain_peak_mib` at 4096 tokens, `memory` and
   `times` by number of tokens, `plain_peak_is_measured` (or from smaller ones), `versions`.
+- `true_on_policy.py --workload fixed|tail --repeats N --threads T`: both modes in one process, on the same weights.
+  `exact_s` and `plain_s` (N durations each, of sampling and training together, that alternated), `sampling_ratios` and
+  `training_ratios` (of each pair), `mismatch` (the largest, nats, by mode), `load_average`, `versions`.
 - `refit.py --sizes S ... --repeats N`: `sizes`, by size: `parameters`, `tensors`, `buckets`, `gb` (10^9 bytes that the
   engine gets), `spmdrl_s` and `peer_s` (N refits each, that alternated), `ratios` (of those), `gb_per_s` (median),
   `copy_gb_per_s` (of a plain copy, median), `shares_of_copy` (the first over the second, N times), `digests_s` (what
