@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import spmdrl.rollout.collect
 import spmdrl.rollout.restart
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.metrics import merge_all, scalars
+from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector, Drawing
 from spmdrl.rollout.engine import EngineDied
@@ -29,7 +31,9 @@ from spmdrl.rollout.restart import MAX_RESTARTS, Restarts
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
-from tests.tiny import save_qwen3
+from tests.exact import skip_where_inexact
+from tests.tiny import save_llama, save_qwen3
+from tests.unit import test_invariant as exact
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
@@ -399,6 +403,27 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
                 torch.tensor(rollout.response.logprobs), torch.tensor(whole[place].logprobs), rtol=0, atol=1e-5
             )
     assert continued >= 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", [save_qwen3, save_llama])
+def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
+    tmp_path: Path, save: Callable[[Path], str], dtype: torch.dtype
+) -> None:
+    """Under `true_on_policy` by the same weights: a prefix of an earlier step is filled in, and was decoded."""
+    skip_where_inexact(tmp_path / "exact")
+    model = AutoModelForCausalLM.from_pretrained(save(tmp_path / "model"), attn_implementation=IMPLEMENTATION)
+    policy, engine = exact.policy_for(model, dtype), exact.engine_for(model, dtype, max_running=8)
+    sampling = replace(SAMPLING, temperature=exact.TEMPERATURE, stop_token_ids=frozenset(range(2, 12)))
+    drawing = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_draws=8, with_baseline=True)
+    run = start(drawing, [engine], sampling=sampling)
+    continued = 0.0
+    for step in range(1, 4):
+        (collected,) = run.step(step)
+        continued += scalars(collected.metrics)["rollout/continued_count"]
+        done = [(sampling.request(r.prompt, r.seed), r.response) for r, _ in collected.pending if not r.is_baseline]
+        assert exact.largest_mismatch(policy, done, per_pack=5) == 0.0
+    assert continued >= 3
 
 
 def test_staleness_is_counted_from_the_oldest_tokens() -> None:
