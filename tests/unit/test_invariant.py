@@ -143,11 +143,11 @@ def test_responses_of_1_to_256_tokens(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_batch_size_with_responses_of_1_to_256_tokens(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def test_batches_of_1_to_64_with_responses_of_1_to_256_tokens(model: PreTrainedModel, dtype: torch.dtype) -> None:
     policy = policy_for(model, dtype)
-    for count in range(1, 65):
+    for count in (1, 2, 3, 8, 15, 17, 32, 33, 64):
         done = exchanges(engine_for(model, dtype, count), requests(count, longest=256))
-        for per_pack in (1, 5, count):
+        for per_pack in (1, count):
             assert largest_mismatch(policy, done, per_pack=per_pack) == 0.0, (count, per_pack)
 
 
