@@ -2,14 +2,15 @@
 
     python benchmarks/packing.py [--repeats 3] [--limit-s 60]
 
-The first use makes .venv-verl, with verl alone: its requirements are not needed for this (packing_peer.py). The two
+benchmarks/run.sh makes .venv-verl, with verl alone: its requirements are not needed for this (packing_peer.py). The two
 sides run alternately on the same lengths, each call of verl in a process of its own, and only the split is timed. A
 call of verl that takes longer than the limit is ended and not repeated; the largest size is not asked of it. Balance
 is the excess of the costliest rank: its tokens over the mean of all ranks, minus 1.
 
-Prints a table, and writes benchmarks/results/packing-verl.json: `cases`, each with `spmdrl_s` and `peer_s` (a call
-each, that alternated), `ratios`, `spmdrl_excess` and `peer_excess`, `peer_limit_s` where verl did not end within it;
-and `pack_s`, what `pack` takes to cut all of the sequences, as those of one rank, into micro-batches of 16,384 tokens.
+Prints a table to stderr and one JSON object: `cases`, each with `spmdrl_s` and `peer_s` (a call each, that alternated),
+`ratios`, `spmdrl_excess` and `peer_excess`, `peer_limit_s` where verl did not end within it, and `pack_s`, what `pack`
+takes to cut all of the sequences, as those of one rank, into micro-batches of 16,384 tokens; `spmdrl_s` and `peer_s` of
+the case that counts; `summaries`, the table; `never_slower_nor_less_even`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ import statistics
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import bench
 import workload
 
 from spmdrl.algo.packing import balance, imbalance, pack
 
-PEER = "verl==0.9.1"
-PEER_VENV = bench.ROOT / ".venv-verl"
+HERE = Path(__file__).resolve().parent
+PEER_PYTHON = HERE.parent / ".venv-verl" / "bin" / "python"
+PEER = (HERE / "requirements-verl.txt").read_text(encoding="utf-8").splitlines()[-1]
 PEER_LARGEST = 100_000  # sequences; more are only given to spmdrl
 MICRO_BATCH_TOKENS = 16_384
 # (sequences, ranks)
@@ -57,43 +58,32 @@ def lognormal(draw: random.Random) -> int:
 KINDS: dict[str, Callable[[random.Random], int]] = {"uniform": uniform, "lognormal": lognormal}
 
 
-def main() -> int:
-    """Measure, print, write; 1 where spmdrl is slower or less even."""
+def main() -> None:
+    """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="pairs of each case")
     parser.add_argument("--limit-s", type=float, default=60.0, help="for one call of verl")
     args = parser.parse_args()
-    install_peer()
-    commit, load_average = bench.commit_id(), os.getloadavg()[0]
-    cases = []
+    if not PEER_PYTHON.exists():
+        sys.exit(f"there is no {PEER_PYTHON}; bash benchmarks/run.sh makes it")
+    load_average, cases = os.getloadavg()[0], []
     for num_sequences, num_ranks in SIZES:
         for kind in KINDS:
             cases.append(measure(kind, num_sequences, num_ranks, repeats=args.repeats, limit_s=args.limit_s))
-            print(summary(cases[-1]), flush=True)
+            print(summary(cases[-1]), file=sys.stderr, flush=True)
     [headline] = [case for case in cases if HEADLINE.items() <= case.items()]
     good = all(case["ratio"] <= 1 and case["spmdrl_excess"] <= case["peer_excess"] for case in cases if case["peer_s"])
-    measurement = bench.Measurement(
-        unit="s",
-        spmdrl=headline["spmdrl_s"],
-        peer=headline["peer_s"],
-        peer_name=PEER,
-        commands=[f"python benchmarks/packing.py --repeats {args.repeats} --limit-s {args.limit_s:g}"],
-        outputs=[{"cases": cases, "never_slower_nor_less_even": good, "versions": workload.versions([])}],
-        notes=[summary(case) for case in cases],
-    )
-    about = "{num_sequences} {kind} lengths over {num_ranks} ranks".format_map(HEADLINE)
-    benchmark = bench.Benchmark(about=about, goal=1.0, measure=lambda _: measurement)
-    settings = bench.Settings(repeats=args.repeats, warmup_steps=0, steps=0, threads=1)
-    bench.write_result("packing-verl", benchmark, settings, measurement, commit=commit, load_average=load_average)
-    return 0 if good else 1
-
-
-def install_peer() -> None:
-    """Make .venv-verl, unless it is there."""
-    if not (PEER_VENV / "bin" / "python").exists():
-        venv.create(PEER_VENV, with_pip=True)
-    pip = [str(PEER_VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", PEER], check=True, stdout=sys.stderr)
+    result = {
+        "peer": PEER,
+        "spmdrl_s": headline["spmdrl_s"],
+        "peer_s": headline["peer_s"],
+        "summaries": [summary(case) for case in cases],
+        "cases": cases,
+        "never_slower_nor_less_even": good,
+        "load_average": load_average,
+        "versions": workload.versions([]),
+    }
+    print(json.dumps(result))
 
 
 def measure(kind: str, num_sequences: int, num_ranks: int, *, repeats: int, limit_s: float) -> dict[str, Any]:
@@ -136,7 +126,7 @@ def timed(call: Callable[[], Split]) -> tuple[float, Split]:
 def ask_peer(lengths: Sequence[int], num_ranks: int, *, limit_s: float) -> tuple[float, Split]:
     """(seconds, shares) of one call of verl."""
     done = subprocess.run(
-        [str(PEER_VENV / "bin" / "python"), str(bench.HERE / "packing_peer.py")],
+        [str(PEER_PYTHON), str(HERE / "packing_peer.py")],
         input=json.dumps({"lengths": lengths, "num_ranks": num_ranks}),
         stdout=subprocess.PIPE,
         text=True,
@@ -167,4 +157,4 @@ def summary(case: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

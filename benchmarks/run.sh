@@ -3,7 +3,7 @@
 #   usage: benchmarks/run.sh [NAME ...] [--repeats N] [--steps N]    (benchmarks/bench.py --help)
 #   PYTHON=python3.12       an interpreter that has spmdrl; default: .venv/bin/python
 #   TORCH_INDEX=URL         the package index that the peer's torch comes from
-# The first use installs TRL into .venv-trl, which the project's own environment knows nothing of.
+# The first use installs the peers into .venv-trl and .venv-verl, which the project's own environment knows nothing of.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,14 +13,20 @@ if ! command -v "$python" >/dev/null; then
     exit 2
 fi
 
-pins=benchmarks/requirements-trl.txt
-installed=.venv-trl/.installed
-if ! cmp -s "$pins" "$installed"; then
-    [[ -x .venv-trl/bin/python ]] || "$python" -m venv .venv-trl
-    pip=(.venv-trl/bin/python -m pip --disable-pip-version-check install)
-    "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' "$pins")"
-    "${pip[@]}" -r "$pins"
-    cp "$pins" "$installed"
-fi
+# installs NAME [PIP OPTION ...]: benchmarks/requirements-NAME.txt into .venv-NAME, unless it is there already
+installs() {
+    local venv=.venv-$1 pins=benchmarks/requirements-$1.txt
+    local pip=("$venv/bin/python" -m pip --disable-pip-version-check install)
+    cmp -s "$pins" "$venv/.installed" && return
+    [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+    if grep -q '^torch==' "$pins"; then
+        "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' "$pins")"
+    fi
+    "${pip[@]}" "${@:2}" -r "$pins"
+    cp "$pins" "$venv/.installed"
+}
+
+installs trl
+installs verl --no-deps
 
 exec "$python" benchmarks/bench.py "$@"

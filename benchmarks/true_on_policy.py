@@ -72,6 +72,11 @@ class Mode:
         distance = (scores.logprobs.detach() - micro_batch.rollout_logprobs)[micro_batch.loss_mask]
         self.mismatch = max(self.mismatch, float(distance.abs().max()))
 
+    @property
+    def durations_s(self) -> list[float]:
+        """Of each step, sampling and training together."""
+        return [sum(pair) for pair in zip(self.sampling_s, self.training_s, strict=True)]
+
     def _sampled(self, prompts: list[list[int]], lengths: list[int]) -> MicroBatch:
         """The responses that were timed: the same seeds give the same ones."""
         requests = [
@@ -126,6 +131,8 @@ def main() -> None:
         "plain_training_s": statistics.median(plain.training_s[1:]),
         "mismatch": {"plain": plain.mismatch, "true_on_policy": exact.mismatch},
         "load_average": os.getloadavg()[0],
+        "exact_s": exact.durations_s[1:],
+        "plain_s": plain.durations_s[1:],
         "versions": workload.versions(["torch", "transformers"]),
     }
     print(json.dumps(result))

@@ -177,8 +177,9 @@ class RolloutConfig(Section):
     """`disaggregated` only, and required there: ranks that hold engines."""
     prompts_per_step: Count
     """Prompts drawn each step, over all ranks."""
-    group_size: Annotated[int, Field(ge=2)]
-    """Rollouts per prompt; a group's rewards are compared with each other."""
+    group_size: Count
+    """Rollouts per prompt. Estimators that compare a group's rewards with each other need 2 or more: see
+    `advantage.estimator`."""
     max_response_tokens: Count
     """Sampling stops there with finish reason `length`."""
     temperature: Positive = 1.0
@@ -380,10 +381,11 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "pass_at_k"] = (
-        "grpo"
-    )
-    """What a reward is compared with: see `docs/algorithms.md`."""
+    estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "remax", "pass_at_k"
+    ] = "grpo"
+    """What a reward is compared with: see `docs/algorithms.md`. For `remax` one more response a prompt is sampled,
+    greedily."""
     divide_by_std: bool | None = None
     """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -398,6 +400,11 @@ class AdvantageConfig(Section):
     def settings(self) -> dict[str, Any]:
         """The keyword arguments of the estimator's function."""
         return _with_defaults(self, ESTIMATORS[self.estimator].settings)
+
+    @property
+    def compares_with_greedy(self) -> bool:
+        """Whether each prompt group has a greedy response besides, which is not trained on."""
+        return "greedy_rewards" in ESTIMATORS[self.estimator].needs
 
     @property
     def whitens(self) -> bool:
@@ -839,6 +846,26 @@ class Config(Section):
     def advantages_need_scores(self) -> bool:
         """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
         return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
+
+    @model_validator(mode="after")
+    def _a_reward_has_something_to_be_compared_with(self) -> Config:
+        estimator, group_size = self.advantage.estimator, self.rollout.group_size
+        if group_size < (smallest := ESTIMATORS[estimator].smallest_group):
+            raise ValueError(
+                f'rollout.group_size = {group_size} leaves advantage.estimator = "{estimator}" no other rollout of the '
+                f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_greedy_response_has_no_divergence(self) -> Config:
+        if self.reward.kl_coef > 0 and self.advantage.compares_with_greedy:
+            raise ValueError(
+                f"reward.kl_coef = {self.reward.kl_coef:g} takes the divergence off every reward, but "
+                f'advantage.estimator = "{self.advantage.estimator}" compares with a greedy response, which policy and '
+                "reference do not score; set loss.kl_coef instead"
+            )
+        return self
 
     @model_validator(mode="after")
     def _some_are_left_out_of_k(self) -> Config:

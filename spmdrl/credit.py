@@ -84,7 +84,7 @@ def _of_groups(packs: list[MicroBatch], penalties: list[Tensor], cfg: Config, me
     everyone = torch.cat(gather_rows(mesh, mine[mine[:, 0] != FILLING]))
     in_order = everyone[everyone[:, 0].argsort()]
     _, rewards, num_tokens = (column.view(-1, cfg.rollout.group_size) for column in in_order.T.contiguous())
-    advantages = group_advantages(rewards, num_tokens, cfg.advantage).flatten()
+    advantages = group_advantages(rewards, cfg.advantage, num_tokens=num_tokens).flatten()
     assert torch.equal(in_order[:, 0], torch.arange(len(in_order)).double()), "a sequence is missing, or there twice"
     with_filling = torch.cat([advantages, advantages.new_zeros(1)])  # at FILLING, which is -1
     return [

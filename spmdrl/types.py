@@ -93,9 +93,10 @@ class Rollout:
     """One prompt with one response."""
 
     prompt: Prompt
-    sample_index: int  # 0 to group_size - 1
+    sample_index: int  # 0 to group_size - 1, and group_size of a baseline
     seed: int
     response: Response
+    is_baseline: bool = False  # sampled greedily for the others of its group to be compared with, and not trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,7 @@ class ScoredRollout:
     rollout: Rollout
     outcome: RewardOutcome
     advantage: float  # the reward, where it becomes one only with the log-probabilities: see `credit.py`
+    baseline: RewardOutcome | None = None  # of its prompt's greedy response, where that was compared with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

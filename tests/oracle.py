@@ -24,8 +24,10 @@ def uniform(seed: int, position: int) -> float:
     return (mix(seed, position) // 2**39) / 2**24
 
 
-def group_advantages(group: Sequence[float], estimator: str, *, lengths: Sequence[int], **settings: Any) -> list[float]:
-    """One prompt group, one rollout at a time."""
+def group_advantages(
+    group: Sequence[float], estimator: str, *, lengths: Sequence[int], greedy: float | None = None, **settings: Any
+) -> list[float]:
+    """One prompt group, one rollout at a time; `greedy` is the reward of its greedy response."""
     if estimator == "pass_at_k":
         return pass_at_k(group, **settings)
     row = []
@@ -37,6 +39,9 @@ def group_advantages(group: Sequence[float], estimator: str, *, lengths: Sequenc
             row.append((reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
         elif estimator == "opo":
             row.append(reward - statistics.fmean(group, weights=lengths))
+        elif estimator == "remax":
+            assert greedy is not None
+            row.append(reward - greedy)
         else:
             row.append(reward - statistics.fmean(group))
     return row

@@ -19,8 +19,8 @@ def grpo(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
 
     GRPO, DeepSeekMath arXiv:2402.03300; without `divide_by_std` R - mean, Dr.GRPO arXiv:2503.20783.
 
-    Here and in all estimators of groups: equal rewards have advantages of exactly 0, and a group's advantages are
-    bitwise the same whatever other groups are in the tensor.
+    Here and in all estimators that compare a group with itself: equal rewards have advantages of exactly 0, and a
+    group's advantages are bitwise the same whatever other groups are in the tensor.
     """
     centred = centre(rewards)
     if not divide_by_std:
@@ -78,7 +78,11 @@ def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
 
 
 def remax(rewards: Tensor, *, greedy_rewards: Tensor) -> Tensor:
-    """R minus the reward of the prompt's greedy response, for rewards [P, G], greedy_rewards [P]; arXiv:2310.10505."""
+    """R - R_greedy, for rewards [P, G] and those of one greedy response a prompt, greedy_rewards [P]; ReMax
+    arXiv:2310.10505.
+
+    No rollout of the group takes part in its baseline, so that a group of one has advantages too.
+    """
     return rewards - greedy_rewards[:, None]
 
 
@@ -176,6 +180,7 @@ ESTIMATORS: dict[str, Estimator] = {
         settings={"discount": 1.0},
         whiten=True,
         per_token=True,
+        smallest_group=1,
     ),
     "reinforce_plus_plus_baseline": Estimator(
         function=centre,
@@ -190,6 +195,14 @@ ESTIMATORS: dict[str, Estimator] = {
         source="arXiv:2505.23585",
         when="Exactly on-policy training; lengths that differ much within a group.",
         needs=("num_tokens",),
+    ),
+    "remax": Estimator(
+        function=remax,
+        text="R - R of one more response to the prompt, which is sampled greedily and not trained on",
+        source="arXiv:2310.10505",
+        when="One rollout a prompt, or few: the baseline costs one response more, and is the prompt's own.",
+        needs=("greedy_rewards",),
+        smallest_group=1,
     ),
     "pass_at_k": Estimator(
         function=pass_at_k,
@@ -207,11 +220,5 @@ BUILDING_BLOCKS: dict[str, Formula] = {
         text="sum over j >= t of (discount decay)^(j - t) (r_j + discount V_j+1 - V_j)",
         source="arXiv:1506.02438",
         when="PPO with a critic, which has to supply V.",
-    ),
-    "remax": Formula(
-        function=remax,
-        text="R - R(greedy response of the prompt)",
-        source="arXiv:2310.10505",
-        when="One rollout a prompt; it has to be given one greedy response a prompt besides.",
     ),
 }

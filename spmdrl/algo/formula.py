@@ -25,6 +25,7 @@ class Estimator(Formula):
 
     whiten: bool = False  # over the global batch, unless the user says otherwise
     per_token: bool = False
+    smallest_group: int = 2  # rollouts: fewer leave nothing to compare a reward with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How the prompt groups of a step are chosen."""
+    """How the prompt groups of a step are chosen, and what belongs to one beside the rollouts to be trained on."""
 
     groups_per_step: int  # wanted, over all engines
     extra_groups: int = 0  # open at the same time beyond those
@@ -45,6 +45,7 @@ class Drawing:
     carries_over: bool = False  # whether unfinished groups go on in the next step
     max_staleness: int = 1  # steps, of a group that was carried over
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
+    with_baseline: bool = False  # whether a group has a greedy response for its rewards to be compared with
 
     @property
     def can_be_stale(self) -> bool:
@@ -67,6 +68,7 @@ def training_drawing(cfg: Config, plan: Plan) -> Drawing:
         carries_over=cfg.rollout.partial,
         max_staleness=cfg.rollout.max_staleness,
         steps_ahead=plan.steps_ahead,
+        with_baseline=cfg.advantage.compares_with_greedy,
     )
 
 
@@ -74,14 +76,15 @@ def training_drawing(cfg: Config, plan: Plan) -> Drawing:
 class Collected:
     """This rank's part of what a step is trained on."""
 
-    pending: list[Pending]  # whole groups, in order
+    pending: list[Pending]  # whole groups, in order; baselines are among them
     metrics: Metrics
     places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
     group_size: int
     probes: Sequence[Rollout] = ()  # this rank's answers to the probe's prompts
 
     def index_of(self, rollout: Rollout) -> int:
-        """The rollout's place in the step's global order."""
+        """The rollout's place in the step's global order, where a baseline has none."""
+        assert not rollout.is_baseline, "a greedy response is not trained on"
         return self.places[rollout.prompt.prompt_id] * self.group_size + rollout.sample_index
 
 
@@ -137,7 +140,13 @@ class Collector:
         stale = [group for group in self._carried if _staleness(group, step) > drawing.max_staleness]
 
         def fresh(prompt: Prompt) -> PromptGroup:
-            return PromptGroup.drawn(prompt, step=step, run_seed=self._run_seed, group_size=self._sampling.group_size)
+            return PromptGroup.drawn(
+                prompt,
+                step=step,
+                run_seed=self._run_seed,
+                group_size=self._sampling.group_size,
+                with_baseline=drawing.with_baseline,
+            )
 
         part = _Part(
             self._engine,
@@ -225,7 +234,14 @@ class Collector:
                 "now has another prompt there; set [data] and run.seed back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        return PromptGroup.from_json(saved, prompt)
+        if (len(saved["seeds"]) > self._sampling.group_size) != self._drawing.with_baseline:
+            have, wants = ("without", "one") if self._drawing.with_baseline else ("with", "none")
+            raise UserError(
+                f"the checkpoint of step {step} holds unfinished prompt groups {have} a greedy response, but "
+                f"advantage.estimator now compares with {wants}; set that back, or set rollout.partial = false to drop "
+                "unfinished groups"
+            )
+        return PromptGroup.from_json(saved, prompt, group_size=self._sampling.group_size)
 
     def _shared_settings(self) -> dict[str, Any]:
         """The settings that all rollouts of a group must share."""
@@ -348,7 +364,8 @@ class _Part:
         for index in group.unfinished:
             self._asked.append((group, index))
             self._num_running += 1
-            yield self._sampling.request(group.prompt, group.seeds[index], group.responses[index].token_ids)
+            sampling = self._sampling.greedy() if group.is_baseline(index) else self._sampling
+            yield sampling.request(group.prompt, group.seeds[index], group.responses[index].token_ids)
 
     def _take(self, place: int, response: Response) -> None:
         group, sample_index = self._asked[place]
@@ -367,7 +384,7 @@ class _Part:
         for prompt_id, group in list(self._undecided.items()):
             if self._drawing.drops_equal and not group.is_scored:
                 continue
-            if self._drawing.drops_equal and len(set(group.rewards)) == 1:
+            if self._drawing.drops_equal and group.has_equal_rewards:
                 self._tickets.drop()
                 self.dropped.append(self._undecided.pop(prompt_id))
             elif self._tickets.keep():
@@ -465,7 +482,7 @@ def _metrics(
             "rollout/stale_groups_count": Total(float(len(stale))),
         }
     if drawing.can_be_stale:
-        spans = [span for group in part.kept for response in group.responses for span in response.spans]
+        spans = [span for group in part.kept for response in group.trained for span in response.spans]
         metrics |= {
             "rollout/mean_staleness_steps": Mean(
                 float(sum((step - 1 - span.version) * span.num_tokens for span in spans)),

@@ -17,19 +17,35 @@ NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """The rollouts of one prompt. It may take several steps, and keeps the seeds it was drawn with."""
+    """The rollouts of one prompt, and behind them its greedy response where there is one to compare with.
+
+    It may take several steps, and keeps the seeds it was drawn with.
+    """
 
     prompt: Prompt
+    group_size: int  # rollouts to be trained on
     drawn_in: int  # step
     seeds: tuple[int, ...]  # by sample_index
     responses: list[Response]  # by sample_index; finish reason "abort": to be gone on with
     pending: dict[int, Pending] = field(default_factory=dict)  # the finished ones by sample_index, being scored
 
     @classmethod
-    def drawn(cls, prompt: Prompt, *, step: int, run_seed: int, group_size: int) -> PromptGroup:
+    def drawn(
+        cls, prompt: Prompt, *, step: int, run_seed: int, group_size: int, with_baseline: bool = False
+    ) -> PromptGroup:
         """A group of which nothing has been sampled."""
-        seeds = tuple(rollout_seed(run_seed, step, prompt.prompt_id, index) for index in range(group_size))
-        return cls(prompt, step, seeds, [NOT_BEGUN] * group_size)
+        count = group_size + with_baseline
+        seeds = tuple(rollout_seed(run_seed, step, prompt.prompt_id, index) for index in range(count))
+        return cls(prompt, group_size, step, seeds, [NOT_BEGUN] * count)
+
+    def is_baseline(self, sample_index: int) -> bool:
+        """Whether that response is the greedy one."""
+        return sample_index >= self.group_size
+
+    @property
+    def trained(self) -> list[Response]:
+        """The responses to be trained on, by sample_index."""
+        return self.responses[: self.group_size]
 
     @property
     def unfinished(self) -> list[int]:
@@ -48,8 +64,13 @@ class PromptGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of a group that is scored."""
-        return [self.pending[index][1].result().reward for index in range(len(self.responses))]
+        """The rewards of a group that is scored, without that of the greedy response."""
+        return [self._reward(index) for index in range(self.group_size)]
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Whether a group that is scored teaches nothing: its rewards, the greedy response's too, are all the same."""
+        return len({self._reward(index) for index in range(len(self.responses))}) == 1
 
     @property
     def num_failed(self) -> int:
@@ -72,7 +93,7 @@ class PromptGroup:
         return None if response.finish_reason == "abort" else self._rollout(sample_index)
 
     def scored_rollouts(self) -> list[Pending]:
-        """The rollouts of a whole group with their rewards to come, in order."""
+        """The rollouts of a whole group with their rewards to come, in order; the greedy one is the last."""
         return [self.pending[index] for index in range(len(self.responses))]
 
     def as_json(self) -> dict[str, Any]:
@@ -97,7 +118,7 @@ class PromptGroup:
         }
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
+    def from_json(cls, saved: Mapping[str, Any], prompt: Prompt, *, group_size: int) -> PromptGroup:
         """The group that was saved; the prompt itself comes from the stream again."""
         responses = [
             Response(
@@ -108,7 +129,7 @@ class PromptGroup:
             )
             for response in saved["responses"]
         ]
-        group = cls(prompt, saved["drawn_in"], tuple(saved["seeds"]), responses)
+        group = cls(prompt, group_size, saved["drawn_in"], tuple(saved["seeds"]), responses)
         for index, outcome in saved["outcomes"].items():
             future: Future[RewardOutcome] = Future()
             future.set_result(RewardOutcome(**outcome))
@@ -116,4 +137,13 @@ class PromptGroup:
         return group
 
     def _rollout(self, index: int) -> Rollout:
-        return Rollout(prompt=self.prompt, sample_index=index, seed=self.seeds[index], response=self.responses[index])
+        return Rollout(
+            prompt=self.prompt,
+            sample_index=index,
+            seed=self.seeds[index],
+            response=self.responses[index],
+            is_baseline=self.is_baseline(index),
+        )
+
+    def _reward(self, index: int) -> float:
+        return self.pending[index][1].result().reward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ class Sampling:
     max_response_tokens: int
     stop_token_ids: frozenset[int]
     top_p: float = 1.0
+
+    def greedy(self) -> Sampling:
+        """The same, with the most probable token at every place."""
+        return dataclasses.replace(self, temperature=0.0)
 
     def request(self, prompt: Prompt, seed: int, response_ids: tuple[int, ...] = ()) -> Request:
         """One response to the prompt, or the rest of one that begins with `response_ids`."""

@@ -114,10 +114,11 @@ def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path
 
 
 def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) -> None:  # noqa: F811
-    """Two steps ahead, with groups that go on and groups that are drawn in place of others."""
+    """Two steps ahead, with groups that go on, groups that are drawn in place of others, and greedy responses."""
     settings = (
         "run.name=stopped-ahead",
         *APART,
+        "advantage.estimator=remax",
         "run.deterministic=false",
         "rollout.num_ranks=1",
         "rollout.dynamic_sampling=true",
@@ -136,6 +137,7 @@ def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) ->
     assert all(row["rollout/max_staleness_steps"] <= 3 for row in rows(run)[1:])
     used = [(sample["prompt_id"], sample["sample_index"]) for sample in samples(run)]
     assert len(used) == len(set(used)), "a prompt was trained on twice"
+    assert all(sample["advantage"] == sample["reward"] - sample["greedy_reward"] for sample in samples(run))
 
 
 def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
@@ -50,8 +51,11 @@ SCORES: list[dict[str, Any]] = [
     {"advantage": {"estimator": "reinforce_plus_plus_baseline"}},
     {"advantage": {"estimator": "opo", "whiten": True}, "reward": {"overlong_tokens": 20}},
     {"advantage": {"estimator": "pass_at_k", "k": 3}, "reward": {"overlong_tokens": 30, "overlong_penalty": 0.5}},
+    {"advantage": {"estimator": "remax"}},
+    {"advantage": {"estimator": "remax", "whiten": True}, "reward": {"overlong_tokens": 20}},
     {"advantage": {"estimator": "reinforce_plus_plus"}},  # rewards still, until tokens are scored
 ]
+GREEDY_TOKENS = 30  # of each group's greedy response
 LOSSES: list[dict[str, Any]] = [
     {"kind": name, "updates_per_step": 2} | ({"cov_fraction": 0.1} if kind.choice else {})
     for name, kind in POLICY_LOSSES.items()
@@ -119,6 +123,19 @@ def outcome(sequence: Sequence) -> tuple[Rollout, RewardOutcome]:
     return rollout, RewardOutcome(reward=sequence.advantage, parts={})
 
 
+def greedy_outcome(prompt_id: int) -> tuple[Rollout, RewardOutcome]:
+    """The greedy response of a prompt, whose reward is the prompt's number."""
+    response = Sequence(
+        index=prompt_id * GROUP_SIZE,
+        token_ids=(5,) * GREEDY_TOKENS,
+        loss_mask=(True,) * GREEDY_TOKENS,
+        rollout_logprobs=(-1.0,) * GREEDY_TOKENS,
+        advantage=float(prompt_id),
+    )
+    rollout, reward = outcome(response)
+    return dataclasses.replace(rollout, sample_index=GROUP_SIZE, is_baseline=True), reward
+
+
 def _scores() -> list[list[tuple[float, float]]]:
     """(reward, advantage) of all rollouts in their order, for each of SCORES; groups are dealt like cards."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
@@ -126,7 +143,10 @@ def _scores() -> list[list[tuple[float, float]]]:
         mine = [s for s in random_sequences(COUNT) if s.index // GROUP_SIZE % world.num_ranks == world.rank]
         found = []
         for case in SCORES:
-            scored = score_groups([outcome(sequence) for sequence in mine], config(**case), meshes.training)
+            cfg, outcomes = config(**case), [outcome(sequence) for sequence in mine]
+            if cfg.advantage.compares_with_greedy:
+                outcomes += [greedy_outcome(prompt_id) for prompt_id in {s.index // GROUP_SIZE for s in mine}]
+            scored = score_groups(outcomes, cfg, meshes.training)
             parts = gather_objects(meshes.training, [(s.outcome.reward, s.advantage) for s in scored])
             groups = [part[first : first + GROUP_SIZE] for part in parts for first in range(0, len(part), GROUP_SIZE)]
             order = [g for rank in range(world.num_ranks) for g in range(rank, COUNT // GROUP_SIZE, world.num_ranks)]
@@ -142,14 +162,19 @@ def test_scores_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -> None:
     for case, found in zip(SCORES, run_ranks(num_ranks, _scores)[0], strict=True):
         cfg = config(**case)
         rewards = [sequence.advantage for sequence in sequences]
+        greedy = [float(prompt_id) for prompt_id in range(COUNT // GROUP_SIZE)]
         if first := cfg.reward.overlong_tokens:
             free, height = cfg.rollout.max_response_tokens - first, cfg.reward.overlong_penalty or 1.0
             rewards = [r - height * max(0, n - free) / first for r, n in zip(rewards, lengths, strict=True)]
+            greedy = [r - height * max(0, GREEDY_TOKENS - free) / first for r in greedy]
         advantages = rewards
         if cfg.advantage.estimator != "reinforce_plus_plus":
             groups = [slice(i, i + GROUP_SIZE) for i in range(0, COUNT, GROUP_SIZE)]
             name, settings = cfg.advantage.estimator, cfg.advantage.settings
-            rows = [oracle.group_advantages(rewards[g], name, lengths=lengths[g], **settings) for g in groups]
+            rows = [
+                oracle.group_advantages(rewards[g], name, lengths=lengths[g], greedy=baseline, **settings)
+                for g, baseline in zip(groups, greedy, strict=True)
+            ]
             advantages = [advantage for row in rows for advantage in row]
             if cfg.advantage.whitens:
                 advantages = oracle.whiten(advantages, lengths, 1e-6)

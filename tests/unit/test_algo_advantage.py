@@ -27,6 +27,7 @@ CASES: list[dict[str, Any]] = [
     {"estimator": "pass_at_k", "k": 2},
     {"estimator": "pass_at_k"},
 ]
+REMAX = {"estimator": "remax"}  # the only one whose baseline is none of the group
 
 
 def some_rewards(num_prompts: int, group_size: int) -> Tensor:
@@ -37,16 +38,29 @@ def some_rewards(num_prompts: int, group_size: int) -> Tensor:
 
 
 def some_lengths(rewards: Tensor) -> Tensor:
-    return torch.randint(1, 30, rewards.shape, generator=torch.Generator().manual_seed(1))
+    """Loss tokens: single ones, and none at all for some rollouts of a group."""
+    lengths = torch.randint(0, 5, rewards.shape, generator=torch.Generator().manual_seed(1))
+    lengths[:, 0] += 1
+    return lengths
+
+
+def greedy_of(rewards: Tensor) -> Tensor:
+    """A reward for each group's greedy response; where all rewards are equal, the same."""
+    return rewards.amax(dim=1)
 
 
 def estimated(rewards: Tensor, lengths: Tensor, case: dict[str, Any]) -> Tensor:
-    return group_advantages(rewards, lengths, AdvantageConfig(**case))
+    return group_advantages(rewards, AdvantageConfig(**case), num_tokens=lengths, greedy_rewards=greedy_of(rewards))
 
 
 @pytest.mark.parametrize(
     ("case", "group_size"),
-    [(case, size) for case in CASES for size in (2, 3, 8) if AdvantageConfig(**case).settings.get("k", 0) <= size],
+    [
+        (case, size)
+        for case in (*CASES, REMAX)
+        for size in (1, 2, 3, 8)
+        if size >= ESTIMATORS[case["estimator"]].smallest_group and size >= AdvantageConfig(**case).settings.get("k", 0)
+    ],
     ids=str,
 )
 def test_equal_to_the_oracle(case: dict[str, Any], group_size: int) -> None:
@@ -54,14 +68,14 @@ def test_equal_to_the_oracle(case: dict[str, Any], group_size: int) -> None:
     rewards = some_rewards(5, group_size)
     lengths = some_lengths(rewards)
     slow = [
-        oracle.group_advantages(row, cfg.estimator, lengths=n, **cfg.settings)
-        for row, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
+        oracle.group_advantages(row, cfg.estimator, lengths=n, greedy=greedy, **cfg.settings)
+        for row, n, greedy in zip(rewards.tolist(), lengths.tolist(), greedy_of(rewards).tolist(), strict=True)
     ]
     expected = torch.tensor(slow, dtype=torch.float64)
     torch.testing.assert_close(estimated(rewards, lengths, case), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, REMAX], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("group_size", [5, 6, 7, 8])
 def test_a_group_of_equal_rewards_teaches_nothing(case: dict[str, Any], dtype: torch.dtype, group_size: int) -> None:
@@ -70,7 +84,7 @@ def test_a_group_of_equal_rewards_teaches_nothing(case: dict[str, Any], dtype: t
     assert torch.equal(estimated(rewards, some_lengths(rewards), case), torch.zeros(3, group_size, dtype=dtype))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, REMAX], ids=str)
 def test_groups_do_not_see_each_other(case: dict[str, Any]) -> None:
     rewards = some_rewards(4, 5)
     lengths = some_lengths(rewards)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import spmdrl.rollout.collect
 import spmdrl.rollout.restart
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.metrics import merge_all, scalars
+from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector, Drawing
 from spmdrl.rollout.engine import EngineDied
@@ -29,7 +31,9 @@ from spmdrl.rollout.restart import MAX_RESTARTS, Restarts
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
-from tests.tiny import save_qwen3
+from tests.exact import skip_where_inexact
+from tests.tiny import save_llama, save_qwen3
+from tests.unit import test_invariant as exact
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
@@ -37,6 +41,7 @@ PLAIN = Drawing(groups_per_step=8, max_draws=8)
 OVERSAMPLED = Drawing(groups_per_step=8, extra_groups=4, max_draws=12)
 PARTIAL = replace(OVERSAMPLED, carries_over=True, max_staleness=100)
 DYNAMIC = Drawing(groups_per_step=8, max_draws=32, drops_equal=True)
+BASELINE = GROUP_SIZE  # the sample index of a group's greedy response, where it has one
 
 Samples = dict[tuple[int, int], Response]  # by prompt_id and sample_index
 
@@ -58,6 +63,7 @@ class FakeEngine:
     ) -> None:
         self.version = 0
         self.asked: list[tuple[int, int]] = []  # (tick, seed) of each request
+        self.greedy_seeds: set[int] = set()
         self._max_running, self._tick_s = max_running, tick_s
         self._length = length or (lambda seed: 1 + seed % SAMPLING.max_response_tokens)
         self._aborted = False
@@ -73,6 +79,7 @@ class FakeEngine:
             while len(rows) < self._max_running and (request := next(asked, None)):
                 rows.append(Row(next(places), request))
                 self.asked.append((tick, request.seed))
+                self.greedy_seeds |= {request.seed} if request.temperature == 0 else set()
             if not rows:
                 assert next(asked, "end") == "end", "nothing is running, and the caller has nothing to start"
                 return
@@ -236,13 +243,21 @@ def start(
 
 
 def samples_of(everyones: list[Collected]) -> Samples:
-    """By prompt_id and sample_index; checks that places are those of whole groups in the order of their prompts."""
-    rollouts = {everyone.index_of(rollout): rollout for everyone in everyones for rollout, _ in everyone.pending}
+    """By prompt_id and sample_index; checks that places are those of whole groups in the order of their prompts.
+
+    Greedy responses have no place, and follow at the end.
+    """
+    everything = [(everyone, rollout) for everyone in everyones for rollout, _ in everyone.pending]
+    rollouts = {everyone.index_of(rollout): rollout for everyone, rollout in everything if not rollout.is_baseline}
     assert sorted(rollouts) == list(range(len(rollouts)))
     in_order = [(rollouts[i].prompt.prompt_id, rollouts[i].sample_index) for i in sorted(rollouts)]
     assert in_order == sorted(in_order)
     assert len(in_order) == GROUP_SIZE * len({prompt_id for prompt_id, _ in in_order})
-    return {(rollouts[i].prompt.prompt_id, rollouts[i].sample_index): rollouts[i].response for i in sorted(rollouts)}
+    baselines = [rollout for _, rollout in everything if rollout.is_baseline]
+    return {
+        (rollout.prompt.prompt_id, rollout.sample_index): rollout.response
+        for rollout in [*(rollouts[i] for i in sorted(rollouts)), *baselines]
+    }
 
 
 def prompt_ids(samples: Samples) -> list[int]:
@@ -390,6 +405,27 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
     assert continued >= 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", [save_qwen3, save_llama])
+def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
+    tmp_path: Path, save: Callable[[Path], str], dtype: torch.dtype
+) -> None:
+    """Under `true_on_policy` by the same weights: a prefix of an earlier step is filled in, and was decoded."""
+    skip_where_inexact(tmp_path / "exact")
+    model = AutoModelForCausalLM.from_pretrained(save(tmp_path / "model"), attn_implementation=IMPLEMENTATION)
+    policy, engine = exact.policy_for(model, dtype), exact.engine_for(model, dtype, max_running=8)
+    sampling = replace(SAMPLING, temperature=exact.TEMPERATURE, stop_token_ids=frozenset(range(2, 12)))
+    drawing = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_draws=8, with_baseline=True)
+    run = start(drawing, [engine], sampling=sampling)
+    continued = 0.0
+    for step in range(1, 4):
+        (collected,) = run.step(step)
+        continued += scalars(collected.metrics)["rollout/continued_count"]
+        done = [(sampling.request(r.prompt, r.seed), r.response) for r, _ in collected.pending if not r.is_baseline]
+        assert exact.largest_mismatch(policy, done, per_pack=5) == 0.0
+    assert continued >= 3
+
+
 def test_staleness_is_counted_from_the_oldest_tokens() -> None:
     engine = FakeEngine(length=lambda seed: 400 if seed % 17 == 0 else 1 + seed % 20)
     run = start(replace(PARTIAL, max_staleness=2), [engine])
@@ -419,9 +455,57 @@ def test_a_group_that_is_too_stale_is_sampled_again_from_its_prompt() -> None:
         assert samples[prompt_id, index].token_ids[0] == token
 
 
+@pytest.mark.parametrize("drawing", [PLAIN, PARTIAL, DYNAMIC], ids=["plain", "partial", "dynamic"])
+def test_a_greedy_response_comes_with_every_group_and_changes_nothing_else(drawing: Drawing) -> None:
+    """Where the others' rewards are equal the greedy one's is here too, so that the same groups are dropped."""
+    with_greedy = replace(drawing, with_baseline=True)
+    run = start(with_greedy, fast_and_slow())
+    found = run.steps(1, 3)
+    for samples, _ in found:
+        assert [index for _, index in samples].count(BASELINE) == len(prompt_ids(samples))
+        assert {prompt_id for prompt_id, index in samples if index == BASELINE} == set(prompt_ids(samples))
+    asked = {seed for engine in run.engines for _, seed in engine.asked}
+    greedy = set().union(*(engine.greedy_seeds for engine in run.engines))
+    of_baselines = {rollout_seed(11, step, i, BASELINE) for step in (1, 2, 3) for i in range(100)}
+    assert greedy and greedy == asked & of_baselines
+    if not drawing.extra_groups:  # else timing decides which groups are trained on
+        plain = start(drawing, fast_and_slow()).steps(1, 3)
+        for (samples, metrics), (others, other_metrics) in zip(found, plain, strict=True):
+            assert {place: r for place, r in samples.items() if place[1] != BASELINE} == others
+            for name in ("rollout/drawn_groups_count", "rollout/equal_groups_count", "reward/drawn_mean"):
+                assert metrics.get(name) == other_metrics.get(name)
+
+
+def test_a_group_of_equal_rewards_is_kept_where_its_greedy_reward_differs() -> None:
+    def submit(rollout: Rollout) -> tuple[Rollout, Any]:
+        future: Future[RewardOutcome] = Future()
+        differs = rollout.is_baseline and not is_equal_group(rollout.prompt.prompt_id)
+        future.set_result(RewardOutcome(reward=float(differs), parts={}))
+        return rollout, future
+
+    run = start(replace(DYNAMIC, with_baseline=True), fast_and_slow(), submit=submit)
+    ((samples, metrics),) = run.steps(1, 1)
+    assert prompt_ids(samples) == [i for i in range(12) if not is_equal_group(i)][:8]
+    assert metrics["reward/drawn_mean"] == 0.0, "a greedy reward is counted among those that are trained on"
+
+
+def test_the_steps_staleness_is_that_of_what_is_trained_on() -> None:
+    """A greedy response that takes longer than the others of its group does not count among their tokens."""
+    long = {rollout_seed(11, step, i, BASELINE) for step in range(1, 5) for i in range(100)}
+    engine = FakeEngine(length=lambda seed: 60 if seed in long else 5)
+    run = start(replace(PARTIAL, with_baseline=True), [engine])
+    for step, (samples, metrics) in enumerate(run.steps(1, 4), start=1):
+        spans = [span for (_, index), r in samples.items() if index != BASELINE for span in r.spans]
+        total = sum((step - 1 - span.version) * span.num_tokens for span in spans)
+        assert metrics["rollout/mean_staleness_steps"] == total / sum(span.num_tokens for span in spans)
+
+
+@pytest.mark.parametrize("with_baseline", [False, True])
 @pytest.mark.parametrize("drops_equal", [False, True])
-def test_a_run_that_stopped_collects_what_it_would_have_collected(drops_equal: bool) -> None:
-    drawing = replace(PARTIAL, drops_equal=drops_equal, max_draws=48 if drops_equal else 12)
+def test_a_run_that_stopped_collects_what_it_would_have_collected(drops_equal: bool, with_baseline: bool) -> None:
+    drawing = replace(
+        PARTIAL, drops_equal=drops_equal, max_draws=48 if drops_equal else 12, with_baseline=with_baseline
+    )
     never_stopped = start(drawing, [FakeEngine()]).steps(1, 5)
     for stop in range(1, 5):
         before = start(drawing, [FakeEngine()])
@@ -458,6 +542,9 @@ def test_what_was_saved_is_refused_when_the_settings_do_not_fit() -> None:
     changed = saved | {"carried": [saved["carried"][0] | {"prompt_ids": [1]}]}
     with pytest.raises(UserError, match="the data now has another prompt there"):
         other_data.restore(changed, step=1)
+    (greedy,) = start(replace(PARTIAL, with_baseline=True), [FakeEngine()]).collectors
+    with pytest.raises(UserError, match="without a greedy response, but advantage"):
+        greedy.restore(saved, step=1)
     without = start(OVERSAMPLED, [FakeEngine()])
     without.collectors[0].restore(saved, step=1)
     assert "unfinished prompt groups of step 1 are dropped" in without.messages[0]

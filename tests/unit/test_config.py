@@ -67,7 +67,8 @@ def test_nothing_can_be_changed_afterwards(tmp_path: Path) -> None:
     [
         ("group_size = 2", "grup_size = 2", "rollout.grup_size: no such setting; did you mean rollout.group_size?"),
         ("group_size = 2", "lr = 2", "rollout.lr: no such setting; did you mean optim.lr?"),
-        ("group_size = 2", "group_size = 1", "rollout.group_size = 1: input should be greater than or equal to 2"),
+        ("group_size = 2", "group_size = 0", "rollout.group_size = 0: input should be greater than or equal to 1"),
+        ("group_size = 2", "group_size = 1", 'group_size = 1 leaves advantage.estimator = "grpo" no other rollout'),
         ("group_size = 2", 'group_size = "2"', 'rollout.group_size = "2": input should be a valid integer'),
         ("lr = 1e-3", "lr = -1.0", "optim.lr = -1.0: input should be greater than 0"),
         ("lr = 1e-3", "", "optim.lr: required, not set"),
@@ -149,6 +150,7 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
         (["advantage.k=2"], 'k has no meaning for estimator = "grpo"'),
         (["advantage.estimator=pass_at_k"], "advantage.k = 4 of rollout.group_size = 2"),
         (["advantage.estimator=reinforce_plus_plus", "loss.kind=gspo"], "knows one advantage for all tokens"),
+        (["advantage.estimator=remax", "reward.kl_coef=0.1"], "compares with a greedy response, which policy and"),
         (["advantage.estimator=reinforce_plus_plus", "rollout.dynamic_sampling=true"], "do teach something"),
         (["reward.kl_coef=0.1", "loss.kl_coef=0.1"], "would count the divergence to the reference twice"),
         (["reward.kl_target_nats=0.1"], "kl_target_nats has no meaning without kl_coef"),
@@ -162,7 +164,14 @@ def test_an_algorithm_that_cannot_be_is_refused(tmp_path: Path, overrides: list[
     assert expected in problem
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"])
+def test_a_prompt_may_have_one_rollout_where_no_other_is_compared_with(tmp_path: Path) -> None:
+    for estimator in ("remax", "reinforce_plus_plus"):
+        assert read(tmp_path, GOOD, "rollout.group_size=1", f"advantage.estimator={estimator}").rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "remax"]
+)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "torch.optim:RMSprop"])
 def test_the_resolved_configuration_can_be_read_again(tmp_path: Path, estimator: str, optimizer: str) -> None:
     cfg = read(tmp_path, GOOD, f"advantage.estimator={estimator}", f"optim.name={optimizer}")

@@ -141,14 +141,24 @@ def test_responses_of_1_to_256_tokens(model: PreTrainedModel) -> None:
     assert largest_mismatch(policy_for(model), done) == 0.0
 
 
-@pytest.mark.parametrize("cut", [1, 13])
-def test_a_response_that_goes_on_from_a_prefix(model: PreTrainedModel, cut: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batches_of_1_to_64_with_responses_of_1_to_256_tokens(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    policy = policy_for(model, dtype)
+    for count in (1, 2, 3, 8, 15, 17, 32, 33, 64):
+        done = exchanges(engine_for(model, dtype, count), requests(count, longest=256))
+        for per_pack in (1, count):
+            assert largest_mismatch(policy, done, per_pack=per_pack) == 0.0, (count, per_pack)
+
+
+@pytest.mark.parametrize(("cut", "dtype"), [(1, torch.bfloat16), (13, torch.float32)], ids=str)
+def test_a_response_that_goes_on_from_a_prefix(model: PreTrainedModel, cut: int, dtype: torch.dtype) -> None:
     """Keys of a prefix are computed by a prefill, and were by decode steps."""
-    engine = engine_for(model)
+    engine = engine_for(model, dtype)
     asked = [replace(request, max_response_tokens=30) for request in requests(6)]
     first = exchanges(engine, asked)
     rest = exchanges(engine, [replace(request, response_ids=done.token_ids[:cut]) for request, done in first])
-    assert largest_mismatch(policy_for(model), rest) == 0.0
+    assert largest_mismatch(policy_for(model, dtype), rest) == 0.0
     for (_, uncut), (_, response) in zip(first, rest, strict=True):
         assert (response.token_ids, response.logprobs) == (uncut.token_ids[cut:], uncut.logprobs[cut:])
 

@@ -1,0 +1,99 @@
+"""Everything that is added up to a loss equals its oracle in value and gradient, however the batch is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.algo.aggregation import AGGREGATIONS
+from spmdrl.algo.kl import KL_ESTIMATORS
+from spmdrl.config import LossConfig
+from spmdrl.model.policy import TokenScores
+from spmdrl.objective import PolicyObjective
+from tests import oracle
+from tests.unit.test_correction import CLIP, CUTS, MAX_RESPONSE_TOKENS, batch, random_sequences
+
+KL_COEF, ENTROPY_COEF = 0.3, 0.05
+
+
+def reference_of(old_logprobs: Any) -> Any:
+    """What the reference says of a token; of garbage it is garbage."""
+    return 0.7 * old_logprobs - 0.4
+
+
+def entropy_of(rollout_logprobs: Any) -> Any:
+    return -rollout_logprobs
+
+
+def with_reference(sequences: list[dict[str, Tensor]], cut: list[int], cfg: LossConfig) -> tuple[float, Tensor, Tensor]:
+    """(loss, its gradient by logprobs, by entropy) summed over micro-batches, both of the loss tokens in order."""
+    objective, loss, slopes = PolicyObjective(cfg), 0.0, []
+    for micro_batch, now in batch(sequences, cut, cfg.aggregation):
+        assert micro_batch.old_logprobs is not None
+        micro_batch = dataclasses.replace(micro_batch, ref_logprobs=reference_of(micro_batch.old_logprobs))
+        logprobs = now.clone().requires_grad_()
+        entropy = torch.where(micro_batch.loss_mask, entropy_of(micro_batch.rollout_logprobs), 1.0).requires_grad_()
+        part = objective(TokenScores(logprobs, entropy), micro_batch).loss_sum
+        gradients = torch.autograd.grad(part, [logprobs, entropy])
+        assert all((gradient[~micro_batch.loss_mask] == 0).all() for gradient in gradients)
+        loss += float(part.detach())
+        slopes.append(torch.stack([gradient[micro_batch.loss_mask] for gradient in gradients]))
+    by_logprob, by_entropy = torch.cat(slopes, dim=1)
+    return loss, by_logprob, by_entropy
+
+
+def by_hand(sequences: list[dict[str, Tensor]], cfg: LossConfig) -> tuple[float, list[float], list[float]]:
+    """The same, token by token."""
+    rows = [
+        [[*row, entropy_of(row[2])] for row in zip(*(s[name][s["mask"]].tolist() for name in "nobA"), strict=True)]
+        for s in sequences
+    ]
+
+    def loss() -> float:
+        losses = [
+            [
+                oracle.policy_loss(now, old, advantage, True, clip_low=CLIP, clip_high=CLIP, dual_clip=None)[0]
+                + KL_COEF * oracle.kl(now, reference_of(old), cfg.kl_estimator)
+                - ENTROPY_COEF * entropy
+                for now, old, _, advantage, entropy in row
+            ]
+            for row in rows
+        ]
+        return oracle.global_loss(losses, cfg.aggregation, MAX_RESPONSE_TOKENS)
+
+    def along(token: list[float], place: int) -> Callable[[float], float]:
+        def at(value: float) -> float:
+            before, token[place] = token[place], value
+            result = loss()
+            token[place] = before
+            return result
+
+        return at
+
+    by_place = [
+        [oracle.slope(along(token, place), token[place]) for token in itertools.chain(*rows)] for place in (0, 4)
+    ]
+    return loss(), *by_place  # type: ignore[return-value]  # two of them
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_whole_loss_equals_the_oracle_wherever_the_batch_is_cut(aggregation: str, estimator: str) -> None:
+    """With responses of one token and of none, and inf and NaN wherever nothing is trained."""
+    cfg = LossConfig.model_validate(
+        {"clip_low": CLIP, "clip_high": CLIP, "aggregation": aggregation, "kl_coef": KL_COEF, "allow_k1_loss": True}
+        | {"kl_estimator": estimator, "entropy_coef": ENTROPY_COEF}
+    )
+    sequences = random_sequences()
+    expected, *slopes = by_hand(sequences, cfg)
+    for cut in CUTS:
+        loss, *gradients = with_reference(sequences, cut, cfg)
+        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        for gradient, slope in zip(gradients, slopes, strict=True):
+            assert gradient.tolist() == pytest.approx(slope, rel=1e-6, abs=1e-6)
