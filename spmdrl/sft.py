@@ -19,6 +19,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
+from spmdrl.learners import POLICY
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.objective import SftObjective
@@ -54,7 +55,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
+        checkpoint.restore(folder.checkpoints, {POLICY: learner}, meshes.training, step=step)
         report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
@@ -88,7 +89,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             with report.span("save"):
                 if plan.saves_after(step):
                     keep = cfg.checkpoint.keep_last
-                    checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
+                    checkpoint.save(folder.checkpoints, {POLICY: learner}, meshes.training, step=step, keep_last=keep)
         if cfg.checkpoint.export:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
