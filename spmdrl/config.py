@@ -1169,7 +1169,8 @@ def _did_you_mean(kind: type[Section], location: tuple[str | int, ...]) -> str:
     given = str(location[-1])
     if near := difflib.get_close_matches(given, siblings, n=1, cutoff=0.6):
         return f"; did you mean {prefix}{near[0]}?"
-    everywhere = {name.rpartition(".")[2]: name for name in _all_keys(kind)}
+    # Of settings that are called the same, the first.
+    everywhere = {name.rpartition(".")[2]: name for name in reversed([*_all_keys(kind)])}
     if near := difflib.get_close_matches(given, everywhere, n=1, cutoff=0.8):
         return f"; did you mean {everywhere[near[0]]}?"
     return f"; the settings there are {', '.join(siblings)}" if siblings else ""

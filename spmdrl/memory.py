@@ -70,9 +70,9 @@ def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, la
 class MemoryPlan:
     """One rank's device memory by what it is for, in bytes."""
 
-    weights: int  # float32 master shards
-    gradients: int  # float32 shards
-    optimizer: int  # state of a known optimizer between steps; 0 when only the user knows it
+    weights: int  # float32 master shards, of the policy and of the critic if there is one
+    gradients: int  # float32 shards, of the larger of the two: each is updated for itself
+    optimizer: int  # state of a known optimizer between steps, of both; 0 when only the user knows it
     gathered: int  # full weights in the compute dtype, at the time most of them are
     buckets: int  # the two of a refit, and what is gathered for one
     asleep: int  # what of the above the trainer still holds while the engine samples
@@ -98,15 +98,24 @@ class MemoryPlan:
         return brought_back + self.training + (0 if has_optimizer_state else self.optimizer)
 
 
-def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: int, device_bytes: int) -> MemoryPlan:
+def plan_memory(
+    cfg: Config,
+    size: ModelSize,
+    *,
+    num_ranks: int,
+    compute_bytes: int,
+    device_bytes: int,
+    critic: ModelSize | None = None,
+) -> MemoryPlan:
     """The plan of a reinforcement-learning run whose compute dtype has elements of `compute_bytes`.
 
     It is that of one of the `num_ranks` ranks that hold a copy of the policy, with the engine beside it unless that is
     on other ranks.
     """
     apart = cfg.rollout.placement == "disaggregated"
-    shard = size.shard * _FLOAT32
-    on_device = 0 if cfg.model.cpu_offload else shard
+    trained = [size, critic] if critic else [size]
+    shards = [0 if cfg.model.cpu_offload else one.shard * _FLOAT32 for one in trained]
+    on_device = sum(shards)
     optimizer = 0 if cfg.optim.state_on_host else on_device * states_per_weight(cfg.optim)
     engine_weights = 0 if apart else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts, and then the optimizer has no state yet. The torch
@@ -118,9 +127,9 @@ def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: 
     staging = (bucket + bucket // num_ranks) if num_ranks > 1 else 0
     return MemoryPlan(
         weights=on_device,
-        gradients=on_device,
+        gradients=max(shards),
         optimizer=optimizer,
-        gathered=gathered_weights(cfg.model, size) * compute_bytes,
+        gathered=max(gathered_weights(cfg.model, one) for one in trained) * compute_bytes,
         buckets=2 * bucket + staging,
         asleep={"none": on_device + optimizer, "optimizer": on_device, "all": 0}[cfg.offload.trainer],
         engine_weights=engine_weights,

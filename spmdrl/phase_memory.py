@@ -6,6 +6,7 @@ host are added, which depend on how long sequences turn out: these numbers are t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -68,12 +69,26 @@ class Rank:
     memory: MemoryPlan
     size: ModelSize
     decoder: Decoder  # of the whole model
+    critic: tuple[ModelSize, Decoder] | None  # the same of a critic, if one is trained
     repeats_keys: bool  # whether the attention kernel is given keys and values once for each query head
     compute_bytes: int  # an element of the compute dtype
     tile_elements: int  # logits that the head computes together
     file_bytes: int  # an element of the model's files
     device_bytes: int
     on_gpu: bool  # else the device is the host
+
+    def for_critic(self) -> Rank | None:
+        """The same with the critic in the place of the policy: a model with one logit."""
+        if self.critic is None:
+            return None
+        size, decoder = self.critic
+        return dataclasses.replace(self, size=size, decoder=dataclasses.replace(decoder, vocabulary=1))
+
+    @property
+    def trained_shards(self) -> list[int]:
+        """Bytes of float32 weights on this rank, of each model that is trained."""
+        sizes = [self.size, *([self.critic[0]] if self.critic else [])]
+        return [size.shard * _FLOAT32 for size in sizes]
 
 
 def phase_memory(cfg: Config, rank: Rank) -> list[PhaseMemory]:
@@ -94,7 +109,7 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
     trainer = {"weights": memory.weights, "optimizer": memory.optimizer}
     asleep = {"trainer": memory.asleep, "refit buckets": memory.buckets}
     awake = trainer | {"refit buckets": memory.buckets}
-    weights = rank.size.shard * _FLOAT32
+    critic = rank.for_critic()
 
     def phase(
         name: str, device: dict[str, int], engine_bytes: int = 0, more_host: dict[str, int] | None = None
@@ -107,8 +122,9 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
             elsewhere={} if in_process else _some(engine),
         )
 
-    on_its_way = weights if rank.on_gpu and not cfg.model.cpu_offload else 0
-    files = {"files": rank.size.shard * rank.file_bytes, "weights on their way": on_its_way}
+    largest = max(rank.trained_shards)
+    on_its_way = largest if rank.on_gpu and not cfg.model.cpu_offload else 0
+    files = {"files": largest // _FLOAT32 * rank.file_bytes, "weights on their way": on_its_way}
     yield phase("load", {"weights": memory.weights}, more_host=files)
     yield phase("refit", asleep, max(memory.engine_weights, _engine_while_refitted(cfg, rank)))
     sampling = _engine_while_it_samples(cfg, rank)
@@ -116,13 +132,22 @@ def _phases(cfg: Config, rank: Rank) -> Iterator[PhaseMemory]:
     needs_old = needs_old_logprobs(
         cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
     )
-    if needs_old or cfg.has_reference:
+    if needs_old or cfg.has_reference or critic:
         yield phase("logprobs", awake | _scoring(cfg, rank), memory.engine_keeps)
     yield phase(
         "forward-backward",
-        awake | {"gradients": memory.gradients, "gathered": memory.gathered} | _backward(cfg, rank),
+        awake
+        | {
+            "gradients": 0 if cfg.model.cpu_offload else rank.trained_shards[0],
+            "gathered": gathered_weights(cfg.model, rank.size) * rank.compute_bytes,
+        }
+        | _backward(cfg, rank),
         memory.engine_keeps,
     )
+    if critic:
+        gradients = 0 if cfg.model.cpu_offload else critic.size.shard * _FLOAT32
+        gathered = {"gathered": gathered_weights(cfg.model, critic.size) * rank.compute_bytes}
+        yield phase("critic", awake | {"gradients": gradients} | gathered | _backward(cfg, critic), memory.engine_keeps)
     block = _visiting_state(cfg, rank)
     yield phase("optimizer", awake | {"gradients": memory.gradients} | block, memory.engine_keeps)
     export = {"exported model": rank.size.whole * rank.compute_bytes if cfg.checkpoint.export else 0}
@@ -136,7 +161,8 @@ def _some(parts: Parts) -> dict[str, int]:
 
 def _host(cfg: Config, rank: Rank) -> dict[str, int]:
     """What a process keeps on the host from its first step on."""
-    weights = rank.size.shard * _FLOAT32
+    shards = rank.trained_shards
+    weights = sum(shards)
     state = weights * states_per_weight(cfg.optim)
     moved = {
         "none": 0,
@@ -147,23 +173,29 @@ def _host(cfg: Config, rank: Rank) -> dict[str, int]:
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "sleeping trainer": moved,
         "optimizer": state if cfg.optim.state_on_host else 0,
-        "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
-        "reference": weights if cfg.has_reference else 0,
+        "offloaded policy": weights + max(shards) + state if cfg.model.cpu_offload else 0,
+        "reference": shards[0] if cfg.has_reference else 0,
         "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
     }
 
 
 def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
-    """A pass without gradients; the policy's root stays gathered after its own, while the reference is scored."""
-    tokens = micro_batch_tokens(cfg, rank.run)
-    part = rank.decoder.cut(cfg.parallel.tp)
+    """A pass without gradients; the policy's root stays gathered after its own, while the reference is scored, and the
+    critic is asked after it."""
+    critic = rank.for_critic()
     reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.has_reference else 0
-    logits = _logits(cfg, rank)
-    layer = forward_bytes(part, compute_bytes=rank.compute_bytes, num_tokens=tokens)
+    critics = gathered_weights(cfg.model, critic.size) if critic else 0
     return {
-        "gathered": rank.memory.gathered + reference * rank.compute_bytes,
-        "activations and logits": max(layer, tokens * rank.decoder.hidden * rank.compute_bytes + logits),
+        "gathered": (gathered_weights(cfg.model, rank.size) + max(reference, critics)) * rank.compute_bytes,
+        "activations and logits": max(_forward(cfg, one) for one in (rank, critic) if one),
     }
+
+
+def _forward(cfg: Config, rank: Rank) -> int:
+    """Without gradients: a layer at its fullest, or the head."""
+    tokens = micro_batch_tokens(cfg, rank.run)
+    layer = forward_bytes(rank.decoder.cut(cfg.parallel.tp), compute_bytes=rank.compute_bytes, num_tokens=tokens)
+    return max(layer, tokens * rank.decoder.hidden * rank.compute_bytes + _logits(cfg, rank))
 
 
 def _backward(cfg: Config, rank: Rank) -> dict[str, int]:
@@ -212,7 +244,7 @@ def _visiting_state(cfg: Config, rank: Rank) -> dict[str, int]:
     """What of an optimizer's state on the host is on the device together: that of a block of weights."""
     if not cfg.optim.state_on_host:
         return {}
-    block = min(STATE_BLOCK_BYTES, rank.size.shard * _FLOAT32)
+    block = min(STATE_BLOCK_BYTES, max(rank.trained_shards))
     return {"visiting state": block * states_per_weight(cfg.optim)}
 
 

@@ -175,6 +175,12 @@ def load_critic_config(cfg: ModelConfig) -> Any:
         return load_model_config(cfg)
 
 
+def read_critic_config(cfg: ModelConfig) -> Any:
+    """As `read_model_config`, with errors about `critic.path`."""
+    with _about_the_critic():
+        return read_model_config(cfg)
+
+
 @contextmanager
 def _about_the_critic() -> Iterator[None]:
     try:

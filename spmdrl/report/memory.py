@@ -20,7 +20,7 @@ _COLUMNS = ("free", "reserved", "allocated", "host", "pinned")
 PREDICTED = {
     "rollout": ("rollout",),
     "logprobs": ("logprobs",),
-    "update": ("forward-backward", "optimizer"),
+    "update": ("forward-backward", "critic", "optimizer"),
     "refit": ("refit",),
 }
 

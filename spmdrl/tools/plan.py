@@ -21,7 +21,7 @@ from rich.text import Text
 from spmdrl.config import Config, read_config
 from spmdrl.launch import EXIT_USER_ERROR
 from spmdrl.memory import CONTEXT_BYTES, GIB, engine_problems, gib, memory_problems
-from spmdrl.model.load import parallel_model_problems, read_model_config
+from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.phase_memory import Parts, PhaseMemory, Rank, micro_batch_tokens, phase_memory
 from spmdrl.predict import Model, describe_rank
 from spmdrl.types import UserError
@@ -56,9 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = read_config(Config, arguments.config, arguments.override)
         model_config = read_model_config(cfg.model)
-        if refusals := list(parallel_model_problems(model_config, cfg.model, cfg.parallel)):
-            raise UserError("\n".join(refusals))
-        model = Model.read(model_config, cfg.model)
+        critic = Model.read_critic(read_critic_config(cfg.critic_model), cfg.critic_model) if cfg.has_critic else None
+        model = Model.read(model_config, cfg.model, critic=critic)
+        planned = [(model, cfg.model), *([(critic, cfg.critic_model)] if critic else [])]
+        if refusals := [
+            sentence
+            for one, section in planned
+            for sentence in parallel_model_problems(one.config, section, cfg.parallel)
+        ]:
+            raise UserError("\n".join(dict.fromkeys(refusals)))
         device_bytes = int(arguments.gpu_gib * GIB)
         rank = describe_rank(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
     except UserError as error:
