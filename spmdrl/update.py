@@ -101,8 +101,8 @@ def update(
     to the step. So is one that is left out: the first of which the guard says that the policy has gone too far, and
     those after it, and all of the learner's frozen steps.
 
-    Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when
-    the guard objects.
+    Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when the guard
+    objects.
     """
     if step <= learner.frozen_steps:
         return {}
