@@ -67,11 +67,13 @@ def save(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier(mesh)
+    numbers = {name: _numbers(learner) for name, learner in learners.items()}
     dcp.save(_parts(_states(learners)), checkpoint_id=unfinished, process_group=mesh.get_group())
+    _forget_invented_state(learners, numbers)
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
-        state = {"step": step, "learners": {name: _numbers(learner) for name, learner in learners.items()}}
+        state = {"step": step, "learners": numbers}
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
         for old in _whole(folder)[:-keep_last]:
@@ -88,6 +90,7 @@ def _numbers(learner: Learner) -> dict[str, Any]:
     """What else than tensors a learner has to keep."""
     return {
         "optimizer": _kind(learner),
+        "has_state": bool(learner.optimizer.state),
         "loss_scale": dataclasses.asdict(learner.loss_scale),
         "coefficients": learner.coefficients,
     }
@@ -96,6 +99,14 @@ def _numbers(learner: Learner) -> dict[str, Any]:
 def _states(learners: Mapping[str, Learner]) -> dict[str, tuple[dict[str, Any], Any]]:
     """Weights and optimizer state by learner."""
     return {name: get_state_dict(learner.model, learner.optimizer) for name, learner in learners.items()}
+
+
+def _forget_invented_state(learners: Mapping[str, Learner], numbers: Mapping[str, Any]) -> None:
+    """An optimizer that has taken no step has no state, but torch invents one to save it: with one step in it, which
+    would change those that follow."""
+    for name, learner in learners.items():
+        if not numbers[name]["has_state"]:
+            learner.optimizer.state.clear()
 
 
 def _parts(states: Mapping[str, tuple[dict[str, Any], Any]]) -> dict[str, Any]:
@@ -164,6 +175,7 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
         learner.coefficients.update(
             {key: numbers["coefficients"].get(key, x) for key, x in learner.coefficients.items()}
         )
+    _forget_invented_state(learners, saved)
 
 
 def _require_same_learners(saved: Mapping[str, Any], learners: Mapping[str, Learner], *, step: int) -> None:

@@ -116,7 +116,11 @@ def test_every_layout_trains_policy_and_critic_as_one_rank_does(paths: tuple[str
 
 
 def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any:
-    """Every weight after step `last`, begun from the checkpoint before step `first`; asleep after every step."""
+    """Every weight after step `last`, begun from the checkpoint before step `first`; asleep and saved after every step.
+
+    And how much was asleep at the end, after which steps all optimizers had a state, and what a run without a critic
+    is told.
+    """
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         plan = _plan(world.num_ranks, meshes.ranks_per_share)
@@ -128,6 +132,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
         objectives = objectives_of(cfg, learners)
         checkpoint.restore(Path(folder), learners, meshes.training, step=first - 1)
         trainer = TrainerMemory(list(learners.values()), world.device, moves=moves)
+        have_state = []
         weights = sum(p.to_local().untyped_storage().nbytes() for x in learners.values() for p in x.model.parameters())
         for step in range(first, last + 1):
             packs, _ = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
@@ -136,7 +141,8 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()
-        checkpoint.save(Path(folder), learners, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), learners, meshes.training, step=step, keep_last=3)
+            have_state.append(trainer.has_optimizer_state)
         state = {
             f"{name}.{key}": p.full_tensor().detach()  # type: ignore[attr-defined]
             for name, learner in learners.items()
@@ -148,15 +154,16 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
         except UserError as error:
             refusal = str(error)
         del policy, learners, trainer
-        return state, asleep / weights, refusal
+        return state, asleep / weights, have_state, refusal
 
 
 def test_asleep_and_resumed_is_bitwise_awake_and_never_stopped(paths: tuple[str, str], tmp_path: Path) -> None:
     cfg = ppo(*paths, ADAMW)
-    whole, nothing, refusal = run_ranks(2, _resumed, cfg, str(tmp_path / "whole"), 1, STEPS, "none")[0]
-    _, everything, _ = run_ranks(2, _resumed, cfg, str(tmp_path / "halves"), 1, 2, "all")[0]
-    halves, _, _ = run_ranks(2, _resumed, cfg, str(tmp_path / "halves"), 3, STEPS, "all")[0]
-    assert whole.keys() == halves.keys() and "critic.value_head.weight" in whole
-    assert all(torch.equal(one, halves[name]) for name, one in whole.items())
+    whole, nothing, have_state, refusal = run_ranks(2, _resumed, cfg, str(tmp_path / "whole"), 1, STEPS, "none")[0]
+    run_ranks(2, _resumed, cfg, str(tmp_path / "parts"), 1, 1, "all")  # the policy has not taken a step yet
+    parts, everything, *_ = run_ranks(2, _resumed, cfg, str(tmp_path / "parts"), 2, STEPS, "all")[0]
+    assert have_state == [False, True, True]
+    assert whole.keys() == parts.keys() and "critic.value_head.weight" in whole
+    assert all(torch.equal(one, parts[name]) for name, one in whole.items())
     assert (nothing, everything) == (0.0, pytest.approx(3.0, rel=0.01)), "weights and both moments of both models"
     assert refusal.startswith("the checkpoint of step 3 is of critic and policy, but now policy would be trained")
