@@ -19,6 +19,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.guard import Guard
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.mismatch import effective_fraction, worst_of
+from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
 from spmdrl.objective import Objective, ObjectiveFunction
 from spmdrl.optim import make_optimizer, set_learning_rate
@@ -99,13 +100,13 @@ def update(
 
     A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
     to the step. So is one that is left out: the first of which the guard says that the policy has gone too far, and
-    those after it, and all of the learner's frozen steps.
+    those after it, and all of the learner's frozen steps, in which the objective's numbers are reported all the same.
 
     Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when the guard
     objects.
     """
     if step <= learner.frozen_steps:
-        return {}
+        return _measured(learner, mini_batches, objective, meshes)
     first, stopped = (step - 1) * len(mini_batches) + 1, False
     parts: list[Metrics] = []
     for number, mini_batch in enumerate(mini_batches, start=first):
@@ -119,6 +120,18 @@ def update(
         if mini_batch and guard and guard.stop_kl_nats is not None:
             parts.append({f"{learner.area}/left_out_fraction": Mean(float(stopped), 1.0)})
     return merge_all(parts) if meshes.speaks_for_data else {}
+
+
+@torch.no_grad()
+def _measured(learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, meshes: Meshes) -> Metrics:
+    """What the objective says about the mini-batches, without an update."""
+    device = torch.device(meshes.training.device_type)
+    metrics: list[Metrics] = []
+    for micro_batch in (pack for mini_batch in mini_batches for pack in mini_batch):
+        on_device = micro_batch.to(device)
+        metrics.append(_reduced(objective(learner.model(on_device), on_device), on_device))
+    reshard(learner.model)  # what is updated next needs the memory
+    return merge_all(metrics) if meshes.speaks_for_data else {}
 
 
 def _optimizer_step(
