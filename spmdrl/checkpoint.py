@@ -48,7 +48,7 @@ def _whole(folder: Path) -> list[Path]:
 
 def save(
     folder: Path,
-    learner: Learner,
+    learners: Mapping[str, Learner],
     mesh: DeviceMesh,
     *,
     step: int,
@@ -67,17 +67,13 @@ def save(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier(mesh)
-    weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
-    dcp.save(_parts(weights, optimizer), checkpoint_id=unfinished, process_group=mesh.get_group())
+    numbers = {name: _numbers(learner) for name, learner in learners.items()}
+    dcp.save(_parts(_states(learners)), checkpoint_id=unfinished, process_group=mesh.get_group())
+    _forget_invented_state(learners, numbers)
     if is_first:
         if collector is not None:
             (unfinished / _COLLECTOR).write_text(json.dumps(collector), encoding="utf-8")
-        state = {
-            "optimizer": _kind(learner),
-            "step": step,
-            "loss_scale": dataclasses.asdict(learner.loss_scale),
-            "coefficients": learner.coefficients,
-        }
+        state = {"step": step, "learners": numbers}
         (unfinished / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         unfinished.rename(final)
         for old in _whole(folder)[:-keep_last]:
@@ -90,10 +86,37 @@ def _kind(learner: Learner) -> str:
     return f'"{learner.optim.name}"' + (" with momentum" if learner.optim.momentum else "")
 
 
-def _parts(weights: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """What a checkpoint holds of both: not the optimizer's settings, which are the launch's and may be changed on
-    purpose, nor how it groups parameters, which depends on the ranks they are split over."""
-    return tree_map(_in_chunks, {"policy": weights, "optimizer": {"state": optimizer["state"]}})
+def _numbers(learner: Learner) -> dict[str, Any]:
+    """What else than tensors a learner has to keep."""
+    return {
+        "optimizer": _kind(learner),
+        "has_state": bool(learner.optimizer.state),
+        "loss_scale": dataclasses.asdict(learner.loss_scale),
+        "coefficients": learner.coefficients,
+    }
+
+
+def _states(learners: Mapping[str, Learner]) -> dict[str, tuple[dict[str, Any], Any]]:
+    """Weights and optimizer state by learner."""
+    return {name: get_state_dict(learner.model, learner.optimizer) for name, learner in learners.items()}
+
+
+def _forget_invented_state(learners: Mapping[str, Learner], numbers: Mapping[str, Any]) -> None:
+    """An optimizer that has taken no step has no state, but torch invents one to save it: with one step in it, which
+    would change those that follow."""
+    for name, learner in learners.items():
+        if not numbers[name]["has_state"]:
+            learner.optimizer.state.clear()
+
+
+def _parts(states: Mapping[str, tuple[dict[str, Any], Any]]) -> dict[str, Any]:
+    """What a checkpoint holds of them: not the optimizers' settings, which are the launch's and may be changed on
+    purpose, nor how they group parameters, which depends on the ranks they are split over."""
+    parts = {
+        name: {"weights": weights, "optimizer": {"state": optimizer["state"]}}
+        for name, (weights, optimizer) in states.items()
+    }
+    return tree_map(_in_chunks, parts)
 
 
 def _in_chunks(value: Any) -> Any:
@@ -129,7 +152,7 @@ def _packed_axis(value: Any) -> int | None:
     return None
 
 
-def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> None:
+def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, step: int) -> None:
     """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank of the mesh must call
     this.
 
@@ -138,19 +161,37 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
     if step == 0:
         return
     checkpoint = _folder_of(folder, step)
-    saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    if (before := saved.get("optimizer", _kind(learner))) != _kind(learner):
-        raise UserError(
-            f"the checkpoint of step {step} holds the state of optim.name = {before}, but now it is {_kind(learner)}; "
-            "set it back, or start a new run from the exported model"
+    saved = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))["learners"]
+    _require_same_learners(saved, learners, step=step)
+    states = _states(learners)
+    dcp.load(_parts(states), checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
+    for name, learner in learners.items():
+        weights, optimizer = states[name]
+        set_state_dict(learner.model, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
+        numbers = saved[name]
+        learner.loss_scale.scale = numbers["loss_scale"]["scale"]
+        learner.loss_scale.good_updates = numbers["loss_scale"]["good_updates"]
+        # Only those that this launch adapts too: a coefficient that is fixed now is what the configuration says.
+        learner.coefficients.update(
+            {key: numbers["coefficients"].get(key, x) for key, x in learner.coefficients.items()}
         )
-    weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
-    dcp.load(_parts(weights, optimizer), checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
-    set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
-    learner.loss_scale.scale = saved["loss_scale"]["scale"]
-    learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
-    # Only those that this launch adapts too: a coefficient that is fixed now is what the configuration says.
-    learner.coefficients.update({name: saved["coefficients"].get(name, x) for name, x in learner.coefficients.items()})
+    _forget_invented_state(learners, saved)
+
+
+def _require_same_learners(saved: Mapping[str, Any], learners: Mapping[str, Learner], *, step: int) -> None:
+    """Raises UserError when the checkpoint is of other models or optimizers."""
+    if saved.keys() != learners.keys():
+        before, now = (" and ".join(sorted(names)) for names in (saved, learners))
+        raise UserError(
+            f"the checkpoint of step {step} is of {before}, but now {now} would be trained; set advantage.estimator "
+            "back, or start a new run from the exported model"
+        )
+    for name, learner in learners.items():
+        if (before := saved[name]["optimizer"]) != _kind(learner):
+            raise UserError(
+                f"the checkpoint of step {step} holds the state of optim.name = {before}, but now it is "
+                f"{_kind(learner)}; set it back, or start a new run from the exported model"
+            )
 
 
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:

@@ -382,19 +382,21 @@ class RewardConfig(Section):
 
 class AdvantageConfig(Section):
     estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "remax", "pass_at_k"
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
     ] = "grpo"
     """What a reward is compared with: see `docs/algorithms.md`. For `remax` one more response a prompt is sampled,
     greedily."""
     divide_by_std: bool | None = None
     """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """`reinforce_plus_plus` only: of a later token's reward, for each token in between. Unset: 1."""
+    """`reinforce_plus_plus` and `gae` only: of a later token's reward, for each token in between. Unset: 1."""
+    gae_lambda: Fraction | None = None
+    """`gae` only: 1 trusts what was rewarded, 0 what the critic expects one token later. Unset: 0.95."""
     k: Count | None = None
     """`pass_at_k` only: how many rollouts may try, fewer than `rollout.group_size`. Unset: 4."""
     whiten: bool | None = None
     """Subtract the mean over the whole step and divide by its deviation, a rollout counting once per response token.
-    Unset: as the estimator's source does, which is for the two `reinforce_plus_plus`."""
+    Unset: as the estimator's source does, which is for `gae` and the two `reinforce_plus_plus`."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -718,6 +720,25 @@ class OptimConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    path: str | None = None
+    """A directory as `model.path` takes one, of a model for the same tokens; its language head is replaced by a head of
+    values, 0 at first. Unset: `model.path`. The other settings of `[model]` hold for both."""
+    lr: Positive | None = None
+    """Peak learning rate of the critic. Unset: `optim.lr`. Of `[optim]` all that is not set here holds for both."""
+    weight_decay: NonNegative | None = None
+    """Unset: `optim.weight_decay`."""
+    max_grad_norm: Positive | None = None
+    """Unset: `optim.max_grad_norm`."""
+    clip_value: Annotated[float, Field(gt=0.0)] = 0.2
+    """How far, in units of the reward, a step's updates may move a value before its loss stops falling; `inf` clips
+    nothing."""
+    gae_lambda: Fraction | None = None
+    """That of the returns which the critic learns; 1 makes them what was rewarded. Unset: `advantage.gae_lambda`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the critic learns and the policy stays what it is."""
+
+
 class PackConfig(Section):
     max_tokens_per_micro_batch: Count | None = None
     """Token budget of one forward pass, never exceeded. With `parallel.cp` that of the ranks that share it: each
@@ -830,6 +851,7 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     mismatch: MismatchConfig = MismatchConfig()
     optim: OptimConfig
+    critic: CriticConfig = CriticConfig()
     pack: PackConfig
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -843,9 +865,45 @@ class Config(Section):
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return "values" in ESTIMATORS[self.advantage.estimator].needs
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What `[model]` is for the critic."""
+        return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_optim(self) -> OptimConfig:
+        """What `[optim]` is for the critic."""
+        own = {name: getattr(self.critic, name) for name in ("lr", "weight_decay", "max_grad_norm")}
+        return self.optim.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+    @property
+    def critic_gae_lambda(self) -> float:
+        """That of the returns which the critic learns."""
+        own = self.critic.gae_lambda
+        return self.advantage.settings["gae_lambda"] if own is None else own
+
+    @property
     def advantages_need_scores(self) -> bool:
         """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
         return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
+
+    @model_validator(mode="after")
+    def _somebody_asks_the_critic(self) -> Config:
+        if not self.has_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f'advantage.estimator = "{self.advantage.estimator}" asks no critic, so that [critic] has no meaning; '
+                'set estimator = "gae", or remove [critic]'
+            )
+        if self.critic.warmup_steps >= self.run.num_steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps} leaves no step of run.num_steps = "
+                f"{self.run.num_steps} to train the policy in; lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_reward_has_something_to_be_compared_with(self) -> Config:
@@ -853,7 +911,7 @@ class Config(Section):
         if group_size < (smallest := ESTIMATORS[estimator].smallest_group):
             raise ValueError(
                 f'rollout.group_size = {group_size} leaves advantage.estimator = "{estimator}" no other rollout of the '
-                f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax"'
+                f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax" or "gae"'
             )
         return self
 
@@ -1158,7 +1216,8 @@ def _did_you_mean(kind: type[Section], location: tuple[str | int, ...]) -> str:
     given = str(location[-1])
     if near := difflib.get_close_matches(given, siblings, n=1, cutoff=0.6):
         return f"; did you mean {prefix}{near[0]}?"
-    everywhere = {name.rpartition(".")[2]: name for name in _all_keys(kind)}
+    # Of settings that are called the same, the first.
+    everywhere = {name.rpartition(".")[2]: name for name in reversed([*_all_keys(kind)])}
     if near := difflib.get_close_matches(given, everywhere, n=1, cutoff=0.8):
         return f"; did you mean {everywhere[near[0]]}?"
     return f"; the settings there are {', '.join(siblings)}" if siblings else ""

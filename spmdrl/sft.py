@@ -19,6 +19,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
+from spmdrl.learners import POLICY
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.objective import SftObjective
@@ -49,7 +50,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
+        checkpoint.restore(folder.checkpoints, {POLICY: learner}, meshes.training, step=step)
         report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
         report.expect(inputs.phases)
         if world.is_main:
@@ -86,7 +87,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             if plan.saves_after(step):
                 with report.span("save"):
                     keep = cfg.checkpoint.keep_last
-                    checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
+                    checkpoint.save(folder.checkpoints, {POLICY: learner}, meshes.training, step=step, keep_last=keep)
             if plan.exports_after(step):
                 with report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)

@@ -16,7 +16,7 @@ from typing import Any
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
-from spmdrl.coefficients import next_coefficients, starting_coefficients
+from spmdrl.coefficients import next_coefficients
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -26,13 +26,13 @@ from spmdrl.export import export_hf
 from spmdrl.guard import Guard
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
+from spmdrl.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.mismatch import exceeded
 from spmdrl.model.invariant import SWITCHES
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
 from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
@@ -45,7 +45,7 @@ from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.score import rollout_metrics, score_groups
-from spmdrl.update import Learner, update
+from spmdrl.update import update
 
 
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
@@ -102,17 +102,12 @@ def train(
         with report.span("load"):
             policy = load_policy(cfg.model, meshes.model, **scoring)
             reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
-        learner = Learner.start(
-            policy,
-            cfg.optim,
-            num_updates=plan.num_updates,
-            dtype=dtype,
-            coefficients=starting_coefficients(cfg),
-        )
-        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
-        objective = PolicyObjective(cfg.loss, learner.coefficients, cfg.correction, cfg.mismatch)
-        guard = Guard.of(cfg, meshes.training)
-        trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
+            learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
+        coefficients = learners[POLICY].coefficients
+        checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step)
+        objectives = objectives_of(cfg, learners)
+        guards = {POLICY: Guard.of(cfg, meshes.training)}
+        trainer = TrainerMemory(list(learners.values()), world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
         at_the_end.enter_context(closing(engine))
@@ -174,10 +169,13 @@ def train(
                     probed = probe_metrics(policy, collected.probes, meshes)
                 with report.span("logprobs"):
                     mini_batches, prepared = prepare(
-                        learner, reference, batch.mini_batches, cfg, plan, meshes, step=step
+                        learners, reference, batch.mini_batches, cfg, plan, meshes, step=step
                     )
                 with report.span("update"):
-                    updated = update(learner, mini_batches, objective, meshes, step=step, guard=guard)
+                    updated = [
+                        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+                        for name, learner in learners.items()
+                    ]
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
@@ -185,7 +183,7 @@ def train(
                     evaluate()
             metrics = merge_over(
                 meshes.training,
-                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, updated])
+                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
@@ -193,9 +191,7 @@ def train(
             values = scalars(metrics)
             for warning in exceeded(values, cfg.mismatch.warn):
                 report.message(f"step {step}: {warning}")
-            learner.coefficients.update(
-                next_coefficients(learner.coefficients, values, cfg, rollouts=plan.rollouts_per_step)
-            )
+            coefficients.update(next_coefficients(coefficients, values, cfg, rollouts=plan.rollouts_per_step))
             report.step(
                 step,
                 with_speed(values),
@@ -207,7 +203,7 @@ def train(
                 with phases.training(), report.span("save"):
                     checkpoint.save(
                         folder.checkpoints,
-                        learner,
+                        learners,
                         meshes.training,
                         step=step,
                         keep_last=cfg.checkpoint.keep_last,
