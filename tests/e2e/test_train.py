@@ -263,7 +263,7 @@ def test_what_needs_scored_tokens_is_in_the_loop(folder: Path) -> None:
 def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Path) -> None:
     from spmdrl.train import main
 
-    assert main([str(folder / "c.toml"), "run.resume=never"]) == 2
+    assert main([str(folder / "c.toml"), "resume.checkpoint=never"]) == 2
 
 
 LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "parallel.dp_replicate=2"}

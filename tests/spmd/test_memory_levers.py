@@ -133,7 +133,7 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
             learner = _start(path, meshes, ADAMW | {"state_on_host": on_host})
             assert isinstance(learner.optimizer, StateOnHost) == on_host
             learner.optimizer.block_bytes = 2**13
-            checkpoint.restore(Path(folder), learner, meshes.training, step=first - 1)
+            checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=first - 1)
             memory = TrainerMemory(learner.policy, learner.optimizer, torch.device("cpu"), moves="all")
             for step in range(first, last + 1):
                 memory.wake()
@@ -141,7 +141,7 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
                 memory.sleep()
                 moved = memory.asleep_bytes
             memory.wake()
-            checkpoint.save(Path(folder), learner, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=last, keep_last=3)
         # Storages, which are padded where the rows do not come out even.
         weights = sum(p.to_local().untyped_storage().nbytes() for p in learner.policy.parameters())
         blocks = _state(learner)

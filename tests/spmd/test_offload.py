@@ -72,7 +72,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
         meshes = build_meshes(world)
         for moves, first, last in launches:
             learner = _start(path, meshes)
-            checkpoint.restore(Path(folder), learner, meshes.training, step=first - 1)
+            checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=first - 1)
             memory = _memory(learner, moves)
             memory.sleep()  # before FSDP has seen its first forward
             for step in range(first, last + 1):
@@ -80,7 +80,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
                 _update(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
-            checkpoint.save(Path(folder), learner, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=last, keep_last=3)
         state = _state(learner)
         del learner, memory
         return state

@@ -351,7 +351,7 @@ def test_plot_draws_several_runs_over_each_other(
 
 
 def test_resume_never_refuses_a_folder_that_holds_a_run(whole: RunFolder) -> None:
-    with pytest.raises(UserError, match=r'run\.resume = "never" but .*whole already holds a run; set run\.name'):
+    with pytest.raises(UserError, match=r'resume\.checkpoint = "never" but .*whole already holds a run; set run\.name'):
         RunFolder.create(whole.path.parent, whole.path.name, "never")
     assert RunFolder.create(whole.path.parent, whole.path.name, "auto") == whole
 
