@@ -1,0 +1,209 @@
+"""Checkpoints on ranks: what is written in the background is what was there, anyone can load it, and damage is named."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl import checkpoint
+from spmdrl.checkpoint.manifest import MANIFEST, Manifest
+from spmdrl.checkpoint.places import folder_of, saved_steps
+from spmdrl.config import CheckpointConfig, Config
+from spmdrl.dist.collectives import barrier
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.types import CannotGoOn, UserError
+from tests.spmd.ranks import run_ranks
+from tests.spmd.test_offload import _start, _state, _update
+from tests.tiny import save_qwen3
+from tests.unit.test_checkpoint import config, flipped
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+def _saver(folder: Path, learner: Any, meshes: Meshes, **settings: Any) -> checkpoint.Saver:
+    return checkpoint.Saver(
+        folder,
+        {"policy": learner},
+        meshes.training,
+        CheckpointConfig(**({"keep_last": 3} | settings)),
+        configuration=checkpoint.resolved(config()),
+        versions={},
+    )
+
+
+def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
+    """The states after each of three updates, saved without waiting, but for the waits of the saver itself."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        learner = _start(path, meshes)
+        saver = _saver(Path(folder), learner, meshes, keep_last=2, keep_best="eval/reward")
+        states, written = [], {}
+        for step, reward in ((1, 0.5), (2, 0.1), (3, 0.2), (4, 0.3)):
+            _update(learner, meshes, step=step)
+            states.append(_state(learner))
+            saver.save(step, metrics={"eval/reward": reward, "update/lr": float("nan")}, collector={"cursor": step})
+            assert "checkpoint/write_s" not in written or written["checkpoint/write_s"].value() > 0
+            written = saver.check()
+        assert saver.wait()["checkpoint/bytes"].value() > 0
+        assert saver.wait() == {}
+        if world.is_main:
+            # 1 was the best, 3 and 4 the last.
+            assert saved_steps(Path(folder)) == [1, 3, 4]
+            assert Manifest.read(folder_of(Path(folder), 4)).metrics == {"eval/reward": 0.3}
+        with pytest.raises(UserError, match="eval/accuracy"):
+            saver.save(5, metrics={"eval/accuracy": 0.5})
+        saver.close()
+        del learner, saver
+        return states
+
+
+def _restored(path: str, folder: str, steps: list[int]) -> list[dict[str, Tensor]]:
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        states = []
+        for step in steps:
+            learner = _start(path, meshes)
+            checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=step)
+            states.append(_state(learner))
+            assert checkpoint.collector_state(Path(folder), step=step) == {"cursor": step}
+            with pytest.raises(UserError, match="holds policy, but this run trains policy and critic"):
+                checkpoint.restore(Path(folder), {"policy": learner, "critic": learner}, meshes.training, step=step)
+            del learner
+        return states
+
+
+def test_any_number_of_ranks_loads_what_was_there(qwen3: str, tmp_path: Path) -> None:
+    saved = run_ranks(2, _saved_while_training, qwen3, str(tmp_path))[0]
+    assert not list(tmp_path.glob("*.*")), "something is unfinished"
+    for num_ranks in (1, 4):
+        restored = run_ranks(num_ranks, _restored, qwen3, str(tmp_path), [1, 3])[0]
+        for state, step in zip(restored, (1, 3), strict=True):
+            expected = saved[step - 1]
+            assert state.keys() == expected.keys()
+            for name in state:
+                assert torch.equal(state[name], expected[name]), (num_ranks, step, name)
+
+
+def _damaged(path: str, folder: str) -> dict[str, str]:
+    """What is said of checkpoints that were damaged in one way or another, and where a run then begins."""
+    found: dict[str, str] = {}
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        learner = _start(path, meshes)
+        _update(learner, meshes, step=1)
+
+        def begin(name: str, damages: dict[int, Damage], cfg: Config) -> None:
+            place = Path(folder, name)
+            saver = _saver(place, learner, meshes)
+            for step in (1, 2):
+                saver.save(step, metrics={})
+                saver.wait()
+            if world.is_main:
+                for step, damage in damages.items():
+                    damage(folder_of(place, step))
+            barrier(meshes.world)
+            try:
+                origin = checkpoint.find_origin(cfg, place, meshes.world)
+                found[name] = "\n".join([f"step {origin.step}", *origin.notes])
+            except UserError as error:
+                found[name] = str(error)
+            found[name] = found[name].replace(f"{place}/", "")
+
+        def cut(checkpoint: Path) -> None:
+            file = checkpoint / "__1_0.distcp"
+            file.write_bytes(file.read_bytes()[:100])
+
+        def flip(checkpoint: Path) -> None:
+            flipped(checkpoint / "__0_0.distcp", 5000)
+
+        def lose(checkpoint: Path) -> None:
+            (checkpoint / ".metadata").unlink()
+
+        def lose_manifest(checkpoint: Path) -> None:
+            (checkpoint / MANIFEST).unlink()
+
+        older = config(resume={"allow_older": True})
+        begin("whole", {}, config())
+        begin("cut", {2: cut}, config())
+        begin("both", {1: flip, 2: lose}, config())
+        begin("both, older", {1: lose_manifest, 2: cut}, older)
+        begin("cut, older", {2: flip}, older)
+        begin("changed", {}, config(optim={"lr": 1.0}, run={"num_steps": 8}))
+        begin("named", {}, config(optim={"lr": 1.0}, resume={"changed": ["optim.lr"]}))
+        if world.is_main:
+            assert folder_of(Path(folder, "cut, older"), 2).with_suffix(".broken").is_dir()
+        elsewhere = config(resume={"checkpoint": str(folder_of(Path(folder, "whole"), 1))})
+        origin = checkpoint.find_origin(elsewhere, Path(folder, "new"), meshes.world)
+        found["elsewhere"] = f"{origin.folder.name} {origin.step}"
+        del learner
+    return found
+
+
+def test_damage_is_named_and_never_passed_over_in_silence(qwen3: str, tmp_path: Path) -> None:
+    found, others = run_ranks(2, _damaged, qwen3, str(tmp_path))
+    assert found == others
+    assert found["whole"].splitlines()[0] == "step 2"
+    first, last = found["cut"].splitlines()
+    assert first.startswith("step-00000002: __1_0.distcp is truncated: it has 100 of ")
+    assert last.endswith("set resume.allow_older = true to go on from step 1, which is whole")
+    newest, oldest, last = found["both"].splitlines()
+    assert newest == "step-00000002: .metadata is missing"
+    assert oldest == "step-00000001: __0_0.distcp was changed: its content is not what was written"
+    assert last.startswith("no checkpoint can be loaded")
+    assert "step-00000001: manifest.json is missing" in found["both, older"]
+    assert (
+        found["cut, older"].startswith("step 1\n") and "step-00000002: __0_0.distcp was changed" in found["cut, older"]
+    )
+    assert found["changed"] == (
+        "since the checkpoint of step 2, optim.lr was 0.001 and is 1.0; set that back, or go on with the change: "
+        'resume.changed = ["optim.lr"]'
+    )
+    assert found["named"].startswith("step 2\nchanged since step 2: optim.lr was 0.001 and is 1.0")
+    assert found["elsewhere"] == "whole 1"
+
+
+def _without_room(path: str, folder: str) -> tuple[str, list[int], list[int]]:
+    """What is said when files may not become as large as they must, and which checkpoints there are then and later."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        learner = _start(path, meshes)
+        saver = _saver(Path(folder), learner, meshes)
+        saver.save(1, metrics={})
+        saver.wait()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if world.rank == 1:  # the other rank has room
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        saver.save(2, metrics={})
+        with pytest.raises(CannotGoOn) as caught:
+            saver.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        origin = checkpoint.find_origin(config(), Path(folder), meshes.world)
+        assert origin.step == 1
+        before = saved_steps(Path(folder))
+        saver.save(2, metrics={})
+        saver.wait()
+        after = saved_steps(Path(folder))
+        saver.close()
+        del learner, saver
+        return str(caught.value), before, after
+
+
+def test_a_full_disk_is_a_sentence_and_costs_no_checkpoint(qwen3: str, tmp_path: Path) -> None:
+    (said, before, after), (others, _, _) = run_ranks(2, _without_room, qwen3, str(tmp_path))
+    assert (before, after) == ([1], [1, 2])
+    assert said.startswith("the checkpoint of step 2 could not be written: File too large while writing ")
+    assert "step-00000002.unfinished/__1_0.distcp" in said and "MiB are free there" in said
+    assert "the checkpoint of step 1 is whole" in said
+    assert said.partition(" (")[0] == others.partition(" (")[0]
