@@ -149,6 +149,7 @@ def _host(cfg: Config, rank: Rank) -> dict[str, int]:
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
         "reference": weights if cfg.has_reference else 0,
+        "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
         "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
     }
 

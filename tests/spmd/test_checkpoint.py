@@ -1,8 +1,9 @@
-"""Checkpoints on ranks: what is written in the background is what was there, anyone can load it, and damage is named."""
+"""Checkpoints on ranks: the background writes what was there, any ranks can load it, and damage is named."""
 
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,65 +97,78 @@ def test_any_number_of_ranks_loads_what_was_there(qwen3: str, tmp_path: Path) ->
                 assert torch.equal(state[name], expected[name]), (num_ranks, step, name)
 
 
-def _damaged(path: str, folder: str) -> dict[str, str]:
-    """What is said of checkpoints that were damaged in one way or another, and where a run then begins."""
-    found: dict[str, str] = {}
+def _cut(checkpoint: Path) -> None:
+    file = checkpoint / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def _flip(checkpoint: Path) -> None:
+    flipped(checkpoint / "__0_0.distcp", 5000)
+
+
+def _lose(name: str) -> Damage:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def _begins(cfg: Config, place: Path, meshes: Meshes) -> str:
+    """Where a run with these checkpoints begins, or why it does not."""
+    try:
+        origin = checkpoint.find_origin(cfg, place, meshes.world)
+    except UserError as error:
+        return str(error).replace(f"{place}/", "")
+    return "\n".join([f"{origin.folder.name} {origin.step}", *origin.notes])
+
+
+def _damaged(path: str, folder: str, cases: dict[str, tuple[Config, str, str]]) -> dict[str, str]:
+    """For each case: a configuration, and how the checkpoints of steps 1 and 2 are damaged."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         learner = _start(path, meshes)
         _update(learner, meshes, step=1)
-
-        def begin(name: str, damages: dict[int, Damage], cfg: Config) -> None:
-            place = Path(folder, name)
-            saver = _saver(place, learner, meshes)
-            for step in (1, 2):
-                saver.save(step, metrics={})
-                saver.wait()
-            if world.is_main:
-                for step, damage in damages.items():
-                    damage(folder_of(place, step))
+        place = Path(folder, "whole")
+        saver = _saver(place, learner, meshes)
+        for step in (1, 2):
+            saver.save(step, metrics={})
+            saver.wait()
+        found: dict[str, str] = {}
+        for name, (cfg, *damages) in cases.items():
+            here = Path(folder, name)
+            if world.is_main and here != place:
+                shutil.copytree(place, here)
+            for step, damage in enumerate(damages, start=1):
+                if world.is_main and damage:
+                    DAMAGES[damage](folder_of(here, step))
             barrier(meshes.world)
-            try:
-                origin = checkpoint.find_origin(cfg, place, meshes.world)
-                found[name] = "\n".join([f"step {origin.step}", *origin.notes])
-            except UserError as error:
-                found[name] = str(error)
-            found[name] = found[name].replace(f"{place}/", "")
+            found[name] = _begins(cfg, here, meshes)
+        elsewhere = config(resume={"checkpoint": str(folder_of(place, 1))})
+        found["elsewhere"] = _begins(elsewhere, Path(folder, "new"), meshes)
+        del learner, saver
+        return found
 
-        def cut(checkpoint: Path) -> None:
-            file = checkpoint / "__1_0.distcp"
-            file.write_bytes(file.read_bytes()[:100])
 
-        def flip(checkpoint: Path) -> None:
-            flipped(checkpoint / "__0_0.distcp", 5000)
-
-        def lose(checkpoint: Path) -> None:
-            (checkpoint / ".metadata").unlink()
-
-        def lose_manifest(checkpoint: Path) -> None:
-            (checkpoint / MANIFEST).unlink()
-
-        older = config(resume={"allow_older": True})
-        begin("whole", {}, config())
-        begin("cut", {2: cut}, config())
-        begin("both", {1: flip, 2: lose}, config())
-        begin("both, older", {1: lose_manifest, 2: cut}, older)
-        begin("cut, older", {2: flip}, older)
-        begin("changed", {}, config(optim={"lr": 1.0}, run={"num_steps": 8}))
-        begin("named", {}, config(optim={"lr": 1.0}, resume={"changed": ["optim.lr"]}))
-        if world.is_main:
-            assert folder_of(Path(folder, "cut, older"), 2).with_suffix(".broken").is_dir()
-        elsewhere = config(resume={"checkpoint": str(folder_of(Path(folder, "whole"), 1))})
-        origin = checkpoint.find_origin(elsewhere, Path(folder, "new"), meshes.world)
-        found["elsewhere"] = f"{origin.folder.name} {origin.step}"
-        del learner
-    return found
+DAMAGES: dict[str, Damage] = {
+    "cut": _cut,
+    "flip": _flip,
+    "no table": _lose(".metadata"),
+    "no manifest": _lose(MANIFEST),
+}
+OLDER = {"resume": {"allow_older": True}}
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "whole": ({}, "", ""),
+    "cut": ({}, "", "cut"),
+    "both": ({}, "flip", "no table"),
+    "both-older": (OLDER, "no manifest", "cut"),
+    "older": (OLDER, "", "flip"),
+    "changed": ({"optim": {"lr": 1.0}, "run": {"num_steps": 8}}, "", ""),
+    "named": ({"optim": {"lr": 1.0}, "resume": {"changed": ["optim"]}}, "", ""),
+}
 
 
 def test_damage_is_named_and_never_passed_over_in_silence(qwen3: str, tmp_path: Path) -> None:
-    found, others = run_ranks(2, _damaged, qwen3, str(tmp_path))
+    cases = {name: (config(**tables), *damages) for name, (tables, *damages) in CASES.items()}
+    found, others = run_ranks(2, _damaged, qwen3, str(tmp_path), cases)
     assert found == others
-    assert found["whole"].splitlines()[0] == "step 2"
+    assert found["whole"].splitlines()[0] == "whole 2"
     first, last = found["cut"].splitlines()
     assert first.startswith("step-00000002: __1_0.distcp is truncated: it has 100 of ")
     assert last.endswith("set resume.allow_older = true to go on from step 1, which is whole")
@@ -162,16 +176,15 @@ def test_damage_is_named_and_never_passed_over_in_silence(qwen3: str, tmp_path: 
     assert newest == "step-00000002: .metadata is missing"
     assert oldest == "step-00000001: __0_0.distcp was changed: its content is not what was written"
     assert last.startswith("no checkpoint can be loaded")
-    assert "step-00000001: manifest.json is missing" in found["both, older"]
-    assert (
-        found["cut, older"].startswith("step 1\n") and "step-00000002: __0_0.distcp was changed" in found["cut, older"]
-    )
+    assert "step-00000001: manifest.json is missing" in found["both-older"]
+    assert found["older"].startswith("older 1\n") and "step-00000002: __0_0.distcp was changed" in found["older"]
+    assert folder_of(tmp_path / "older", 2).with_suffix(".broken").is_dir()
     assert found["changed"] == (
         "since the checkpoint of step 2, optim.lr was 0.001 and is 1.0; set that back, or go on with the change: "
         'resume.changed = ["optim.lr"]'
     )
-    assert found["named"].startswith("step 2\nchanged since step 2: optim.lr was 0.001 and is 1.0")
-    assert found["elsewhere"] == "whole 1"
+    assert found["named"].startswith("named 2\nchanged since step 2: optim.lr was 0.001 and is 1.0")
+    assert found["elsewhere"].splitlines()[0] == "whole 1"
 
 
 def _without_room(path: str, folder: str) -> tuple[str, list[int], list[int]]:
