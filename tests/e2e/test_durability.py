@@ -68,9 +68,10 @@ def steady(run: Path) -> list[dict[str, float]]:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Weights and optimizer state after the last step bit for bit, and every sample and metric on the way."""
-    assert newest_step(one / "checkpoints") == newest_step(other / "checkpoints") == 6
-    assert tensor_files(one, 6) == tensor_files(other, 6)
-    assert load_file(one / "hf/model.safetensors").keys() == weights(other).keys()
+    last = newest_step(one / "checkpoints")
+    assert last == newest_step(other / "checkpoints") == rows(one)[-1]["step"]
+    assert tensor_files(one, last) == tensor_files(other, last)
+    assert weights(one).keys() == weights(other).keys()
     for name, tensor in weights(one).items():
         assert torch.equal(tensor, weights(other)[name]), name
     assert samples(one) == samples(other)
@@ -94,6 +95,15 @@ def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight:
     assert [row["step"] for row in rows(branch)] == [4, 5, 6]
 
 
+LONGER = "run.num_steps=15"  # so long that it is not over when it has been killed three times
+
+
+@pytest.fixture(scope="module")
+def longer(folder: Path) -> Path:  # noqa: F811
+    """The same, for runs that are killed."""
+    return launch(folder, "longer", 2, LONGER)
+
+
 def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:  # noqa: F811
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
@@ -110,7 +120,7 @@ def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F8
     chance = random.Random(seed)
     metrics = folder / "runs" / name / "metrics.jsonl"
     before = newest_step(folder / "runs" / name / "checkpoints")
-    launched = torchrun(folder, name)
+    launched = torchrun(folder, name, LONGER)
     try:
         began = time.monotonic()
         while not (metrics.exists() and metrics.read_text().count("\n") > before + 1):
@@ -136,24 +146,24 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def survives(folder: Path, straight: Path, name: str, seeds: Sequence[int]) -> None:  # noqa: F811
+def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> None:  # noqa: F811
     """Killed once for each seed, and then left alone, a run ends as if nothing had been."""
     for seed in seeds:
         killed_at_random(folder, name, seed=seed)
-    done = torchrun(folder, name)
+    done = torchrun(folder, name, LONGER)
     _, said = done.communicate(timeout=250)
     assert done.returncode == 0, said
-    assert_same_run(folder / "runs" / name, straight)
+    assert_same_run(folder / "runs" / name, longer)
 
 
-def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, straight: Path) -> None:  # noqa: F811
-    survives(folder, straight, "killed", range(3))
+def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:  # noqa: F811
+    survives(folder, longer, "killed", range(3))
 
 
 @pytest.mark.slow
-def test_twenty_kills(folder: Path, straight: Path) -> None:  # noqa: F811
-    for number in range(5):
-        survives(folder, straight, f"killed-{number}", range(10 * number, 10 * number + 4))
+@pytest.mark.parametrize("number", range(7))
+def test_twenty_one_kills(folder: Path, longer: Path, number: int) -> None:  # noqa: F811
+    survives(folder, longer, f"killed-{number}", range(10 * number, 10 * number + 3))
 
 
 def _die(*_: object, **__: object) -> None:

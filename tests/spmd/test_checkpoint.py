@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.tiny import save_qwen3
 from tests.unit.test_checkpoint import config, flipped
 
 Damage = Callable[[Path], object]
+Shortage = Callable[[Path, int], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="module")
@@ -187,23 +190,38 @@ def test_damage_is_named_and_never_passed_over_in_silence(qwen3: str, tmp_path: 
     assert found["elsewhere"].splitlines()[0] == "whole 1"
 
 
-def _without_room(path: str, folder: str) -> tuple[str, list[int], list[int]]:
-    """What is said when files may not become as large as they must, and which checkpoints there are then and later."""
+@contextmanager
+def _limited_files(folder: Path, rank: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:  # the other rank has room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def _filled_disk(folder: Path, rank: int) -> Iterator[None]:
+    filler = folder / "filler"
+    if rank == 0:
+        filler.write_bytes(bytes(shutil.disk_usage(folder).free - 50_000))
+    yield
+    filler.unlink(missing_ok=True)
+
+
+def _without_room(path: str, folder: str, shortage: Shortage) -> tuple[str, list[int], list[int]]:
+    """What is said when there is no room for a second checkpoint, and which ones there are then and later."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         learner = _start(path, meshes)
         saver = _saver(Path(folder), learner, meshes)
         saver.save(1, metrics={})
         saver.wait()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if world.rank == 1:  # the other rank has room
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-        saver.save(2, metrics={})
-        with pytest.raises(CannotGoOn) as caught:
-            saver.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        origin = checkpoint.find_origin(config(), Path(folder), meshes.world)
-        assert origin.step == 1
+        with shortage(Path(folder), world.rank):
+            barrier(meshes.world)
+            saver.save(2, metrics={})
+            with pytest.raises(CannotGoOn) as caught:
+                saver.wait()
+        assert checkpoint.find_origin(config(), Path(folder), meshes.world).step == 1
         before = saved_steps(Path(folder))
         saver.save(2, metrics={})
         saver.wait()
@@ -213,10 +231,32 @@ def _without_room(path: str, folder: str) -> tuple[str, list[int], list[int]]:
         return str(caught.value), before, after
 
 
-def test_a_full_disk_is_a_sentence_and_costs_no_checkpoint(qwen3: str, tmp_path: Path) -> None:
-    (said, before, after), (others, _, _) = run_ranks(2, _without_room, qwen3, str(tmp_path))
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of a few MiB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a tmpfs cannot be mounted here: {error}")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def _assert_a_sentence(results: list[tuple[str, list[int], list[int]]], reason: str, file: str) -> None:
+    (said, before, after), (others, _, _) = results
     assert (before, after) == ([1], [1, 2])
-    assert said.startswith("the checkpoint of step 2 could not be written: File too large while writing ")
-    assert "step-00000002.unfinished/__1_0.distcp" in said and "MiB are free there" in said
+    assert said.startswith(f"the checkpoint of step 2 could not be written: {reason} while writing ")
+    assert f"step-00000002.unfinished/{file}" in said and "MiB are free there" in said
     assert "the checkpoint of step 1 is whole" in said
     assert said.partition(" (")[0] == others.partition(" (")[0]
+
+
+def test_a_limit_on_files_is_a_sentence_and_costs_no_checkpoint(qwen3: str, tmp_path: Path) -> None:
+    results = run_ranks(2, _without_room, qwen3, str(tmp_path), _limited_files)
+    _assert_a_sentence(results, "File too large", "__1_0.distcp")
+
+
+def test_a_full_disk_is_a_sentence_and_costs_no_checkpoint(qwen3: str, small_disk: Path) -> None:
+    results = run_ranks(2, _without_room, qwen3, str(small_disk), _filled_disk)
+    _assert_a_sentence(results, "No space left on device", "__")
