@@ -142,7 +142,12 @@ class Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            # A disk without room for a picture must not hide what has stopped the run, which may be that same disk.
+            if error is None:
+                raise
 
     def _write_curves(self, folder: RunFolder) -> str:
         # Here, not above: every rank imports this module and only one ever draws.

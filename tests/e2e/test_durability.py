@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -263,25 +266,21 @@ def _sampled(run: Path, step: int) -> list[tuple]:
     return [tuple(row[name] for name in names) for row in samples(run) if row["step"] == step and "response" in row]
 
 
-def _full(arguments: list[str]) -> int:
-    import resource
-
+def _full(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of a run whose files may not become large, and what it says."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    return main(arguments)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(arguments), said.getvalue()
 
 
-def test_a_limit_on_files_ends_the_run_with_a_sentence(
-    folder: Path,  # noqa: F811
-    straight: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: Path) -> None:  # noqa: F811
     run = folder / "runs/full"
     shutil.copytree(straight, run)
     for step in (4, 5, 6):
         shutil.rmtree(folder_of(run / "checkpoints", step))
     before = tensor_files(run, 3)
-    assert set(run_ranks(2, _full, argv(folder, "full"), timeout_s=200.0)) == {2}
-    said = capfd.readouterr().err
+    (code, said), (other_code, silence) = run_ranks(2, _full, argv(folder, "full"), timeout_s=200.0)
+    assert (code, other_code, silence) == (2, 2, "")
     assert "cannot go on: the checkpoint of step 4 could not be written: File too large" in said
     assert "the checkpoint of step 3 is whole" in said
     assert saved_steps(run / "checkpoints") == [1, 2, 3] and tensor_files(run, 3) == before
