@@ -37,12 +37,12 @@ def find_origin(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) ->
     if not steps and cfg.resume.checkpoint not in ("auto", "never"):
         folder, steps = _named(cfg.resume.checkpoint)
     if not steps:
-        return Origin(checkpoints, 0, tuple(_unfinished(checkpoints)))
+        return Origin(checkpoints, 0, tuple(unfinished(checkpoints, 0)))
     step, broken = _newest_whole(folder, steps, mesh)
     if step is None or (broken and not cfg.resume.allow_older):
         raise UserError("\n".join(_refusal(folder, steps, mesh)))
     manifest = Manifest.read(folder_of(folder, step))
-    notes = [*_changed(cfg, manifest), *_elsewhere(manifest, mesh)]
+    notes = [*unfinished(checkpoints, step), *_changed(cfg, manifest), *_other_versions(manifest)]
     if broken:
         _set_aside(folder, broken, mesh)
         notes += [f"{sentence}; set aside as {BROKEN[1:]}, going on from step {step}" for sentence in broken.values()]
@@ -59,9 +59,10 @@ def _named(path: str) -> tuple[Path, list[int]]:
     return Path(path).parent, [step]
 
 
-def _unfinished(checkpoints: Path) -> Iterator[str]:
+def unfinished(checkpoints: Path, step: int) -> Iterator[str]:
+    """A note on what a kill has left of checkpoints, when a run begins at `step`: it never had the name of one."""
     if names := [path.name for path in leftovers(checkpoints)]:
-        yield f"no checkpoint was ever finished here ({', '.join(names)} was not): starting at step 0"
+        yield f"the launch before was stopped while it wrote or removed {', '.join(names)}; going on from step {step}"
 
 
 def _newest_whole(folder: Path, steps: list[int], mesh: DeviceMesh) -> tuple[int | None, dict[int, str]]:
@@ -126,8 +127,8 @@ def _changed(cfg: Config | SftConfig, manifest: Manifest) -> Iterator[str]:
         yield f"changed since step {manifest.step}: {'; '.join(change.sentence for change in told)}"
 
 
-def _elsewhere(manifest: Manifest, mesh: DeviceMesh) -> Iterator[str]:
-    """Notes on another number of ranks and other versions."""
+def _other_versions(manifest: Manifest) -> Iterator[str]:
+    """Notes on what computes otherwise than it did."""
     now = describe_machine()
     for name in ("spmdrl", "torch", "transformers"):
         if (before := manifest.versions.get(name)) != now[name]:

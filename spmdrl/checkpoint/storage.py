@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -89,7 +89,7 @@ class _HashingStream:
         self.flush()
         return self._file.fileno()
 
-    def _attempt(self, work: Any) -> None:
+    def _attempt(self, work: Callable[[], object]) -> None:
         try:
             work()
         except OSError as error:

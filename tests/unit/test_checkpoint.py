@@ -12,6 +12,7 @@ import torch
 from spmdrl.checkpoint.changes import HARMLESS, changes, harmless, resolved
 from spmdrl.checkpoint.manifest import MANIFEST, BrokenManifest, Digest, Manifest, write_json
 from spmdrl.checkpoint.places import folder_of, newest_step, remove, saved_steps
+from spmdrl.checkpoint.resume import unfinished
 from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
@@ -107,6 +108,8 @@ def test_only_what_has_its_last_name_counts(tmp_path: Path) -> None:
         a_checkpoint(tmp_path, step)
     folder_of(tmp_path, 11).with_suffix(".unfinished").mkdir()
     (tmp_path / "step-notes").mkdir()
+    (note,) = unfinished(tmp_path, 10)
+    assert "step-00000011.unfinished; going on from step 10" in note
     assert (saved_steps(tmp_path), newest_step(tmp_path)) == ([1, 2, 10], 10)
     remove(folder_of(tmp_path, 10))
     assert saved_steps(tmp_path) == [1, 2]
