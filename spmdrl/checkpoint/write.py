@@ -63,6 +63,7 @@ class Saver:
         self._configuration, self._versions = dict(configuration), dict(versions)
         self._buffers = HostBuffers(pinned=mesh.device_type == "cuda")
         self._writing: _Writing | None = None
+        self._taken: Metrics = {}
 
     def save(self, step: int, *, metrics: Mapping[str, float], collector: Mapping[str, Any] | None = None) -> None:
         """Copy the state after `step`, and begin to write it; waits for the save before.
@@ -87,15 +88,17 @@ class Saver:
         self._writing = _Writing(step, lambda: self._write(tree, manifest, beside), num_bytes(tree_of(states)))
 
     def check(self) -> Metrics:
-        """What the save before has taken, once it is written; nothing before that."""
-        return self._settle(self._writing) if self._writing else {}
+        """What the last save that is written has taken; nothing when that was told before."""
+        if self._writing is not None:
+            self._settle(self._writing)
+        taken, self._taken = self._taken, {}
+        return taken
 
-    def wait(self) -> Metrics:
-        """The same, after waiting until it is written."""
-        if self._writing is None:
-            return {}
-        self._writing.join()
-        return self._settle(self._writing)
+    def wait(self) -> None:
+        """Wait until the last save is written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._settle(self._writing)
 
     def close(self) -> None:
         """For a run that ends, perhaps because it fails: give the save that is under way a little time."""
@@ -103,16 +106,19 @@ class Saver:
             self._writing.join(ABANDON_S)
             self._writing = None
 
-    def _settle(self, writing: _Writing) -> Metrics:
+    def _settle(self, writing: _Writing) -> None:
+        """If it is written everywhere, that is that. Raises, on every rank, what stopped any of them."""
         found = gather_objects(self._mesh, (writing.is_done, writing.problem))
         for _, problem in found:
             if problem is not None:
                 self._writing = None
                 raise self._explained(problem, writing.step)
-        if not all(is_done for is_done, _ in found):
-            return {}
-        self._writing = None
-        return {"checkpoint/write_s": Max(writing.seconds), "checkpoint/bytes": Total(float(writing.num_bytes))}
+        if all(is_done for is_done, _ in found):
+            self._writing = None
+            self._taken = {
+                "checkpoint/write_s": Max(writing.seconds),
+                "checkpoint/bytes": Total(float(writing.num_bytes)),
+            }
 
     def _write(self, tree: Tree, manifest: Manifest, beside: Mapping[str, Any]) -> None:
         """In the thread of every rank: write this rank's part; the first rank does what there is to do once."""

@@ -53,15 +53,16 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
         meshes = build_meshes(world)
         learner = _start(path, meshes)
         saver = _saver(Path(folder), learner, meshes, keep_last=2, keep_best="eval/reward")
-        states, written = [], {}
+        states, written = [], []
         for step, reward in ((1, 0.5), (2, 0.1), (3, 0.2), (4, 0.3)):
             _update(learner, meshes, step=step)
             states.append(_state(learner))
             saver.save(step, metrics={"eval/reward": reward, "update/lr": float("nan")}, collector={"cursor": step})
-            assert "checkpoint/write_s" not in written or written["checkpoint/write_s"].value() > 0
-            written = saver.check()
-        assert saver.wait()["checkpoint/bytes"].value() > 0
-        assert saver.wait() == {}
+            written += [metrics["checkpoint/write_s"].value() for metrics in [saver.check()] if metrics]
+        saver.wait()
+        written.append(saver.check()["checkpoint/write_s"].value())
+        assert min(written) > 0
+        assert saver.check() == {}
         if world.is_main:
             # 1 was the best, 3 and 4 the last.
             assert saved_steps(Path(folder)) == [1, 3, 4]
