@@ -45,8 +45,6 @@ class RunConfig(Section):
     """Steps to train: rollout, reward, pack, update, refit, once around."""
     seed: int = 0
     """Every random number of the run follows from this one and from what it is for, never from a rank."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on from the newest checkpoint in the run's folder; `never` refuses a folder that holds a run."""
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
     patience_minutes: Count = 180
@@ -783,7 +781,11 @@ class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Save after every so many steps, and after the last; 0 saves no checkpoints."""
     keep_last: Count = 2
-    """Older checkpoints are removed."""
+    """Older checkpoints are removed, but for those that the next two settings name."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of every so many steps are kept for good; 0: none for that reason."""
+    keep_best: Annotated[str, Field(pattern="^eval/")] | None = None
+    """The checkpoint in whose step this metric of the evaluation was highest, such as `eval/accuracy`, is kept too."""
 
 
 class ExportConfig(Section):
@@ -791,6 +793,18 @@ class ExportConfig(Section):
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
     every: Annotated[int, Field(ge=0)] = 0
     """Write the model after every so many steps too, to `hf-` and the step; 0: only at the end."""
+
+
+class ResumeConfig(Section):
+    checkpoint: str = "auto"
+    """`auto` goes on from the newest checkpoint in the run's folder, and stops when that cannot be loaded. `never`
+    refuses a folder that holds a run. The directory of a checkpoint, of any run: where this run starts while it has
+    none of its own."""
+    allow_older: bool = False
+    """When the newest checkpoint cannot be loaded, go on from the newest one that can."""
+    changed: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Settings, or whole tables of them, that may differ from those the checkpoint was saved with. Those that do not
+    change what is computed always may: see `docs/checkpoints.md`."""
 
 
 class ReportConfig(Section):
@@ -810,6 +824,14 @@ def _refuse_host_state_twice(model: ModelConfig, optim: OptimConfig) -> None:
         raise ValueError(
             "model.cpu_offload = true runs the optimizer on the host, where its state is, so there is nothing for "
             "optim.state_on_host = true to bring to the device; remove one of them"
+        )
+
+
+def _refuse_unmeasured_best(checkpoint: CheckpointConfig, *, measures: bool) -> None:
+    """Raises ValueError when checkpoints are to be compared by what no evaluation measures."""
+    if checkpoint.keep_best is not None and not measures:
+        raise ValueError(
+            f'checkpoint.keep_best = "{checkpoint.keep_best}" is measured by evaluations, but there are none; remove it'
         )
 
 
@@ -856,6 +878,7 @@ class Config(Section):
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
+    resume: ResumeConfig = ResumeConfig()
     report: ReportConfig = ReportConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -981,6 +1004,11 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_best_is_measured(self) -> Config:
+        _refuse_unmeasured_best(self.checkpoint, measures=self.eval is not None)
+        return self
+
+    @model_validator(mode="after")
     def _the_policy_is_offloaded_once(self) -> Config:
         if self.model.cpu_offload and self.offload.trainer != "none":
             raise ValueError(
@@ -1061,7 +1089,13 @@ class SftConfig(Section):
     held_out: HeldOutConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
+    resume: ResumeConfig = ResumeConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _the_best_is_measured(self) -> SftConfig:
+        _refuse_unmeasured_best(self.checkpoint, measures=False)
+        return self
 
     @model_validator(mode="after")
     def _memory_has_one_phase(self) -> SftConfig:

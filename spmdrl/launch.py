@@ -17,7 +17,7 @@ from spmdrl.config import Config, SectionT, SftConfig, read_config
 from spmdrl.dist.session import launched_ranks
 from spmdrl.inputs import Inputs, open_inputs
 from spmdrl.report import RunFolder
-from spmdrl.types import TrainingDiverged, UserError
+from spmdrl.types import CannotGoOn, TrainingDiverged, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
@@ -48,9 +48,9 @@ def run_from_command_line(
             _print_dry_run(cfg, inputs, check(cfg, inputs))
             return 0
         with _quiet_about_lost_ranks():
-            run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume))
+            run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.resume.checkpoint))
     except UserError as error:
-        _tell("cannot start", str(error))
+        _tell("cannot go on" if isinstance(error, CannotGoOn) else "cannot start", str(error))
         return EXIT_USER_ERROR
     except _LostRank:
         # A second traceback would only hide the first, which names the cause.

@@ -194,6 +194,7 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": weights + max(shards) + state if cfg.model.cpu_offload else 0,
+        "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
     }
 
 

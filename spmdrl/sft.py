@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch
 from spmdrl.config import SftConfig
-from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
@@ -26,6 +27,7 @@ from spmdrl.objective import SftObjective
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
+from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.update import Learner, update
@@ -34,23 +36,39 @@ from spmdrl.update import Learner, update
 def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
     """Train to imitate the responses, from the newest checkpoint or from the start, and export the model."""
     plan = inputs.plan
-    step = checkpoint.newest_step(folder.checkpoints)
     with (
         spmd_session(
             threads_per_rank=cfg.run.threads_per_rank,
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        ExitStack() as at_the_end,
     ):
         meshes = build_meshes(world, cfg.parallel)
-        require_same(meshes.training, step, f"the newest checkpoint in {folder.checkpoints}")
+        origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
+        step = origin.step
+        report = at_the_end.enter_context(
+            Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step)
+        )
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         with report.span("load"):
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, {POLICY: learner}, meshes.training, step=step)
+        learners = {POLICY: learner}
+        checkpoint.restore(origin.folder, learners, meshes.training, step=step)
+        saver = checkpoint.Saver(
+            folder.checkpoints,
+            learners,
+            meshes.training,
+            cfg.checkpoint,
+            configuration=checkpoint.resolved(cfg),
+            versions=describe_machine(),
+            patience_minutes=cfg.run.patience_minutes,
+        )
+        at_the_end.callback(saver.close)
+        for note in origin.notes:
+            report.message(note)
         report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
         report.expect(inputs.phases)
         if world.is_main:
@@ -59,6 +77,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
 
         while step < plan.num_steps:
             step += 1
+            saved = saver.check()
             passed_over = inputs.prompts.dropped
             with report.span("pack"):
                 first = plan.first_rollout(world.rank)
@@ -73,24 +92,25 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 updated = update(learner, batch.mini_batches, objective, meshes, step=step)
             metrics = merge_over(
                 meshes.training,
-                merge_all([batch.metrics, updated])
+                merge_all([batch.metrics, updated, saved])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
             )
+            values = scalars(metrics)
             report.step(
                 step,
-                with_speed(scalars(metrics)),
+                with_speed(values),
                 samples=[],
                 histograms=histograms(metrics),
             )
             if plan.saves_after(step):
                 with report.span("save"):
-                    keep = cfg.checkpoint.keep_last
-                    checkpoint.save(folder.checkpoints, {POLICY: learner}, meshes.training, step=step, keep_last=keep)
+                    saver.save(step, metrics=values)
             if plan.exports_after(step):
                 with report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
+        saver.wait()
         if cfg.export.at_end:
             with report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)

@@ -18,7 +18,7 @@ from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
 from spmdrl.coefficients import next_coefficients
 from spmdrl.config import Config
-from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.evaluate import eval_metrics
@@ -40,6 +40,7 @@ from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
+from spmdrl.report.run_folder import describe_machine
 from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
@@ -51,7 +52,6 @@ from spmdrl.update import update
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
     """Join the other ranks and take this rank's part: to train, or to hold an engine for those that do."""
     plan = inputs.plan
-    step = checkpoint.newest_step(folder.checkpoints)
     with (
         Judge(cfg.reward, inputs.tokenizer) as judge,
         spmd_session(
@@ -61,13 +61,19 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         ) as world,
     ):
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
-        require_same(meshes.world, step, f"the newest checkpoint in {folder.checkpoints}")
+        origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
         take_part = train if meshes.trains else sample_for_others
-        take_part(cfg, inputs, folder, world, meshes, judge, step)
+        take_part(cfg, inputs, folder, world, meshes, judge, origin)
 
 
 def sample_for_others(
-    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+    cfg: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    world: World,
+    meshes: Meshes,
+    judge: Judge,
+    origin: checkpoint.Origin,
 ) -> None:
     """Hold an engine for the ranks that train, to the last step."""
     with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine:
@@ -80,16 +86,22 @@ def sample_for_others(
             inputs.prompts,
             inputs.held_out,
             inputs.stop_token_ids,
-            step=step,
-            saved=checkpoint.collector_state(folder.checkpoints, step=step),
+            step=origin.step,
+            saved=checkpoint.collector_state(origin.folder, step=origin.step),
         )
 
 
 def train(
-    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+    cfg: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    world: World,
+    meshes: Meshes,
+    judge: Judge,
+    origin: checkpoint.Origin,
 ) -> None:
-    """Train from the checkpoint of `step`, or from the start, to the last step, and export the model."""
-    plan = inputs.plan
+    """Train from a checkpoint, or from the start, to the last step, and export the model."""
+    plan, step = inputs.plan, origin.step
     with (
         Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
         ExitStack() as at_the_end,
@@ -104,7 +116,17 @@ def train(
             reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
             learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
         coefficients = learners[POLICY].coefficients
-        checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step)
+        checkpoint.restore(origin.folder, learners, meshes.training, step=step)
+        saver = checkpoint.Saver(
+            folder.checkpoints,
+            learners,
+            meshes.training,
+            cfg.checkpoint,
+            configuration=checkpoint.resolved(cfg),
+            versions=describe_machine(),
+            patience_minutes=cfg.run.patience_minutes,
+        )
+        at_the_end.callback(saver.close)
         objectives = objectives_of(cfg, learners)
         guards = {POLICY: Guard.of(cfg, meshes.training)}
         trainer = TrainerMemory(list(learners.values()), world.device, moves=cfg.offload.trainer)
@@ -135,17 +157,21 @@ def train(
             tell=report.message,
             restarts=phases.restarts,
         )
-        sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
+        sampler.restore(checkpoint.collector_state(origin.folder, step=step), step=step)
+        for note in origin.notes:
+            report.message(note)
         report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
         report.expect(inputs.phases)
         if world.is_main:
             folder.write_launch(cfg, plan)
 
-        def evaluate() -> None:
+        def evaluate() -> dict[str, float]:
             with phases.rollout():
                 pending = sampler.sample_held_out()
             judged = judge.collect(pending)
-            report.eval(step, scalars(merge_over(meshes.training, eval_metrics(judged, cfg.reward))))
+            evaluated = scalars(merge_over(meshes.training, eval_metrics(judged, cfg.reward)))
+            report.eval(step, evaluated)
+            return evaluated
 
         phases.refit(version=step)
         if step == 0 and plan.evaluates_after(0):
@@ -155,6 +181,7 @@ def train(
 
         while step < plan.num_steps:
             step += 1
+            saved = saver.check()
             passed_over = inputs.prompts.dropped
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
@@ -179,11 +206,12 @@ def train(
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
-                if plan.evaluates_after(step):
-                    evaluate()
+                evaluated = evaluate() if plan.evaluates_after(step) else {}
             metrics = merge_over(
                 meshes.training,
-                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated])
+                merge_all(
+                    [collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated, saved]
+                )
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
@@ -201,18 +229,12 @@ def train(
             )
             if plan.saves_after(step):
                 with phases.training(), report.span("save"):
-                    checkpoint.save(
-                        folder.checkpoints,
-                        learners,
-                        meshes.training,
-                        step=step,
-                        keep_last=cfg.checkpoint.keep_last,
-                        collector=sampler.state(),
-                    )
+                    saver.save(step, metrics=values | evaluated, collector=sampler.state())
             if plan.exports_after(step):
                 with phases.training(), report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
             report.memory(step, phases.take_edges())
+        saver.wait()
         if cfg.export.at_end:
             with phases.training(), report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)

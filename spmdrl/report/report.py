@@ -171,7 +171,12 @@ class Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            # A disk without room for a picture must not hide what has stopped the run, which may be that same disk.
+            if error is None:
+                raise
 
     def _keep_peak(self, name: str) -> None:
         peak = read_peak()
