@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -50,8 +51,11 @@ class RunConfig(Section):
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
     patience_minutes: Count = 180
-    """A rank that has waited so long for the others ends the run: longer than the longest rollout phase or evaluation,
-    in which ranks that share an engine wait for the one that leads it."""
+    """A rank that has waited so long for the others ends the run, although they get on: longer than the longest rollout
+    phase or evaluation, in which ranks that share an engine wait for the one that leads it."""
+    stop_before: Annotated[datetime, Field(strict=False)] | None = None
+    """Save and stop in time for this, such as `"2026-11-21T08:00"`, in local time unless it names a zone: a step is
+    not begun when one as long as the longest so far would end later. See `docs/faults.md`."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 
@@ -752,11 +756,17 @@ class EvalConfig(HeldOutConfig):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Save after every so many steps, and after the last; 0 saves no checkpoints."""
+    """Save after every so many steps, and after the last; 0 saves none, except when the run is told to stop."""
     keep_last: Count = 2
     """Older checkpoints are removed."""
     export: bool = True
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
+
+
+class WatchdogConfig(Section):
+    timeout_s: NonNegative = 1800.0
+    """A run in which no rank has entered a phase or finished a rollout for so long is stuck: it ends with every rank's
+    stacks and the name of the one that holds up the others. 0: it waits. Not above `run.patience_minutes`."""
 
 
 class ReportConfig(Section):
@@ -776,6 +786,16 @@ def _refuse_host_state_twice(model: ModelConfig, optim: OptimConfig) -> None:
         raise ValueError(
             "model.cpu_offload = true runs the optimizer on the host, where its state is, so there is nothing for "
             "optim.state_on_host = true to bring to the device; remove one of them"
+        )
+
+
+def _refuse_less_patience(run: RunConfig, watchdog: WatchdogConfig) -> None:
+    """Raises ValueError when collectives would end a stuck run before the watchdog could say where."""
+    if watchdog.timeout_s > run.patience_minutes * 60:
+        raise ValueError(
+            f"watchdog.timeout_s = {watchdog.timeout_s:g} is more than run.patience_minutes = {run.patience_minutes}, "
+            f"which would end a stuck run first and without stacks; set it to {run.patience_minutes * 60} or less, or "
+            "raise patience_minutes"
         )
 
 
@@ -820,6 +840,7 @@ class Config(Section):
     pack: PackConfig
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -832,6 +853,11 @@ class Config(Section):
     def advantages_need_scores(self) -> bool:
         """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
         return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
+
+    @model_validator(mode="after")
+    def _the_watchdog_is_first(self) -> Config:
+        _refuse_less_patience(self.run, self.watchdog)
+        return self
 
     @model_validator(mode="after")
     def _some_are_left_out_of_k(self) -> Config:
@@ -968,7 +994,13 @@ class SftConfig(Section):
     pack: PackConfig
     held_out: HeldOutConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _the_watchdog_is_first(self) -> SftConfig:
+        _refuse_less_patience(self.run, self.watchdog)
+        return self
 
     @model_validator(mode="after")
     def _memory_has_one_phase(self) -> SftConfig:

@@ -17,6 +17,8 @@ from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import watch_over
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
 from spmdrl.metrics import histograms, merge_all, scalars
@@ -46,7 +48,18 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        watch_over(
+            FaultFiles(folder.path), world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
+        Report(
+            cfg.report,
+            folder,
+            num_steps=plan.num_steps,
+            active=world.is_main,
+            start_step=step,
+            on_phase=watch.enter,
+        ) as report,
+        watch.reporting(),
     ):
         meshes = build_meshes(world, cfg.parallel)
         require_same(meshes.training, step, f"the newest checkpoint in {folder.checkpoints}")
@@ -58,8 +71,10 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         report.message(loading_line(gather_objects(meshes.training, host_peak_gib())))
         if world.is_main:
             folder.write_launch(cfg, plan)
-        while step < plan.num_steps:
+        stopping = watch.agree_to_stop(meshes.training)
+        while step < plan.num_steps and not stopping:
             step += 1
+            watch.begin_step(step)
             passed_over = inputs.prompts.dropped
             with report.span("pack"):
                 first = plan.first_rollout(world.rank)
@@ -85,11 +100,15 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 samples=[],
                 histograms=histograms(metrics),
             )
+            stopping = watch.agree_to_stop(meshes.training)
             with report.span("save"):
-                if plan.saves_after(step):
+                if plan.saves_after(step) or stopping:
                     keep = cfg.checkpoint.keep_last
                     checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
-        if cfg.checkpoint.export:
+        if step < plan.num_steps:
+            if world.is_main:
+                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+        elif cfg.checkpoint.export:
             export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
 

@@ -23,6 +23,8 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.guard import Guard
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
@@ -65,23 +67,27 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
+        watch_over(
+            FaultFiles(folder.path), world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
     ):
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
         require_same(meshes.world, step, f"the newest checkpoint in {folder.checkpoints}")
         take_part = train if meshes.trains else sample_for_others
-        take_part(cfg, inputs, folder, world, meshes, judge, step)
+        take_part(cfg, inputs, folder, world, meshes, judge, watch, step)
 
 
 def sample_for_others(
-    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, watch: Watch, step: int
 ) -> None:
     """Hold an engine for the ranks that train, to the last step."""
-    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine:
+    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine, watch.reporting():
         serve(
             cfg,
             inputs.plan,
             meshes,
             judge,
+            watch,
             engine,
             inputs.prompts,
             inputs.held_out,
@@ -92,13 +98,22 @@ def sample_for_others(
 
 
 def train(
-    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, watch: Watch, step: int
 ) -> None:
-    """Train from the checkpoint of `step`, or from the start, to the last step, and export the model."""
+    """Train from the checkpoint of `step`, or from the start, to the last step, and export the model; or to the step
+    after which the run is told to stop."""
     plan = inputs.plan
     with (
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        Report(
+            cfg.report,
+            folder,
+            num_steps=plan.num_steps,
+            active=world.is_main,
+            start_step=step,
+            on_phase=watch.enter,
+        ) as report,
         ExitStack() as at_the_end,
+        watch.reporting(),
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         scoring: dict[str, Any] = {
@@ -127,12 +142,13 @@ def train(
             cfg,
             plan,
             engine,
-            judge.submit,
+            watch.following(judge.submit),
             inputs.prompts,
             inputs.held_out,
             inputs.stop_token_ids,
             meshes,
             tell=report.message,
+            heed=watch.ask_to_stop,
             revive=phases.revive if cfg.rollout.restart_engine else None,
         )
         sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
@@ -152,9 +168,11 @@ def train(
             evaluate()
         report.memory(step, phases.take_edges())
         report.take_times()
+        stopping = watch.agree_to_stop(meshes.training)
 
-        while step < plan.num_steps:
+        while step < plan.num_steps and not stopping:
             step += 1
+            watch.begin_step(step)
             passed_over = inputs.prompts.dropped
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
@@ -198,7 +216,8 @@ def train(
                 histograms=histograms(metrics),
                 worst_tokens=worst_token_rows(worst_tokens(metrics).get("mismatch/max_abs_nats", ()), inputs.tokenizer),
             )
-            if plan.saves_after(step):
+            stopping = watch.agree_to_stop(meshes.training)
+            if plan.saves_after(step) or stopping:
                 with phases.training(), report.span("save"):
                     checkpoint.save(
                         folder.checkpoints,
@@ -209,7 +228,11 @@ def train(
                         collector=sampler.state(),
                     )
             report.memory(step, phases.take_edges())
-        if cfg.checkpoint.export:
+        if step < plan.num_steps:
+            sampler.dismiss()
+            if world.is_main:
+                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+        elif cfg.checkpoint.export:
             with phases.training():
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 

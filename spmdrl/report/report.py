@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ class Report:
     Every rank has one and measures its phases with `span`; the one with `active=True` also prints and writes, and for
     the others those methods do nothing. Without a folder nothing is written. `start_step` is the step of the checkpoint
     that the run goes on from, 0 when it starts anew; what an earlier launch wrote for later steps is dropped.
+    `on_phase` is told each phase as it begins.
 
     A number that is not finite is written as null to metrics.jsonl, which as JSON has no word for it.
 
@@ -38,7 +39,9 @@ class Report:
         num_steps: int,
         active: bool,
         start_step: int = 0,
+        on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._on_phase = on_phase
         self._times: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
         self._expected: Sequence[PhaseMemory] = ()
@@ -56,6 +59,7 @@ class Report:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Measure the wall time of a phase on this rank. Phases follow each other; they are not nested."""
+        self._on_phase(name)
         if self._display:
             self._display.begin_phase(name)
         began = time.perf_counter()
