@@ -69,7 +69,7 @@ def conclude(files: FaultFiles, code: int) -> tuple[str, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Start the ranks of a run and say how it ended.")
-    parser.add_argument("--requeue", metavar="COMMAND", help="run this when the run is to be started again")
+    parser.add_argument("--requeue", metavar="COMMAND", help="run this when SIGUSR1 has stopped the run")
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what starts the ranks")
     arguments = parser.parse_args(argv)
@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, code = conclude(files, supervise(files, arguments.command, os.environ))
     if words:
         print(words, file=sys.stderr, flush=True)
-    if code == EXIT_REQUEUE and arguments.requeue:
+    requeue = read_requeue(files)
+    # SIGTERM is the end that someone decided on: what becomes of the job then is not for this program to say.
+    if arguments.requeue and code == EXIT_REQUEUE and requeue is not None and requeue.reason == "SIGUSR1":
         subprocess.run(shlex.split(arguments.requeue), check=False)
     return code
 
