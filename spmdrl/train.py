@@ -52,7 +52,7 @@ from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
-from spmdrl.score import rollout_metrics, score_groups
+from spmdrl.score import failure_lines, rollout_metrics, score_groups
 from spmdrl.update import Learner, update
 
 
@@ -178,6 +178,9 @@ def train(
                 collected = sampler.collect(step)
             with report.span("reward"):
                 scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+            for failure in map(watch.explained, failure_lines(step, scored)):
+                watch.note(failure)
+                report.message(failure)
             with report.span("pack"):
                 with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]

@@ -206,6 +206,11 @@ class Watch:
         with contextlib.suppress(OSError):  # a full disk has more important victims
             self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
+    def explained(self, text: str) -> str:
+        """A sentence, and what the kernel has done for want of memory where it tells of a process that was killed."""
+        hints = OomKills.now().since(self._oom_kills) if "SIGKILL" in text else []
+        return "; ".join([text, *hints])
+
     def ask_to_stop(self, wish: Wish | None) -> None:
         """What another rank was asked, if anything."""
         if wish is not None:

@@ -311,7 +311,7 @@ def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: 
     watch.begin_step(4)
     watch.enter("update")
     with (
-        pytest.raises(Exception, match="rank 0 of 1 .* failed in step 4, update:\n(?s:.*)in_here") as raised,
+        pytest.raises(Exception, match=r"rank 0 of 1 .* failed in step 4, update:\n(?s:.*)in_here") as raised,
         watch.reporting(),
     ):
         raise KeyError("in_here")
@@ -325,7 +325,7 @@ def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: 
     assert found["log_lines"][-1].endswith("step 4")
     assert raised.value.exit_code == EXIT_CODES["error"]
     # The second one is written down, and says nothing.
-    with pytest.raises(Exception, match="^$") as raised, watch.reporting():
+    with pytest.raises(Exception, match=r"^$") as raised, watch.reporting():
         raise UserError("also wrong")
     assert raised.value.exit_code == EXIT_CODES["user"]
     assert "also wrong" in files.log_of(0).read_text()
