@@ -64,6 +64,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         meshes = build_meshes(world, cfg.parallel)
         require_same(meshes.training, step, f"the newest checkpoint in {folder.checkpoints}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
+        watch.enter("load")
         policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
@@ -109,6 +110,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             if world.is_main:
                 report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
         elif cfg.checkpoint.export:
+            watch.enter("export")
             export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
 

@@ -120,6 +120,7 @@ def train(
             "temperature": cfg.rollout.temperature,
             "kernel": kernel_of_run(cfg, world.device.type, dtype),
         }
+        watch.enter("load")
         policy = load_policy(cfg.model, meshes.model, **scoring)
         reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
         learner = Learner.start(
@@ -134,6 +135,7 @@ def train(
         guard = Guard.of(cfg, meshes.training)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
+        watch.enter("start engine")
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
         at_the_end.enter_context(closing(engine))
         refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
@@ -237,6 +239,7 @@ def train(
                 report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
         elif cfg.checkpoint.export:
             with phases.training():
+                watch.enter("export")
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
 
 

@@ -33,6 +33,7 @@ from spmdrl.faults.verdict import (
 )
 from spmdrl.faults.watch import Stop, Watch, Wish
 from spmdrl.supervise import conclude, supervise
+from spmdrl.supervise import main as supervise_main
 from spmdrl.tools import ps
 from spmdrl.types import UserError
 
@@ -330,3 +331,12 @@ def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: 
     assert raised.value.exit_code == EXIT_CODES["user"]
     assert "also wrong" in files.log_of(0).read_text()
     watch._log.close()
+
+
+@pytest.mark.parametrize(("reason", "requeues"), [("SIGUSR1", True), ("SIGTERM", False)])
+def test_only_the_signal_before_the_time_limit_requeues_the_job(files: FaultFiles, reason: str, requeues: bool) -> None:
+    requeue = json.dumps({"launch": "one", "step": 3, "num_steps": 9, "reason": reason, "again": True})
+    stands_for_the_run = ["sh", "-c", f"echo '{requeue}' > {files.requeue}"]
+    again = files.folder / "again"
+    assert supervise_main(["--requeue", f"touch {again}", str(files.folder), *stands_for_the_run]) == EXIT_REQUEUE
+    assert again.exists() == requeues
