@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
-import select
 import signal
 import socket
 import sys
@@ -101,7 +100,7 @@ class Wish:
     """That the run stop, saved."""
 
     reason: str
-    again: bool  # whether it may be started again at once
+    again: bool = True  # whether it may be started again at once
 
 
 class Stop:
@@ -151,7 +150,7 @@ class Watch:
         self._tick_s = min(TICK_S, timeout_s / 10 or TICK_S)
         self._beat_s = min(BEAT_S, timeout_s / 10 or BEAT_S)
         self._check_s = max(self._tick_s, timeout_s / 20, num_ranks / 10)  # all of them may look at all posts
-        self._stop, self._agreed = Stop(stop_before), Wish("", again=True)
+        self._stop, self._agreed = Stop(stop_before), Wish("")
         self._beat = 0  # the thread's, as the post is the main thread's: neither waits for the other
         self._post = Post(
             launch=launch,
@@ -258,9 +257,11 @@ class Watch:
         """Begin to watch. Only the main thread may do it: it gets the signals."""
         self.note(f"rank {self._post.rank} of {self._post.num_ranks} on {self._post.host}, pid {self._post.pid}")
         # The wake-up descriptor is written to in the signal's own handler, also while the main thread is in a library.
-        self._signals.setblocking(False)
+        self._signals.settimeout(self._tick_s)
         self._wakeup.setblocking(False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        # That is for the thread; a handler of Python's only has to be there, but hears SIGUSR1 a moment sooner.
+        handlers = {signal.SIGTERM: lambda *_: None, signal.SIGUSR1: lambda *_: self._stop.ask(Wish("SIGUSR1"))}
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._faults_before = faulthandler.is_enabled()
         faulthandler.enable(self._log)
@@ -322,8 +323,10 @@ class Watch:
 
     def _heard(self) -> bytes:
         """The signals since the last call, after a tick at most."""
-        readable, _, _ = select.select([self._signals], [], [], self._tick_s)
-        return self._signals.recv(4096) if readable else b""
+        try:
+            return self._signals.recv(4096)
+        except TimeoutError:
+            return b""
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT:
@@ -335,7 +338,7 @@ class Watch:
                 self._leave_within(LEAVE_S, EXIT_LOST_RANK, "SIGTERM, and another rank has ended")
             else:
                 self.note(f"{name}: asked to stop")
-                self._stop.ask(Wish(name, again=True))
+                self._stop.ask(Wish(name))
 
     def _leave_within(self, seconds: float, code: int, why: str) -> None:
         """End this process then, if it has not ended by itself: its main thread may wait for ranks that are gone."""
@@ -360,7 +363,7 @@ class Watch:
                 reason = self._files.stop.read_text(encoding="utf-8").strip()
             except OSError:
                 reason = ""
-            self._stop.ask(Wish(reason or str(self._files.stop), again=True))
+            self._stop.ask(Wish(reason or str(self._files.stop)))
         report = read_error(self._files, launch=self._post.launch)
         if report is not None and report.kind == "hang":
             self._end_in_hang()
@@ -426,7 +429,8 @@ class Watch:
     def _wake(self, post: Post) -> None:
         """Have a rank of this host that does not answer say where it is; one that was stopped goes on to do so."""
         if post.host == self._post.host and ask_for_stacks(post.pid):
-            os.kill(post.pid, signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                os.kill(post.pid, signal.SIGCONT)
 
     def _dump(self) -> None:
         """Write the stacks of this rank and of its engine to its log, and torch's record of collectives beside it."""
