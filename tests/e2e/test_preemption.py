@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from spmdrl import train
 from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.verdict import EXIT_LOST_RANK, EXIT_REQUEUE, read_error, read_requeue
-from spmdrl.faults.watch import Watch
+from spmdrl.faults.watch import Stop, Watch
 from spmdrl.report import Report
 from spmdrl.sft import main as sft
 from spmdrl.train import main
@@ -160,13 +160,24 @@ def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:  # noqa: F811
     assert_same_weights(folder / "runs/sft-unstopped", folder / "runs/sft-stopped")
 
 
-def test_a_run_stops_before_the_time_that_it_was_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    deadline = datetime.now() + timedelta(seconds=6)
+def with_a_long_second_step(argv: list[str]) -> int:
+    """Run one rank's program, by a clock on which step 2 takes two hours."""
+    end_step, ends = Stop.end_step, iter((0.0, 0.0, 7200.0))
+
+    def end_later(stop: Stop, now: float) -> None:
+        end_step(stop, now + next(ends))
+
+    with mock.patch.object(Stop, "end_step", end_later):
+        return plain(main, argv)
+
+
+def test_no_step_is_begun_that_would_end_too_late(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    deadline = datetime.now() + timedelta(hours=1)
     argv = [str(folder / "c.toml"), *ENDLESS, "run.name=timed", f'run.stop_before="{deadline.isoformat()}"']
-    launch(1, argv)
+    assert set(run_ranks(2, with_a_long_second_step, argv, timeout_s=200.0)) == {0}
     requeue = read_requeue(FaultFiles(folder / "runs/timed"))
     assert requeue is not None and requeue.reason.startswith("run.stop_before = ") and not requeue.again
-    assert requeue.step > 0 and (folder / f"runs/timed/checkpoints/step-{requeue.step:08d}").is_dir()
+    assert requeue.step == 2 and (folder / "runs/timed/checkpoints/step-00000002").is_dir()
     assert main([*argv[:-1], "run.stop_before=2001-01-01"]) == 2
     assert "run.stop_before = 2001-01-01T00:00 is in the past" in capsys.readouterr().err
 
