@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 
 DUMP_SIGNAL = signal.SIGUSR2
-BEGIN, END = "--- stacks of", "--- end of stacks"  # lines around what a rank writes of its own accord
+# Lines around what a rank writes of its own accord, and after everything that it has to say.
+BEGIN, END, DONE = "--- stacks of", "--- end of stacks", "--- nothing else"
 # Set for the processes of an engine: the log that they write to. Their part of this is in
 # `rollout/sglang_cpu/startup/sitecustomize.py`, which imports nothing of spmdrl.
 STACKS_TO = "SPMDRL_STACKS_TO"

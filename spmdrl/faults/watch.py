@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +43,7 @@ from spmdrl.faults.posts import (
 )
 from spmdrl.faults.stacks import (
     BEGIN,
+    DONE,
     DUMP_SIGNAL,
     END,
     STACKS_TO,
@@ -71,6 +72,7 @@ from spmdrl.types import TrainingDiverged, UserError
 TICK_S = 1.0  # how often a watch looks around
 BEAT_S = 5.0  # how often it says that it lives, where nothing changes; shared storage has to bear it from all ranks
 BEATS_MISSED = 3  # without one, a rank does not answer
+ANSWER_S = 10.0  # for all ranks to write their stacks
 CAUSE_WAIT_S = 2.0  # for the rank that knows the cause, by one that only lost its connection
 LEAVE_S = 8.0  # for a rank to end by itself, when the job ends
 ERROR_WAIT_S = 60.0  # the same, since a rank has failed: a collective of NCCL does not notice
@@ -389,8 +391,7 @@ class Watch:
         self._dump()
         for post in unheard:
             self._wake(post)
-        self._beat_for(BEATS_MISSED * self._beat_s)
-        stacks = {rank: main_stack(text_after(self._files.log_of(rank), size)) for rank, size in sizes.items()}
+        stacks = {rank: main_stack(text) for rank, text in self._answers(sizes).items()}
         logs = self._files.log_of(0).parent
         text = f"{grouped(stacks)}\nall threads, and the processes of engines: {logs}/rank-*.log"
         hints = ["set watchdog.timeout_s higher if a phase may take so long"] if not unheard else []
@@ -404,13 +405,22 @@ class Watch:
                     os.kill(post.pid, signal.SIGKILL)
         os._exit(EXIT_HANG)
 
+    def _answers(self, sizes: Mapping[int, int]) -> dict[int, str]:
+        """What ranks have written since their logs had these sizes; waits until all are done, or long enough."""
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            texts = {rank: text_after(self._files.log_of(rank), size) for rank, size in sizes.items()}
+            if all(DONE in text for text in texts.values()) or time.monotonic() > deadline:
+                return texts
+            self._beat_for(self._tick_s)
+
     def _end_in_hang(self) -> None:
         """Another rank has claimed it: give it the stacks, and end once it has them."""
         self._dump()
         for post in self._others():
             if post.host == self._post.host and process_state(post.pid) == "T":
                 self._wake(post)
-        deadline = time.monotonic() + 3 * BEATS_MISSED * self._beat_s
+        deadline = time.monotonic() + 2 * ANSWER_S
         while time.monotonic() < deadline:
             report = read_error(self._files, launch=self._post.launch)
             if report is not None and report.complete:
@@ -441,6 +451,7 @@ class Watch:
             ask_descendants(self._post.pid)
             if record := flight_record():
                 self._files.flight_record_of(self._post.rank).write_text(record, encoding="utf-8")
+            self._log.write(f"{DONE}\n")
 
     # A failure.
 
