@@ -30,10 +30,10 @@ from spmdrl.train import main
 from tests.e2e.test_train import folder  # noqa: F401  (a fixture)
 from tests.spmd.ranks import run_ranks
 
-# In the order of a step; each is left by a signal once.
+# In the order of a step. Of all of them, those in which sampling, training and neither of them is going on, and the last.
 PHASES = ("rollout", "reward", "pack", "switch", "probe", "logprobs", "update", "refit", "eval", "save")
+SOME_PHASES = ("reward", "logprobs", "eval", "save")
 SETTINGS = (
-    f"run.num_steps={len(PHASES) + 2}",
     "run.threads_per_rank=1",
     "checkpoint.every=1",
     "eval.num_prompts=4",
@@ -78,12 +78,19 @@ def launch(num_ranks: int, argv: list[str]) -> None:
     assert set(run_ranks(num_ranks, plain, main, argv, timeout_s=200.0)) == {0}
 
 
-def test_a_run_that_is_stopped_in_every_phase_is_bitwise_the_run_that_is_not(folder: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    "phases", [pytest.param(SOME_PHASES, id="some"), pytest.param(PHASES, id="every", marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_stopped_in_any_phase_is_bitwise_the_run_that_is_not(
+    folder: Path,  # noqa: F811
+    phases: tuple[str, ...],
+) -> None:
     """One rank of two is told, in another phase in every step."""
-    launch(2, [str(folder / "c.toml"), *SETTINGS, "run.name=unstopped"])
-    run = folder / "runs/stopped-often"
-    argv = [str(folder / "c.toml"), *SETTINGS, "run.name=stopped-often"]
-    for step, phase in enumerate(PHASES, start=1):
+    argv = [str(folder / "c.toml"), *SETTINGS, f"run.num_steps={len(phases) + 2}"]
+    unstopped, run = (folder / f"runs/{name}-{len(phases)}" for name in ("unstopped", "stopped"))
+    launch(2, [*argv, f"run.name={unstopped.name}"])
+    argv.append(f"run.name={run.name}")
+    for step, phase in enumerate(phases, start=1):
         codes = run_ranks(2, signalled, main, argv, step, phase, timeout_s=200.0)
         assert set(codes) == {0}, phase
         requeue = read_requeue(FaultFiles(run))
@@ -93,9 +100,9 @@ def test_a_run_that_is_stopped_in_every_phase_is_bitwise_the_run_that_is_not(fol
         assert not (run / "hf").exists()
     launch(2, argv)
     assert read_requeue(FaultFiles(run)) is None
-    assert_same_weights(folder / "runs/unstopped", run)
+    assert_same_weights(unstopped, run)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(len(PHASES) + 3))
+    assert steps == list(range(len(phases) + 3))
 
 
 def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:  # noqa: F811
