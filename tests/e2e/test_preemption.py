@@ -30,7 +30,7 @@ from spmdrl.train import main
 from tests.e2e.test_train import folder  # noqa: F401  (a fixture)
 from tests.spmd.ranks import run_ranks
 
-# In the order of a step. Of all of them, those in which sampling, training and neither of them is going on, and the last.
+# In the order of a step; some of them: while rewards are computed, while the trainer has the device, and at the end.
 PHASES = ("rollout", "reward", "pack", "switch", "probe", "logprobs", "update", "refit", "eval", "save")
 SOME_PHASES = ("reward", "logprobs", "eval", "save")
 SETTINGS = (
