@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -48,8 +49,11 @@ class RunConfig(Section):
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
     patience_minutes: Count = 180
-    """A rank that has waited so long for the others ends the run: longer than the longest rollout phase or evaluation,
-    in which ranks that share an engine wait for the one that leads it."""
+    """A rank that has waited so long for the others ends the run, although they get on: longer than the longest rollout
+    phase or evaluation, in which ranks that share an engine wait for the one that leads it."""
+    stop_before: Annotated[datetime, Field(strict=False)] | None = None
+    """Save and stop in time for this, such as `"2026-11-21T08:00"`, in local time unless it names a zone: a step is
+    not begun when one as long as the longest so far would end later. See `docs/faults.md`."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 
@@ -779,7 +783,7 @@ class EvalConfig(HeldOutConfig):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Save after every so many steps, and after the last; 0 saves no checkpoints."""
+    """Save after every so many steps, and after the last; 0 saves none, except when the run is told to stop."""
     keep_last: Count = 2
     """Older checkpoints are removed, but for those that the next two settings name."""
     keep_every: Annotated[int, Field(ge=0)] = 0
@@ -807,6 +811,12 @@ class ResumeConfig(Section):
     change what is computed always may: see `docs/checkpoints.md`."""
 
 
+class WatchdogConfig(Section):
+    timeout_s: NonNegative = 1800.0
+    """A run in which no rank has entered a phase or finished a rollout for so long is stuck: it ends with every rank's
+    stacks and the name of the one that holds up the others. 0: it waits. Not above `run.patience_minutes`."""
+
+
 class ReportConfig(Section):
     samples_per_step: Annotated[int, Field(ge=0)] = 4
     """Rollouts written to samples.jsonl and TensorBoard each step."""
@@ -832,6 +842,16 @@ def _refuse_unmeasured_best(checkpoint: CheckpointConfig, *, measures: bool) -> 
     if checkpoint.keep_best is not None and not measures:
         raise ValueError(
             f'checkpoint.keep_best = "{checkpoint.keep_best}" is measured by evaluations, but there are none; remove it'
+        )
+
+
+def _refuse_less_patience(run: RunConfig, watchdog: WatchdogConfig) -> None:
+    """Raises ValueError when collectives would end a stuck run before the watchdog could say where."""
+    if watchdog.timeout_s > run.patience_minutes * 60:
+        raise ValueError(
+            f"watchdog.timeout_s = {watchdog.timeout_s:g} is more than run.patience_minutes = {run.patience_minutes}, "
+            f"which would end a stuck run first and without stacks; set it to {run.patience_minutes * 60} or less, or "
+            "raise patience_minutes"
         )
 
 
@@ -879,6 +899,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     resume: ResumeConfig = ResumeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -946,6 +967,11 @@ class Config(Section):
                 f'advantage.estimator = "{self.advantage.estimator}" compares with a greedy response, which policy and '
                 "reference do not score; set loss.kl_coef instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_is_first(self) -> Config:
+        _refuse_less_patience(self.run, self.watchdog)
         return self
 
     @model_validator(mode="after")
@@ -1090,11 +1116,17 @@ class SftConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     resume: ResumeConfig = ResumeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
     def _the_best_is_measured(self) -> SftConfig:
         _refuse_unmeasured_best(self.checkpoint, measures=False)
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_is_first(self) -> SftConfig:
+        _refuse_less_patience(self.run, self.watchdog)
         return self
 
     @model_validator(mode="after")

@@ -18,6 +18,8 @@ from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import watch_over
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
 from spmdrl.learners import POLICY
@@ -42,13 +44,24 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
+        watch_over(
+            FaultFiles(folder.path), world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
         ExitStack() as at_the_end,
+        watch.reporting(),
     ):
         meshes = build_meshes(world, cfg.parallel)
         origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
         step = origin.step
         report = at_the_end.enter_context(
-            Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step)
+            Report(
+                cfg.report,
+                folder,
+                num_steps=plan.num_steps,
+                active=world.is_main,
+                start_step=step,
+                on_phase=watch.enter,
+            )
         )
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         with report.span("load"):
@@ -74,9 +87,11 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         if world.is_main:
             folder.write_launch(cfg, plan)
         report.take_times()
+        stopping = watch.agree_to_stop(meshes.training)
 
-        while step < plan.num_steps:
+        while step < plan.num_steps and not stopping:
             step += 1
+            watch.begin_step(step)
             saved = saver.check()
             passed_over = inputs.prompts.dropped
             with report.span("pack"):
@@ -104,14 +119,18 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 samples=[],
                 histograms=histograms(metrics),
             )
-            if plan.saves_after(step):
+            stopping = watch.agree_to_stop(meshes.training)
+            if plan.saves_after(step) or stopping:
                 with report.span("save"):
                     saver.save(step, metrics=values)
             if plan.exports_after(step):
                 with report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
         saver.wait()
-        if cfg.export.at_end:
+        if step < plan.num_steps:
+            if world.is_main:
+                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+        elif cfg.export.at_end:
             with report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
         report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))

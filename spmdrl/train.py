@@ -23,6 +23,8 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.guard import Guard
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
@@ -45,7 +47,7 @@ from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
-from spmdrl.score import rollout_metrics, score_groups
+from spmdrl.score import failure_lines, rollout_metrics, score_groups
 from spmdrl.update import update
 
 
@@ -59,11 +61,14 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
+        watch_over(
+            FaultFiles(folder.path), world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
     ):
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
         origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
         take_part = train if meshes.trains else sample_for_others
-        take_part(cfg, inputs, folder, world, meshes, judge, origin)
+        take_part(cfg, inputs, folder, world, meshes, judge, watch, origin)
 
 
 def sample_for_others(
@@ -73,15 +78,17 @@ def sample_for_others(
     world: World,
     meshes: Meshes,
     judge: Judge,
+    watch: Watch,
     origin: checkpoint.Origin,
 ) -> None:
     """Hold an engine for the ranks that train, to the last step."""
-    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine:
+    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine, watch.reporting():
         serve(
             cfg,
             inputs.plan,
             meshes,
             judge,
+            watch,
             engine,
             inputs.prompts,
             inputs.held_out,
@@ -98,13 +105,23 @@ def train(
     world: World,
     meshes: Meshes,
     judge: Judge,
+    watch: Watch,
     origin: checkpoint.Origin,
 ) -> None:
-    """Train from a checkpoint, or from the start, to the last step, and export the model."""
+    """Train from a checkpoint, or from the start, to the last step, and export the model; or to the step after which
+    the run is told to stop."""
     plan, step = inputs.plan, origin.step
     with (
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        Report(
+            cfg.report,
+            folder,
+            num_steps=plan.num_steps,
+            active=world.is_main,
+            start_step=step,
+            on_phase=watch.enter,
+        ) as report,
         ExitStack() as at_the_end,
+        watch.reporting(),
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         scoring: dict[str, Any] = {
@@ -131,6 +148,7 @@ def train(
         guards = {POLICY: Guard.of(cfg, meshes.training)}
         trainer = TrainerMemory(list(learners.values()), world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
+        watch.enter("start engine")
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
         at_the_end.enter_context(closing(engine))
         refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
@@ -149,12 +167,13 @@ def train(
             cfg,
             plan,
             engine,
-            judge.submit,
+            watch.following(judge.submit),
             inputs.prompts,
             inputs.held_out,
             inputs.stop_token_ids,
             meshes,
             tell=report.message,
+            heed=watch.ask_to_stop,
             restarts=phases.restarts,
         )
         sampler.restore(checkpoint.collector_state(origin.folder, step=step), step=step)
@@ -178,15 +197,20 @@ def train(
             evaluate()
         report.memory(step, phases.take_edges())
         report.take_times()
+        stopping = watch.agree_to_stop(meshes.training)
 
-        while step < plan.num_steps:
+        while step < plan.num_steps and not stopping:
             step += 1
+            watch.begin_step(step)
             saved = saver.check()
             passed_over = inputs.prompts.dropped
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
             with report.span("reward"):
                 scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+            for failure in map(watch.explained, failure_lines(step, scored)):
+                watch.note(failure)
+                report.message(failure)
             with report.span("pack"):
                 with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
@@ -227,7 +251,8 @@ def train(
                 histograms=histograms(metrics),
                 worst_tokens=worst_token_rows(worst_tokens(metrics).get("mismatch/max_abs_nats", ()), inputs.tokenizer),
             )
-            if plan.saves_after(step):
+            stopping = watch.agree_to_stop(meshes.training)
+            if plan.saves_after(step) or stopping:
                 with phases.training(), report.span("save"):
                     saver.save(step, metrics=values | evaluated, collector=sampler.state())
             if plan.exports_after(step):
@@ -235,7 +260,11 @@ def train(
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
             report.memory(step, phases.take_edges())
         saver.wait()
-        if cfg.export.at_end:
+        if step < plan.num_steps:
+            sampler.dismiss()
+            if world.is_main:
+                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+        elif cfg.export.at_end:
             with phases.training(), report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
         report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))

@@ -21,10 +21,6 @@ class UserError(ValueError):
     """What the user asked for cannot be done. The message says what was set, what is true, and what to set instead."""
 
 
-class CannotGoOn(UserError):
-    """A run that has begun needs something that the user must see to, such as room on a disk."""
-
-
 class TrainingDiverged(RuntimeError):
     """A number that must be finite is not. No weights were changed by the update that raised it."""
 

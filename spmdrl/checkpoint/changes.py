@@ -16,6 +16,7 @@ HARMLESS = (
     "run.dir",
     "run.num_steps",
     "run.patience_minutes",
+    "run.stop_before",
     "run.threads_per_rank",
     "model.gradient_checkpointing",
     "model.checkpoint_every_layers",
@@ -47,6 +48,7 @@ HARMLESS = (
     "export",
     "resume",
     "report",
+    "watchdog",
     "debug",
 )
 

@@ -31,7 +31,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import second_group
 from spmdrl.metrics import Max, Metrics, Total
 from spmdrl.model.host_memory import HostBuffers
-from spmdrl.types import CannotGoOn, UserError
+from spmdrl.types import UserError
 from spmdrl.update import Learner
 
 STATE, COLLECTOR = "state.json", "collector.json"
@@ -161,7 +161,7 @@ class Saver:
             usage = shutil.disk_usage(self._folder)
             room = f" ({usage.free / 2**20:.1f} of {usage.total / 2**20:.1f} MiB are free there)"
             remedy = "make room, raise the limit on the size of files if there is one, or lower checkpoint.keep_last"
-        return CannotGoOn(
+        return UserError(
             f"the checkpoint of step {step} could not be written: {problem.strerror} while writing "
             f"{problem.filename or self._folder}{room}; {before}; {remedy}, and start the run again"
         )

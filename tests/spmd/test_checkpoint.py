@@ -21,7 +21,7 @@ from spmdrl.config import CheckpointConfig, Config
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.types import CannotGoOn, UserError
+from spmdrl.types import UserError
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_offload import _start, _state, _update
 from tests.tiny import save_qwen3
@@ -220,7 +220,7 @@ def _without_room(path: str, folder: str, shortage: Shortage) -> tuple[str, list
         with shortage(Path(folder), world.rank):
             barrier(meshes.world)
             saver.save(2, metrics={})
-            with pytest.raises(CannotGoOn) as caught:
+            with pytest.raises(UserError) as caught:
                 saver.wait()
         assert checkpoint.find_origin(config(), Path(folder), meshes.world).step == 1
         before = saved_steps(Path(folder))
