@@ -77,7 +77,7 @@ def measure(shape: dict[str, int], meshes: Meshes, folder: Path, *, repeats: int
     saver = checkpoint.Saver(
         folder / "ours",
         {"policy": learner},
-        meshes.training,
+        meshes,
         CheckpointConfig(keep_last=1),
         configuration={},
         versions={},

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import bench
@@ -102,7 +103,14 @@ def main() -> None:
 def count(layout: str, num_ranks: int) -> dict[str, Any]:
     """The collectives of one step on rank 0 of so many."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    world = World(rank=0, num_ranks=num_ranks, local_rank=0, num_local_ranks=8, device=torch.device("cpu"))
+    world = World(
+        rank=0,
+        num_ranks=num_ranks,
+        local_rank=0,
+        num_local_ranks=8,
+        patience=timedelta(minutes=1),
+        device=torch.device("cpu"),
+    )
     parallel = LAYOUTS[layout]
     if parallel.dp_shard:
         parallel = parallel.model_copy(update={"dp_replicate": num_ranks // parallel.dp_shard})

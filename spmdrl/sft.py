@@ -73,11 +73,10 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         saver = checkpoint.Saver(
             folder.checkpoints,
             learners,
-            meshes.training,
+            meshes,
             cfg.checkpoint,
             configuration=checkpoint.resolved(cfg),
             versions=describe_machine(),
-            patience_minutes=cfg.run.patience_minutes,
         )
         at_the_end.callback(saver.close)
         for note in origin.notes:

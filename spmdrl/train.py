@@ -137,11 +137,10 @@ def train(
         saver = checkpoint.Saver(
             folder.checkpoints,
             learners,
-            meshes.training,
+            meshes,
             cfg.checkpoint,
             configuration=checkpoint.resolved(cfg),
             versions=describe_machine(),
-            patience_minutes=cfg.run.patience_minutes,
         )
         at_the_end.callback(saver.close)
         objectives = objectives_of(cfg, learners)

@@ -28,7 +28,7 @@ from spmdrl.checkpoint.storage import Writer
 from spmdrl.checkpoint.tensors import LearnerState, Tree, copy_to_host, in_chunks, num_bytes, tree_of
 from spmdrl.config import CheckpointConfig
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.mesh import second_group
+from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Metrics, Total
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.types import UserError
@@ -49,19 +49,17 @@ class Saver:
         self,
         folder: Path,
         learners: Mapping[str, Learner],
-        mesh: DeviceMesh,
+        meshes: Meshes,
         cfg: CheckpointConfig,
         *,
         configuration: Mapping[str, Any],
         versions: Mapping[str, Any],
-        patience_minutes: int = 30,
     ) -> None:
-        """`configuration` and `versions` go into every manifest; `patience_minutes` is how long ranks wait for each
-        other while they write."""
-        self._folder, self._learners, self._mesh, self._cfg = folder, learners, mesh, cfg
-        self._side = second_group(mesh, patience_minutes=patience_minutes)
+        """`configuration` and `versions` go into every manifest."""
+        self._folder, self._learners, self._cfg = folder, learners, cfg
+        self._mesh, self._side = meshes.training, meshes.beside
         self._configuration, self._versions = dict(configuration), dict(versions)
-        self._buffers = HostBuffers(pinned=mesh.device_type == "cuda")
+        self._buffers = HostBuffers(pinned=meshes.training.device_type == "cuda")
         self._writing: _Writing | None = None
         self._taken: Metrics = {}
 
@@ -170,14 +168,14 @@ class Saver:
 def save(
     folder: Path,
     learners: Mapping[str, Learner],
-    mesh: DeviceMesh,
+    meshes: Meshes,
     *,
     step: int,
     keep_last: int,
     collector: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the state after `step`, and wait until it is written; every rank of the mesh must call this."""
-    saver = Saver(folder, learners, mesh, CheckpointConfig(keep_last=keep_last), configuration={}, versions={})
+    saver = Saver(folder, learners, meshes, CheckpointConfig(keep_last=keep_last), configuration={}, versions={})
     saver.save(step, metrics={}, collector=collector)
     saver.wait()
 

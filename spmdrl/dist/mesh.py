@@ -45,6 +45,7 @@ class Meshes:
 
     world: DeviceMesh  # all ranks
     training: DeviceMesh  # ranks that hold a part of the policy
+    beside: DeviceMesh  # the same on the host, for a thread: collectives of two threads must not meet in one group
     data: DeviceMesh  # those of them with this rank's place in a group that shares its sequences
     model: ModelMeshes
     engines: DeviceMesh  # ranks that hold engines
@@ -96,28 +97,27 @@ def build_meshes(
     ranks = torch.arange(world.num_ranks)
     training, sampling = ranks[: world.num_ranks - engine_ranks], ranks[world.num_ranks - engine_ranks :]
     train = DeviceMesh(kind, training, mesh_dim_names=("training",)) if engine_ranks else everyone
+    beside = _beside(train, training, world.patience)
     data, model = _training_meshes(kind, training, world.rank, parallel or ParallelConfig())
     if not engine_ranks:
         grid = init_device_mesh(kind, (world.num_ranks // ranks_per_engine, ranks_per_engine), mesh_dim_names=_GRID)
-        return Meshes(everyone, train, data, model, everyone, grid["engine"], None)
+        return Meshes(everyone, train, beside, data, model, everyone, grid["engine"], None)
     engines = DeviceMesh(kind, sampling, mesh_dim_names=("engines",))
     grid = DeviceMesh(kind, sampling.view(-1, ranks_per_engine), mesh_dim_names=_GRID)
     weights = DeviceMesh(kind, torch.cat([training[:1], sampling]), mesh_dim_names=("weights",))
     # An axis cannot be asked for on a rank that is not in the grid.
     engine = grid["engine"] if world.rank in sampling else grid
-    return Meshes(everyone, train, data, model, engines, engine, weights)
+    return Meshes(everyone, train, beside, data, model, engines, engine, weights)
 
 
-def second_group(mesh: DeviceMesh, *, patience_minutes: int) -> DeviceMesh:
-    """The ranks of a mesh of one axis once more, through gloo, for a thread beside the step: collectives of two threads
-    must not meet in one group. Every rank of the mesh takes part."""
+def _beside(training: DeviceMesh, ranks: Tensor, patience: timedelta) -> DeviceMesh:
     group = dist.new_group(
-        dist.get_process_group_ranks(mesh.get_group()),
-        backend="gloo",
-        timeout=timedelta(minutes=patience_minutes),
-        use_local_synchronization=True,
+        ranks.tolist(),
+        timeout=patience,
+        backend="gloo" if training.device_type == "cuda" else None,  # None: that of all ranks, which is on the host too
     )
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("beside",))
+    is_in = training.get_coordinate() is not None
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("beside",)) if is_in else training
 
 
 _GRID = ("engines", "engine")

@@ -22,6 +22,7 @@ class World:
     num_ranks: int
     local_rank: int
     num_local_ranks: int
+    patience: timedelta  # a rank that has waited so long for the others ends the run
     device: torch.device
 
     @property
@@ -84,6 +85,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    patience = timedelta(minutes=patience_minutes)
     # Set on all ranks before NCCL starts: an engine that is started later on some ranks sets it too, and ranks must agree.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     dist.init_process_group(
@@ -91,13 +93,20 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
         store=None if "RANK" in os.environ else dist.HashStore(),
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(minutes=patience_minutes),
+        timeout=patience,
         device_id=device if cuda else None,
     )
     if not cuda:
         _keep_gloo_single_threaded(num_threads)
     try:
-        yield World(rank=rank, num_ranks=num_ranks, local_rank=place, num_local_ranks=num_local, device=device)
+        yield World(
+            rank=rank,
+            num_ranks=num_ranks,
+            local_rank=place,
+            num_local_ranks=num_local,
+            patience=patience,
+            device=device,
+        )
         # Modules that FSDP hooked must be gone before the group is: a gloo worker can abort at exit otherwise.
         gc.collect()
         dist.barrier()

@@ -40,7 +40,7 @@ def _saver(folder: Path, learner: Any, meshes: Meshes, **settings: Any) -> check
     return checkpoint.Saver(
         folder,
         {"policy": learner},
-        meshes.training,
+        meshes,
         CheckpointConfig(**({"keep_last": 3} | settings)),
         configuration=checkpoint.resolved(config()),
         versions={},

@@ -331,7 +331,7 @@ def _stopped(path: str, folder: str) -> Any:
             left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
             results.append((weights, left_out, metrics["update/k3_old_nats"].value()))
         learner.coefficients["entropy_coef"] = 0.5
-        checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=1, keep_last=1)
+        checkpoint.save(Path(folder), {"policy": learner}, meshes, step=1, keep_last=1)
         coefficients = []
         for names in (("entropy_coef", "kl_in_reward_coef"), ()):
             learner.coefficients.clear()

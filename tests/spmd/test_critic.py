@@ -141,7 +141,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()
-            checkpoint.save(Path(folder), learners, meshes.training, step=step, keep_last=3)
+            checkpoint.save(Path(folder), learners, meshes, step=step, keep_last=3)
             have_state.append(trainer.has_optimizer_state)
         state = {
             f"{name}.{key}": p.full_tensor().detach()  # type: ignore[attr-defined]

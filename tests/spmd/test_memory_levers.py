@@ -141,7 +141,7 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
                 memory.sleep()
                 moved = memory.asleep_bytes
             memory.wake()
-            checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), {"policy": learner}, meshes, step=last, keep_last=3)
         # Storages, which are padded where the rows do not come out even.
         weights = sum(p.to_local().untyped_storage().nbytes() for p in learner.model.parameters())
         blocks = _state(learner)

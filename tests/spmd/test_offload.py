@@ -80,7 +80,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
                 _update(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
-            checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), {"policy": learner}, meshes, step=last, keep_last=3)
         state = _state(learner)
         del learner, memory
         return state

@@ -175,7 +175,7 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
             checkpoint.restore(folder, {"policy": learner}, meshes.training, step=start)
             for step in range(start + 1, end + 1):
                 update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
-                checkpoint.save(folder, {"policy": learner}, meshes.training, step=step, keep_last=9)
+                checkpoint.save(folder, {"policy": learner}, meshes, step=step, keep_last=9)
             weights.append(
                 {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
             )
