@@ -41,6 +41,11 @@ def newest_step(folder: Path) -> int:
     return int(whole[-1].name.removeprefix(_PREFIX)) if whole else 0
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the whole checkpoints, in order."""
+    return [int(path.name.removeprefix(_PREFIX)) for path in _whole(folder)]
+
+
 def _whole(folder: Path) -> list[Path]:
     """Checkpoints that were finished, oldest first."""
     return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{_STATE}") if "." not in path.parent.name)

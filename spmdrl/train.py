@@ -36,6 +36,7 @@ from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
 from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
+from spmdrl.record import start_recorder
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
@@ -112,6 +113,7 @@ def train(
         checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
         objective = PolicyObjective(cfg.loss, learner.coefficients, cfg.correction, cfg.mismatch)
         guard = Guard.of(cfg, meshes.training)
+        recorder = start_recorder(cfg, plan, {"policy": learner}, meshes.training, folder.rollouts)
         trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
@@ -165,6 +167,7 @@ def train(
                 collected = sampler.collect(step)
             with report.span("reward"):
                 scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+            recorder.save_rollouts(step, collected)
             with report.span("pack"):
                 with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
@@ -178,6 +181,7 @@ def train(
                     )
                 with report.span("update"):
                     updated = update(learner, mini_batches, objective, meshes, step=step, guard=guard)
+            recorder.save_findings(step, mini_batches, updated)
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
