@@ -649,7 +649,8 @@ class DebugConfig(Section):
     With `correction.old = "rollout"` that says that engine and trainer agree to the last bit."""
     save_rollouts: Count | Literal["all"] | None = None
     """Write each step's scored rollouts, and what the step computed from them, to `rollouts/` in the run's folder, and
-    keep those of the last so many steps. `python -m spmdrl.tools.replay` computes a step again: `docs/replay.md`."""
+    keep those of the last so many steps, or `"all"`. `python -m spmdrl.tools.replay` computes a step again: see
+    `docs/replay.md`."""
     load_rollouts: str | None = None
     """Train on the rollouts and rewards in this folder, the `rollouts/` of another run, instead of sampling: no engine
     is started."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl import train
-from spmdrl.findings import difference
+from spmdrl.findings import Findings, difference
 from spmdrl.record import read_findings
 from spmdrl.rollout.recording import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
@@ -26,6 +26,7 @@ name = "run"
 dir = "{folder}"
 num_steps = 3
 deterministic = true
+threads_per_rank = 1
 [model]
 path = "{folder}/model"
 [data]
@@ -68,8 +69,13 @@ def digits(*, prompt, response, answer, metadata):
 """
 
 
-def train_on(num_ranks: int, folder: Path, *overrides: str) -> None:
-    assert run_ranks(num_ranks, train.main, [str(folder / "c.toml"), *overrides]) == [0] * num_ranks
+def train_on(num_ranks: int, folder: Path, *overrides: str, exit_code: int = 0) -> None:
+    assert run_ranks(num_ranks, train.main, [str(folder / "c.toml"), *overrides]) == [exit_code] * num_ranks
+
+
+def reading(rollouts: Path) -> str:
+    """The override that trains from files."""
+    return f'debug={{ load_rollouts = "{rollouts}" }}'
 
 
 def replayed(run: Path, step: int) -> tuple[int, str]:
@@ -98,9 +104,13 @@ def test_a_step_is_computed_again_to_the_last_bit(folder: Path) -> None:
     assert (code, other_code, nothing) == (0, 0, "")
     assert "step 3: no difference" in words
     assert "update/loss" in words and "update/grad_norm" in words
-    _, findings = folder, read_findings(folder / "run/rollouts", 3, num_ranks=2)
+    findings = read_findings(folder / "run/rollouts", 3, num_ranks=2)
     assert findings is not None
     assert {name.split("/")[1] for name in findings[0].gradients} == {"1", "2"}
+
+
+def now(run: Path, step: int) -> list[Findings]:
+    return replay.replay(run, step).now
 
 
 def test_on_another_number_of_ranks_it_differs_by_rounding(folder: Path) -> None:
@@ -112,28 +122,29 @@ def test_on_another_number_of_ranks_it_differs_by_rounding(folder: Path) -> None
     assert apart.advantages < 1e-6 and max(apart.numbers.values()) < 1e-5
 
 
-def now(run: Path, step: int) -> list:
-    return replay.replay(run, step).now
-
-
 def test_what_was_changed_is_told(folder: Path) -> None:
-    """Of a run on one rank: first nothing, then a reward."""
-    train_on(1, folder, "run.name=alone", "run.num_steps=1")
-    ((code, words),) = run_ranks(1, replayed, folder / "alone", 1)
-    assert code == 0 and "step 1: no difference" in words
-    path = folder_of(folder / "alone/rollouts", 1) / "rank-0.safetensors"
+    """Of a run on one rank that keeps one step: first nothing, then a reward."""
+    train_on(1, folder, "run.name=alone", "run.num_steps=2", "debug.save_rollouts=1")
+    assert recorded_steps(folder / "alone/rollouts") == [2]
+    ((code, words),) = run_ranks(1, replayed, folder / "alone", 2)
+    assert code == 0 and "step 2: no difference" in words
+    path = folder_of(folder / "alone/rollouts", 2) / "rank-0.safetensors"
     recording = read_part(path)
     (rollout, outcome), *others = recording.outcomes
     better = dataclasses.replace(outcome, reward=outcome.reward + 1)
     write_part(path, dataclasses.replace(recording, outcomes=((rollout, better), *others)))
-    ((code, words),) = run_ranks(1, replayed, folder / "alone", 1)
-    assert code == 1 and "step 1: different" in words
+    ((code, words),) = run_ranks(1, replayed, folder / "alone", 2)
+    assert code == 1 and "step 2: different" in words
     assert "before the step: all" in words and "of its norm" in words
 
 
+def test_a_step_in_which_training_diverged_does_so_again(folder: Path) -> None:
+    train_on(1, folder, "run.name=diverged", "mismatch.stop.mean_abs_nats=1e-12", exit_code=3)
+    assert run_ranks(1, replayed, folder / "diverged", 1) == [(3, "")]
+
+
 def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
-    settings = ('debug={ load_rollouts = "%s/run/rollouts" }' % folder, "run.name=again")  # noqa: UP031
-    train_on(2, folder, *settings)
+    train_on(2, folder, "run.name=again", reading(folder / "run/rollouts"))
     run, again = (load_file(folder / name / "hf/model.safetensors") for name in ("run", "again"))
     assert run.keys() == again.keys()
     for name in run:
@@ -148,16 +159,23 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
 
 
 def test_what_cannot_be_done_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "empty").mkdir()
+    held_out = 'eval={ num_prompts = 2, sources = [{ kind = "reasoning_gym", task = "chain_sum" }] }'
     for overrides, words in (
         (["debug.load_rollouts=x"], "debug: load_rollouts reads what save_rollouts would write"),
-        (['debug={ load_rollouts = "empty" }'], "holds no rollouts"),
-        (['debug={ load_rollouts = "%s/run/rollouts" }' % folder, "rollout.group_size=2"], "group_size = 4"),  # noqa: UP031
+        ([reading(folder / "model")], "holds no rollouts"),
+        ([reading(folder / "run/rollouts"), "rollout.group_size=2"], "rollout.group_size = 4, but now it is 2"),
+        ([reading(folder / "run/rollouts"), held_out], "nobody can answer the held-out prompts"),
+        (
+            [reading(folder / "run/rollouts"), "rollout.placement=disaggregated", "rollout.num_ranks=1"],
+            "would have nothing to do",
+        ),
     ):
         assert train.main([str(folder / "c.toml"), "--dry-run", *overrides]) == 2
         assert words in capsys.readouterr().err
     # Two checkpoints are kept: of steps 2 and 3.
     assert replay.main([str(folder / "run"), "--step", "2"]) == 2
-    assert "has no checkpoint of step 1, whose weights it began with; steps that can be: 1, 3" in capsys.readouterr().err
+    assert (
+        "has no checkpoint of step 1, whose weights it began with; steps that can be: 1, 3" in capsys.readouterr().err
+    )
     assert replay.main([str(folder / "run"), "--step", "4"]) == 2
     assert "no rollouts of step 4; the steps it holds: 1, 2, 3" in capsys.readouterr().err
