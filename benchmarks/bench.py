@@ -28,6 +28,11 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `copy_gb_per_s` (of a plain copy, median), `shares_of_copy` (the first over the second, N times), `digests_s` (what
   comparing them adds), or `left_out` (why); `bucket_mib`, `load_average`, `versions`. The file's own ratio is that of
   the 200m model; `notes` has the others, with their goals.
+- `checkpoint.py --sizes S ... --repeats N`: `sizes`, by size: `parameters`, `gb` (10^9 bytes of weights and optimizer
+  state), N times each `stall_s` (what a step waits), `written_s` (until it is on disk), `torch_s` (torch's distributed
+  checkpoint, waited for), `disk_s` (one file of as many bytes), `copy_s`, `work_s` and `work_while_writing_s` (a fixed
+  amount of work); the ratios of these; `stall_s_per_gb`; `load_average`, `versions`. The file's own ratio is that of
+  the 100m model; `notes` has the others.
 
 To each, `cores_used_by_others` (mean, while it ran) is added. Whatever else such an object holds is kept in the result
 file as it is.
@@ -274,6 +279,33 @@ def refit_note(size: str, found: Json) -> str:
     )
 
 
+def checkpoint(settings: Settings) -> Measurement:
+    """What a step waits for a checkpoint in the background, beside one that it waits for whole, in one process."""
+    command = ["python", "benchmarks/checkpoint.py", "--repeats", str(settings.repeats + 2)]
+    output = run(command)
+    largest = output["sizes"]["100m"]
+    return Measurement(
+        unit="s",
+        spmdrl=largest["stall_s"],
+        peer=largest["torch_s"],
+        peer_name="dcp.save",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"{size}: {checkpoint_note(found)}" for size, found in output["sizes"].items()],
+    )
+
+
+def checkpoint_note(found: Json) -> str:
+    """The stall of one model beside everything it can be compared with."""
+    median = {name: statistics.median(values) for name, values in found.items() if isinstance(values, list)}
+    return (
+        f"{found['gb']:.2f} GB, stall {median['stall_s'] * 1e3:.0f} ms ({found['stall_s_per_gb'] * 1e3:.0f} ms/GB): "
+        f"{median['stall_over_torch']:.3f} of dcp.save, {median['stall_over_disk']:.3f} of the disk's own time, "
+        f"{median['stall_over_copy']:.2f} copies; dcp.save takes {median['torch_over_disk']:.2f} times the disk's; "
+        f"work goes on {median['work_slowdown']:.2f} times as long while it is written"
+    )
+
+
 def logprob_memory(settings: Settings) -> Measurement:
     """Scores of tokens from tiles of the logits beside all logits at once: peak memory at 4096 tokens."""
     options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
@@ -305,6 +337,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "step-fixed-kl": Benchmark(about="the same with a reference", goal=1.0, measure=step("fixed", beta=0.04)),
     "step-tail": Benchmark(about="a step, lognormal lengths", goal=1 / 3, measure=step("tail", beta=0.0)),
     "refit": Benchmark(about="SGLang, 200M float32 parameters", goal=1.0, measure=refit),
+    "checkpoint": Benchmark(about="stall, 100M parameters, AdamW", goal=0.1, measure=checkpoint),
     "logprob-memory": Benchmark(about="scores of 4096 x 151936", goal=0.1, measure=logprob_memory),
     "true-on-policy-fixed": Benchmark(about="128 x 32 tokens, exact", goal=None, measure=true_on_policy("fixed")),
     "true-on-policy-tail": Benchmark(about="lognormal lengths, exact", goal=None, measure=true_on_policy("tail")),

@@ -3,11 +3,12 @@
 #   usage: launch/local.sh CONFIG [section.key=value ...]
 #   NPROC=4                 another number of processes
 #   MODULE=spmdrl.sft       supervised fine-tuning instead of spmdrl.train
-# Exit code 2: a setting must be changed, and nothing was started.
+# SIGTERM, SIGUSR1 or `touch RUN/stop`: the run saves after its step and stops; the same command goes on.
+# Exit codes: docs/faults.md. 2: a setting must be changed, 75: start it again.
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -* ]]; then
-    sed -n '2,6s/^# //p' "$0" >&2
+    sed -n '2,7s/^# //p' "$0" >&2
     exit 2
 fi
 if ! command -v torchrun >/dev/null; then
@@ -39,8 +40,12 @@ if ((gpus == 0)); then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
 
-# torchrun turns every failure into exit code 1 and a report of its own, so the user hears of mistakes here.
-python -m "$module" "$@" --dry-run --ranks "$ranks" >/dev/null
+# Checked here, so that a mistake is told once and without torchrun's report of it.
+folder=$(python -m "$module" "$@" --dry-run --ranks "$ranks" | sed -n '/^# run folder$/{n;p;}')
 
+# A signal that reaches torchrun itself: 30 seconds, its default, are too short for a step and a checkpoint.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # Without --local-addr the ranks would meet at this machine's host name, which need not resolve.
-exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks" -m "$module" "$@"
+exec python -m spmdrl.supervise "$folder" \
+    torchrun --standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --nproc-per-node "$ranks" -m "$module" "$@"

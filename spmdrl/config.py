@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -45,13 +46,14 @@ class RunConfig(Section):
     """Steps to train: rollout, reward, pack, update, refit, once around."""
     seed: int = 0
     """Every random number of the run follows from this one and from what it is for, never from a rank."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on from the newest checkpoint in the run's folder; `never` refuses a folder that holds a run."""
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
     patience_minutes: Count = 180
-    """A rank that has waited so long for the others ends the run: longer than the longest rollout phase or evaluation,
-    in which ranks that share an engine wait for the one that leads it."""
+    """A rank that has waited so long for the others ends the run, although they get on: longer than the longest rollout
+    phase or evaluation, in which ranks that share an engine wait for the one that leads it."""
+    stop_before: Annotated[datetime, Field(strict=False)] | None = None
+    """Save and stop in time for this, such as `"2026-11-21T08:00"`, in local time unless it names a zone: a step is
+    not begun when one as long as the longest so far would end later. See `docs/faults.md`."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 
@@ -382,19 +384,21 @@ class RewardConfig(Section):
 
 class AdvantageConfig(Section):
     estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "remax", "pass_at_k"
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
     ] = "grpo"
     """What a reward is compared with: see `docs/algorithms.md`. For `remax` one more response a prompt is sampled,
     greedily."""
     divide_by_std: bool | None = None
     """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """`reinforce_plus_plus` only: of a later token's reward, for each token in between. Unset: 1."""
+    """`reinforce_plus_plus` and `gae` only: of a later token's reward, for each token in between. Unset: 1."""
+    gae_lambda: Fraction | None = None
+    """`gae` only: 1 trusts what was rewarded, 0 what the critic expects one token later. Unset: 0.95."""
     k: Count | None = None
     """`pass_at_k` only: how many rollouts may try, fewer than `rollout.group_size`. Unset: 4."""
     whiten: bool | None = None
     """Subtract the mean over the whole step and divide by its deviation, a rollout counting once per response token.
-    Unset: as the estimator's source does, which is for the two `reinforce_plus_plus`."""
+    Unset: as the estimator's source does, which is for `gae` and the two `reinforce_plus_plus`."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -733,6 +737,25 @@ class OptimConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    path: str | None = None
+    """A directory as `model.path` takes one, of a model for the same tokens; its language head is replaced by a head of
+    values, 0 at first. Unset: `model.path`. The other settings of `[model]` hold for both."""
+    lr: Positive | None = None
+    """Peak learning rate of the critic. Unset: `optim.lr`. Of `[optim]` all that is not set here holds for both."""
+    weight_decay: NonNegative | None = None
+    """Unset: `optim.weight_decay`."""
+    max_grad_norm: Positive | None = None
+    """Unset: `optim.max_grad_norm`."""
+    clip_value: Annotated[float, Field(gt=0.0)] = 0.2
+    """How far, in units of the reward, a step's updates may move a value before its loss stops falling; `inf` clips
+    nothing."""
+    gae_lambda: Fraction | None = None
+    """That of the returns which the critic learns; 1 makes them what was rewarded. Unset: `advantage.gae_lambda`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the critic learns and the policy stays what it is."""
+
+
 class PackConfig(Section):
     max_tokens_per_micro_batch: Count | None = None
     """Token budget of one forward pass, never exceeded. With `parallel.cp` that of the ranks that share it: each
@@ -775,9 +798,13 @@ class EvalConfig(HeldOutConfig):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Save after every so many steps, and after the last; 0 saves no checkpoints."""
+    """Save after every so many steps, and after the last; 0 saves none, except when the run is told to stop."""
     keep_last: Count = 2
-    """Older checkpoints are removed."""
+    """Older checkpoints are removed, but for those that the next two settings name."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of every so many steps are kept for good; 0: none for that reason."""
+    keep_best: Annotated[str, Field(pattern="^eval/")] | None = None
+    """The checkpoint in whose step this metric of the evaluation was highest, such as `eval/accuracy`, is kept too."""
 
 
 class ExportConfig(Section):
@@ -785,6 +812,24 @@ class ExportConfig(Section):
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
     every: Annotated[int, Field(ge=0)] = 0
     """Write the model after every so many steps too, to `hf-` and the step; 0: only at the end."""
+
+
+class ResumeConfig(Section):
+    checkpoint: str = "auto"
+    """`auto` goes on from the newest checkpoint in the run's folder, and stops when that cannot be loaded. `never`
+    refuses a folder that holds a run. The directory of a checkpoint, of any run: where this run starts while it has
+    none of its own."""
+    allow_older: bool = False
+    """When the newest checkpoint cannot be loaded, go on from the newest one that can."""
+    changed: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Settings, or whole tables of them, that may differ from those the checkpoint was saved with. Those that do not
+    change what is computed always may: see `docs/checkpoints.md`."""
+
+
+class WatchdogConfig(Section):
+    timeout_s: NonNegative = 1800.0
+    """A run in which no rank has entered a phase or finished a rollout for so long is stuck: it ends with every rank's
+    stacks and the name of the one that holds up the others. 0: it waits. Not above `run.patience_minutes`."""
 
 
 class ReportConfig(Section):
@@ -804,6 +849,24 @@ def _refuse_host_state_twice(model: ModelConfig, optim: OptimConfig) -> None:
         raise ValueError(
             "model.cpu_offload = true runs the optimizer on the host, where its state is, so there is nothing for "
             "optim.state_on_host = true to bring to the device; remove one of them"
+        )
+
+
+def _refuse_unmeasured_best(checkpoint: CheckpointConfig, *, measures: bool) -> None:
+    """Raises ValueError when checkpoints are to be compared by what no evaluation measures."""
+    if checkpoint.keep_best is not None and not measures:
+        raise ValueError(
+            f'checkpoint.keep_best = "{checkpoint.keep_best}" is measured by evaluations, but there are none; remove it'
+        )
+
+
+def _refuse_less_patience(run: RunConfig, watchdog: WatchdogConfig) -> None:
+    """Raises ValueError when collectives would end a stuck run before the watchdog could say where."""
+    if watchdog.timeout_s > run.patience_minutes * 60:
+        raise ValueError(
+            f"watchdog.timeout_s = {watchdog.timeout_s:g} is more than run.patience_minutes = {run.patience_minutes}, "
+            f"which would end a stuck run first and without stacks; set it to {run.patience_minutes * 60} or less, or "
+            "raise patience_minutes"
         )
 
 
@@ -845,10 +908,13 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     mismatch: MismatchConfig = MismatchConfig()
     optim: OptimConfig
+    critic: CriticConfig = CriticConfig()
     pack: PackConfig
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
+    resume: ResumeConfig = ResumeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
     debug: DebugConfig = DebugConfig()
 
@@ -858,9 +924,45 @@ class Config(Section):
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return "values" in ESTIMATORS[self.advantage.estimator].needs
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What `[model]` is for the critic."""
+        return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_optim(self) -> OptimConfig:
+        """What `[optim]` is for the critic."""
+        own = {name: getattr(self.critic, name) for name in ("lr", "weight_decay", "max_grad_norm")}
+        return self.optim.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+    @property
+    def critic_gae_lambda(self) -> float:
+        """That of the returns which the critic learns."""
+        own = self.critic.gae_lambda
+        return self.advantage.settings["gae_lambda"] if own is None else own
+
+    @property
     def advantages_need_scores(self) -> bool:
         """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
         return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
+
+    @model_validator(mode="after")
+    def _somebody_asks_the_critic(self) -> Config:
+        if not self.has_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f'advantage.estimator = "{self.advantage.estimator}" asks no critic, so that [critic] has no meaning; '
+                'set estimator = "gae", or remove [critic]'
+            )
+        if self.critic.warmup_steps >= self.run.num_steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps} leaves no step of run.num_steps = "
+                f"{self.run.num_steps} to train the policy in; lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_reward_has_something_to_be_compared_with(self) -> Config:
@@ -868,7 +970,7 @@ class Config(Section):
         if group_size < (smallest := ESTIMATORS[estimator].smallest_group):
             raise ValueError(
                 f'rollout.group_size = {group_size} leaves advantage.estimator = "{estimator}" no other rollout of the '
-                f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax"'
+                f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax" or "gae"'
             )
         return self
 
@@ -880,6 +982,11 @@ class Config(Section):
                 f'advantage.estimator = "{self.advantage.estimator}" compares with a greedy response, which policy and '
                 "reference do not score; set loss.kl_coef instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_is_first(self) -> Config:
+        _refuse_less_patience(self.run, self.watchdog)
         return self
 
     @model_validator(mode="after")
@@ -935,6 +1042,11 @@ class Config(Section):
     def _true_on_policy_is_kept(self) -> Config:
         if self.true_on_policy and (problems := list(_broken_promises(self))):
             raise ValueError(f"true_on_policy = true, but {'; '.join(problems)}; change that, or remove true_on_policy")
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_is_measured(self) -> Config:
+        _refuse_unmeasured_best(self.checkpoint, measures=self.eval is not None)
         return self
 
     @model_validator(mode="after")
@@ -1034,7 +1146,19 @@ class SftConfig(Section):
     held_out: HeldOutConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
+    resume: ResumeConfig = ResumeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _the_best_is_measured(self) -> SftConfig:
+        _refuse_unmeasured_best(self.checkpoint, measures=False)
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_is_first(self) -> SftConfig:
+        _refuse_less_patience(self.run, self.watchdog)
+        return self
 
     @model_validator(mode="after")
     def _memory_has_one_phase(self) -> SftConfig:
@@ -1189,7 +1313,8 @@ def _did_you_mean(kind: type[Section], location: tuple[str | int, ...]) -> str:
     given = str(location[-1])
     if near := difflib.get_close_matches(given, siblings, n=1, cutoff=0.6):
         return f"; did you mean {prefix}{near[0]}?"
-    everywhere = {name.rpartition(".")[2]: name for name in _all_keys(kind)}
+    # Of settings that are called the same, the first.
+    everywhere = {name.rpartition(".")[2]: name for name in reversed([*_all_keys(kind)])}
     if near := difflib.get_close_matches(given, everywhere, n=1, cutoff=0.8):
         return f"; did you mean {everywhere[near[0]]}?"
     return f"; the settings there are {', '.join(siblings)}" if siblings else ""

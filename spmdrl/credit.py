@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.advantage import ESTIMATORS, with_final_rewards
+from spmdrl.algo.advantage import ESTIMATORS, gae, with_final_rewards
 from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens, sequence_sums
+from spmdrl.algo.value import fit_sums
 from spmdrl.batch import FILLING, MiniBatch
 from spmdrl.coefficients import KL_IN_REWARD
 from spmdrl.config import Config, LossConfig
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
-from spmdrl.metrics import Mean, Metrics
+from spmdrl.metrics import ExplainedVariance, Mean, Metrics, merge_all
 from spmdrl.score import group_advantages, whitened
 from spmdrl.types import MicroBatch
 
@@ -41,29 +42,60 @@ def assign_credit(
     coef, estimator = coefficients.get(KL_IN_REWARD, cfg.reward.kl_coef), ESTIMATORS[cfg.advantage.estimator]
     divergences = [_divergence(pack, cfg.reward.kl_estimator) for pack in packs]
     penalties = [-coef * divergence for divergence in divergences]
+    rewards = [
+        with_final_rewards(penalty, pack.advantages.double(), pack.loss_mask, pack.cu_seqlens)
+        for pack, penalty in zip(packs, penalties, strict=True)
+    ]
     if estimator.per_token:
         advantages = [
             estimator.function(
-                with_final_rewards(penalty, pack.advantages.double(), pack.loss_mask, pack.cu_seqlens),
+                reward,
                 pack.loss_mask,
                 pack.cu_seqlens,
+                **{name: getattr(pack, name).double() for name in estimator.needs},
                 **cfg.advantage.settings,
             )
-            for pack, penalty in zip(packs, penalties, strict=True)
+            for pack, reward in zip(packs, rewards, strict=True)
         ]
     else:
         advantages = _of_groups(packs, penalties, cfg, meshes.data)
     if cfg.advantage.whitens:
         advantages = whitened(advantages, masks, meshes.data)
-    columns = iter([torch.where(mask, a, 0.0).float() for mask, a in zip(masks, advantages, strict=True)])
     credited = [
-        [pack.with_columns({"advantages": next(columns)}) for pack in mini_batch] for mini_batch in mini_batches
+        pack.with_columns({"advantages": torch.where(pack.loss_mask, advantage, 0.0).float()})
+        for pack, advantage in zip(packs, advantages, strict=True)
     ]
+    metrics: Metrics = {}
+    if cfg.has_critic:
+        credited = [_with_returns(pack, reward, cfg) for pack, reward in zip(credited, rewards, strict=True)]
+        metrics |= merge_all([_fit(pack) for pack in credited])
     num_tokens = sum(int(mask.sum()) for mask in masks)
-    if cfg.reward.kl_coef == 0 or not num_tokens or not meshes.speaks_for_data:
-        return credited, {}
-    total = sum(float(divergence.sum()) for divergence in divergences)
-    return credited, {f"reward/{cfg.reward.kl_estimator}_ref_nats": Mean(total, float(num_tokens))}
+    if cfg.reward.kl_coef > 0 and num_tokens:
+        total = sum(float(divergence.sum()) for divergence in divergences)
+        metrics[f"reward/{cfg.reward.kl_estimator}_ref_nats"] = Mean(total, float(num_tokens))
+    in_order = iter(credited)
+    cut_again = [[next(in_order) for _ in mini_batch] for mini_batch in mini_batches]
+    return cut_again, metrics if meshes.speaks_for_data else {}
+
+
+def _with_returns(pack: MicroBatch, token_rewards: Tensor, cfg: Config) -> MicroBatch:
+    """With what the critic learns: its value and the generalized advantage, which is not whitened here."""
+    assert pack.values is not None, "the critic was not asked"
+    values, settings = pack.values.double(), cfg.advantage.settings | {"gae_lambda": cfg.critic_gae_lambda}
+    advantages = gae(token_rewards, pack.loss_mask, pack.cu_seqlens, values=values, **settings)
+    return pack.with_columns({"returns": torch.where(pack.loss_mask, advantages + values, 0.0).float()})
+
+
+def _fit(pack: MicroBatch) -> Metrics:
+    """How well the critic's values, from before it sees the step's rewards, say what its returns are."""
+    assert pack.values is not None and pack.returns is not None
+    sums = [float(x) for x in fit_sums(pack.returns, pack.values, pack.loss_mask)]
+    returns, _, errors, _, count = sums
+    return {
+        "critic/explained_variance": ExplainedVariance(*sums),
+        "critic/value_mean": Mean(returns - errors, count),
+        "critic/return_mean": Mean(returns, count),
+    }
 
 
 def _divergence(pack: MicroBatch, estimator: str) -> Tensor:

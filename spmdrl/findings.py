@@ -137,7 +137,7 @@ class Witness:
             return
         self._updates[name] += 1
         update = self._updates[name]
-        for parameter_name, parameter in learner.policy.named_parameters():
+        for parameter_name, parameter in learner.model.named_parameters():
             if update == 1:
                 self._weights[f"{name}/{parameter_name}"] = digest(_local(parameter.detach()))
             if parameter.grad is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, HeldOutConfig, ModelConfig, SftConfig
+from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.costs import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -18,7 +18,13 @@ from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan
 from spmdrl.model import invariant
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, model_without_memory, parallel_model_problems
+from spmdrl.model.load import (
+    compute_dtype,
+    load_critic_config,
+    load_model_config,
+    model_without_memory,
+    parallel_model_problems,
+)
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory
 from spmdrl.plan import Plan, plan_run
@@ -70,6 +76,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems = _Problems()
     plan = problems.attempt(lambda: plan_run(cfg, num_ranks=num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
+    critic_config = problems.attempt(lambda: _critic_config(cfg, model_config))
     problems.attempt(lambda: check_optimizer(cfg.optim))
     if isinstance(cfg, Config):
         loss = cfg.loss
@@ -81,13 +88,21 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     if plan is not None:
         plan = planned = with_costs(plan, cfg.pack, cfg.model, model_config)
         problems.attempt(lambda: _check_length(planned, model_config))
-    problems.attempt(lambda: _check_parallel(cfg, model_config))
+        if critic_config is not None:
+            problems.attempt(lambda: _check_length(planned, critic_config))
+    problems.attempt(lambda: _check_parallel(cfg.model, model_config, cfg.parallel))
+    if isinstance(cfg, Config) and critic_config is not None:
+        critic_model = cfg.critic_model
+        problems.attempt(lambda: _check_parallel(critic_model, critic_config, cfg.parallel))
     problems.attempt(lambda: _check_true_on_policy(cfg, model_config))
     tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
     if tokenizer is None:
         problems.refuse()
-    prediction = problems.attempt(lambda: _predict(cfg, model_config, num_ranks))
-    problems.attempt(lambda: _check_vocabulary(cfg.model, model_config, tokenizer))
+    prediction = problems.attempt(lambda: _predict(cfg, model_config, critic_config, num_ranks))
+    problems.attempt(lambda: _check_vocabulary(f'model.path = "{cfg.model.path}"', model_config, tokenizer))
+    if isinstance(cfg, Config) and critic_config is not None:
+        of_critic = f'critic.path = "{cfg.critic_model.path}"'
+        problems.attempt(lambda: _check_vocabulary(of_critic, critic_config, tokenizer))
     stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
     problems.attempt(lambda: _check_engine(cfg, model_config, stops, num_ranks))
     kept_apart = cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
@@ -118,8 +133,15 @@ def open_held_out(cfg: Config) -> HeldOut:
     return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), _held_out(cfg, cfg.eval, tokenizer))
 
 
-def _check_parallel(cfg: Config | SftConfig, model_config: Any) -> None:
-    if sentences := list(parallel_model_problems(model_config, cfg.model, cfg.parallel)):
+def _critic_config(cfg: Config | SftConfig, model_config: Any) -> Any:
+    """transformers' config of the critic, if one is trained."""
+    if isinstance(cfg, SftConfig) or not cfg.has_critic:
+        return None
+    return load_critic_config(cfg.critic_model) if cfg.critic.path else model_config
+
+
+def _check_parallel(cfg: ModelConfig, model_config: Any, parallel: ParallelConfig) -> None:
+    if sentences := list(parallel_model_problems(model_config, cfg, parallel)):
         raise UserError("\n".join(sentences))
 
 
@@ -161,19 +183,22 @@ def _check_length(plan: Plan, model_config: Any) -> None:
         )
 
 
-def _predict(cfg: Config | SftConfig, model_config: Any, num_ranks: int) -> Prediction:
+def _predict(cfg: Config | SftConfig, model_config: Any, critic_config: Any, num_ranks: int) -> Prediction:
     """What each phase will hold. Raises UserError where that is more than the device has, whatever it computes."""
-    prediction = predict_here(cfg, Model.read(model_config, cfg.model), num_ranks=num_ranks)
+    critic = None
+    if isinstance(cfg, Config) and critic_config is not None:
+        critic = Model.read_critic(critic_config, cfg.critic_model)
+    prediction = predict_here(cfg, Model.read(model_config, cfg.model, critic=critic), num_ranks=num_ranks)
     if prediction.rank.on_gpu and prediction.problems:
         raise UserError("\n".join(prediction.problems))
     return prediction
 
 
-def _check_vocabulary(cfg: ModelConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_vocabulary(setting: str, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= model_config.vocab_size:
         raise UserError(
-            f'model.path = "{cfg.path}": the tokenizer makes token ids up to {largest}, but the model has only '
+            f"{setting}: the tokenizer makes token ids up to {largest}, but the model has only "
             f"{model_config.vocab_size} of them (vocab_size); the tokenizer belongs to another model"
         )
 

@@ -6,25 +6,21 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
 
 import tomlkit
-import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, SectionT, SftConfig, read_config
 from spmdrl.dist.session import launched_ranks
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
+from spmdrl.faults.watch import failure_in
 from spmdrl.inputs import Inputs, open_inputs
 from spmdrl.report import RunFolder
-from spmdrl.types import TrainingDiverged, UserError
-
-EXIT_USER_ERROR = 2
-EXIT_DIVERGED = 3
-EXIT_LOST_RANK = 4
-
-# How torch's backends say that another process is gone.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "was closed")
+from spmdrl.types import UserError
 
 
 def run_from_command_line(
@@ -35,46 +31,38 @@ def run_from_command_line(
 ) -> int:
     """Read the configuration, open what it names, and `run` it; or only `check` it under --dry-run.
 
-    Returns the process's exit code: 0, 2 when the user must change something, 3 when training diverged, 4 when another
-    rank has ended.
+    Returns the process's exit code: see `docs/faults.md`.
     """
     arguments = _parse(argv)
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
         cfg = read_config(kind, arguments.config, arguments.override)
         assert isinstance(cfg, Config | SftConfig)
+        _check_there_is_time(cfg.run.stop_before)
         inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks())
         if arguments.dry_run:
             _print_dry_run(cfg, inputs, check(cfg, inputs))
             return 0
-        with _quiet_about_lost_ranks():
-            run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.run.resume))
-    except UserError as error:
-        _tell("cannot start", str(error))
-        return EXIT_USER_ERROR
-    except _LostRank:
-        # A second traceback would only hide the first, which names the cause.
-        print(f"rank {os.environ.get('RANK', '0')}: another rank has ended; its own words say why", file=sys.stderr)
-        return EXIT_LOST_RANK
-    except TrainingDiverged as error:
-        _tell("training diverged", str(error))
-        return EXIT_DIVERGED
+        run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.resume.checkpoint))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if (failure := failure_in(error)) is not None:
+            print(failure.words, end="\n" if failure.words else "", file=sys.stderr)
+            return failure.exit_code
+        # It came before the ranks had met, or on the way to that: each speaks for itself.
+        if isinstance(error, UserError):
+            _tell_once_a_node("cannot start", str(error))
+            return EXIT_USER_ERROR
+        raise
     return 0
 
 
-class _LostRank(RuntimeError):
-    """Another rank of the run has ended."""
-
-
-@contextmanager
-def _quiet_about_lost_ranks() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-        if of_torch and any(words in str(error) for words in _LOST):
-            raise _LostRank from error
-        raise
+def _check_there_is_time(stop_before: datetime | None) -> None:
+    if stop_before is not None and stop_before.timestamp() <= time.time():
+        raise UserError(
+            f"run.stop_before = {stop_before.isoformat(timespec='minutes')} is in the past; set it later, or remove it"
+        )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -94,6 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _print_dry_run(cfg: Config | SftConfig, inputs: Inputs, checked: Sequence[str]) -> None:
     print("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
+    print(f"# run folder\n{RunFolder(Path(cfg.run.dir) / cfg.run.name).path}\n")
     print("# plan")
     for name, value in inputs.plan.as_dict().items():
         print(f"{name} = {value}")
@@ -102,11 +91,9 @@ def _print_dry_run(cfg: Config | SftConfig, inputs: Inputs, checked: Sequence[st
         print(f"- {line}")
 
 
-def _tell(what: str, problems: str) -> None:
+def _tell_once_a_node(what: str, problems: str) -> None:
     """One rank of each node speaks; what another node lacks, the first may have."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "
-    lines = problems.splitlines()
-    text = f"{what}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{what}:", *lines])
-    print(node + text, file=sys.stderr)
+    print(node + tell(what, problems), file=sys.stderr)

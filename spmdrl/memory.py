@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
@@ -75,9 +75,9 @@ def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, la
 class TrainingMemory:
     """What training takes of one rank's device, by what it is for, in bytes."""
 
-    weights: int  # float32 master shards
-    gradients: int  # float32 shards
-    optimizer: int  # state of a known optimizer between steps; 0 when only the user knows it
+    weights: int  # float32 master shards, of the policy and of the critic if there is one
+    gradients: int  # float32 shards, of the larger of the two: each is updated for itself
+    optimizer: int  # state of a known optimizer between steps, of both; 0 when only the user knows it
     gathered: int  # full weights in the compute dtype, at the time most of them are
 
     @property
@@ -109,25 +109,37 @@ class MemoryPlan(TrainingMemory):
         return brought_back + self.training + (0 if has_optimizer_state else self.optimizer)
 
 
-def training_memory(model: ModelConfig, optim: OptimConfig, size: ModelSize, *, compute_bytes: int) -> TrainingMemory:
-    """What training takes on one rank when the compute dtype has elements of `compute_bytes`."""
-    shard = 0 if model.cpu_offload else size.shard * _FLOAT32
+def training_memory(
+    model: ModelConfig, optim: OptimConfig, trained: Sequence[ModelSize], *, compute_bytes: int
+) -> TrainingMemory:
+    """What training one model after another takes on one rank when the compute dtype has elements of
+    `compute_bytes`."""
+    shards = [0 if model.cpu_offload else size.shard * _FLOAT32 for size in trained]
     return TrainingMemory(
-        weights=shard,
-        gradients=shard,
-        optimizer=0 if optim.state_on_host else shard * states_per_weight(optim),
-        gathered=gathered_weights(model, size) * compute_bytes,
+        weights=sum(shards),
+        gradients=max(shards),
+        optimizer=0 if optim.state_on_host else sum(shards) * states_per_weight(optim),
+        gathered=max(gathered_weights(model, size) for size in trained) * compute_bytes,
     )
 
 
-def plan_memory(cfg: Config, size: ModelSize, *, num_ranks: int, compute_bytes: int, device_bytes: int) -> MemoryPlan:
+def plan_memory(
+    cfg: Config,
+    size: ModelSize,
+    *,
+    num_ranks: int,
+    compute_bytes: int,
+    device_bytes: int,
+    critic: ModelSize | None = None,
+) -> MemoryPlan:
     """The plan of a reinforcement-learning run whose compute dtype has elements of `compute_bytes`.
 
     It is that of one of the `num_ranks` ranks that hold a copy of the policy, with the engine beside it unless that is
     on other ranks.
     """
     apart = cfg.rollout.placement == "disaggregated"
-    training = training_memory(cfg.model, cfg.optim, size, compute_bytes=compute_bytes)
+    trained = [size, critic] if critic else [size]
+    training = training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes)
     engine_weights = 0 if apart else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts, and then the optimizer has no state yet. The torch
     # engine has no fixed share: its cache is as large as the requests that run.

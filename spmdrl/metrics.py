@@ -110,6 +110,36 @@ class EffectiveFraction:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 - var(target - estimate) / var(target): 1 for perfect estimates, 0 for any constant, below 0 for worse; nan
+    when all targets are equal, or there are none."""
+
+    targets: float  # sum
+    target_squares: float
+    errors: float  # sum of target - estimate
+    error_squares: float
+    count: float
+
+    def merge(self, other: ExplainedVariance) -> ExplainedVariance:
+        return ExplainedVariance(
+            self.targets + other.targets,
+            self.target_squares + other.target_squares,
+            self.errors + other.errors,
+            self.error_squares + other.error_squares,
+            self.count + other.count,
+        )
+
+    def value(self) -> float:
+        if not self.count:
+            return math.nan
+        spread = self.target_squares - self.targets * self.targets / self.count
+        # Equal targets leave what rounding left of them.
+        if spread <= 1e-12 * self.target_squares:
+            return math.nan
+        return 1 - (self.error_squares - self.errors * self.errors / self.count) / spread
+
+
+@dataclass(frozen=True, slots=True)
 class TokenValue:
     """A number about one token, and where that token is."""
 
@@ -144,7 +174,7 @@ def _nan_or(choose: Callable[[float, float], float], one: float, other: float) -
     return math.nan if math.isnan(one) or math.isnan(other) else choose(one, other)
 
 
-Metric = Mean | Max | Min | Total | Values | EffectiveFraction | Worst
+Metric = Mean | Max | Min | Total | Values | EffectiveFraction | ExplainedVariance | Worst
 Metrics = dict[str, Metric]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.loss import mismatch, sft_loss, weighted_sum
+from spmdrl.algo.value import clipped_value_loss
 from spmdrl.coefficients import ENTROPY
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchConfig
 from spmdrl.mismatch import mismatch_means, weigh
@@ -36,7 +37,9 @@ class Objective:
 class ObjectiveFunction(Protocol):
     """Any loss that `update` can minimise."""
 
-    def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective: ...
+    def __call__(self, scores: Any, micro_batch: MicroBatch, /) -> Objective:
+        """Of what the model's forward says about the micro-batch."""
+        ...
 
 
 class PolicyObjective:
@@ -100,4 +103,20 @@ class SftObjective:
         return Objective(
             loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
             means={"update/entropy_nats": scores.entropy.detach()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """Half the squared error of a critic's values, clipped."""
+
+    clip_value: float  # in units of the reward
+
+    def __call__(self, values: Tensor, micro_batch: MicroBatch) -> Objective:
+        old, returns = micro_batch.values, micro_batch.returns
+        assert old is not None and returns is not None, "a critic learns from prepared micro-batches"
+        loss = clipped_value_loss(values, old, returns, micro_batch.loss_mask, clip_value=self.clip_value)
+        return Objective(
+            loss_sum=weighted_sum(loss.per_token, micro_batch.loss_weights),
+            means={"critic/clip_fraction": loss.clipped.float()},
         )

@@ -6,6 +6,7 @@ host are added, which depend on how long sequences turn out: these numbers are t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class Rank:
     memory: TrainingMemory
     size: ModelSize
     decoder: Decoder  # of the whole model
+    critic: tuple[ModelSize, Decoder] | None  # the same of a critic, if one is trained
     repeats_keys: bool  # whether the attention kernel is given keys and values once for each query head
     compute_bytes: int  # an element of the compute dtype
     tile_elements: int  # logits that the head computes together
@@ -86,21 +88,35 @@ class Rank:
     device_bytes: int
     on_gpu: bool  # else the device is the host
 
+    def for_critic(self) -> Rank | None:
+        """The same with the critic in the place of the policy: a model with one logit."""
+        if self.critic is None:
+            return None
+        size, decoder = self.critic
+        return dataclasses.replace(self, size=size, decoder=dataclasses.replace(decoder, vocabulary=1))
+
+    @property
+    def trained_shards(self) -> list[int]:
+        """Bytes of float32 weights on this rank, of each model that is trained."""
+        sizes = [self.size, *([self.critic[0]] if self.critic else [])]
+        return [size.shard * _FLOAT32 for size in sizes]
+
 
 def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     """The phases of a rank that trains and has no engine beside it, in the order of a run."""
     memory, host, trainer = rank.memory, _host(cfg, rank), _trainer(rank)
-    shard = rank.size.shard * _FLOAT32
+    shards, critic = rank.trained_shards, rank.for_critic()
+    largest = max(shards)  # one model is read after the other
     loading = {
         "process": host["process"],
-        "files": rank.size.shard * rank.file_bytes,
-        "weights on their way": shard if rank.on_gpu and not cfg.model.cpu_offload else 0,
-        "offloaded policy": shard if cfg.model.cpu_offload else 0,
+        "files": largest // _FLOAT32 * rank.file_bytes,
+        "weights on their way": largest if rank.on_gpu and not cfg.model.cpu_offload else 0,
+        "offloaded policy": sum(shards) if cfg.model.cpu_offload else 0,
     }
-    backward = {"gradients": memory.gradients, "gathered": memory.gathered} | _backward(cfg, rank)
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading),
-        PhaseMemory.of("forward-backward", trainer | backward, host),
+        PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host),
+        *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host)] if critic else []),
         PhaseMemory.of("optimizer", trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank), host),
         PhaseMemory.of("save", trainer, host),
     ]
@@ -157,7 +173,7 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
     needs_old = needs_old_logprobs(
         cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
     )
-    if needs_old or cfg.has_reference:
+    if needs_old or cfg.has_reference or rank.critic:
         logprobs = PhaseMemory("logprobs", _trainer(rank) | _scoring(cfg, rank), alone)
         yield beside(logprobs, awake, engine_bytes=plan.engine_keeps)
     for phase in training:
@@ -171,18 +187,21 @@ def _trainer(rank: Rank) -> dict[str, int]:
 
 def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """What a process that trains keeps on the host from its first step on."""
-    weights = rank.size.shard * _FLOAT32
+    shards = rank.trained_shards
+    weights = sum(shards)
     state = weights * states_per_weight(cfg.optim)
     return {
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "optimizer": state if cfg.optim.state_on_host else 0,
-        "offloaded policy": 2 * weights + state if cfg.model.cpu_offload else 0,
+        "offloaded policy": weights + max(shards) + state if cfg.model.cpu_offload else 0,
+        "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
     }
 
 
 def _host_of_rollouts(cfg: Config, rank: Rank) -> dict[str, int]:
     """What it keeps there besides, because an engine takes turns with it and rewards need a reference."""
-    weights = rank.size.shard * _FLOAT32
+    shards = rank.trained_shards
+    weights = sum(shards)
     state = weights * states_per_weight(cfg.optim)
     moved = {
         "none": 0,
@@ -191,22 +210,36 @@ def _host_of_rollouts(cfg: Config, rank: Rank) -> dict[str, int]:
     }[cfg.offload.trainer]
     return {
         "sleeping trainer": moved,
-        "reference": weights if cfg.has_reference else 0,
+        "reference": shards[0] if cfg.has_reference else 0,
         "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
     }
 
 
 def _scoring(cfg: Config, rank: Rank) -> dict[str, int]:
-    """A pass without gradients; the policy's root stays gathered after its own, while the reference is scored."""
-    tokens = micro_batch_tokens(cfg, rank.run)
-    part = rank.decoder.cut(cfg.parallel.tp)
+    """A pass without gradients; the policy's root stays gathered after its own, while the reference is scored, and the
+    critic is asked after it."""
+    critic = rank.for_critic()
     reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.has_reference else 0
-    logits = _logits(cfg, rank)
-    layer = forward_bytes(part, compute_bytes=rank.compute_bytes, num_tokens=tokens)
+    critics = gathered_weights(cfg.model, critic.size) if critic else 0
     return {
-        "gathered": rank.memory.gathered + reference * rank.compute_bytes,
-        "activations and logits": max(layer, tokens * rank.decoder.hidden * rank.compute_bytes + logits),
+        "gathered": (gathered_weights(cfg.model, rank.size) + max(reference, critics)) * rank.compute_bytes,
+        "activations and logits": max(_forward(cfg, one) for one in (rank, critic) if one),
     }
+
+
+def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
+    """What comes into being in forward and backward of one model."""
+    return {
+        "gradients": 0 if cfg.model.cpu_offload else rank.size.shard * _FLOAT32,
+        "gathered": gathered_weights(cfg.model, rank.size) * rank.compute_bytes,
+    } | _backward(cfg, rank)
+
+
+def _forward(cfg: Config, rank: Rank) -> int:
+    """Without gradients: a layer at its fullest, or the head."""
+    tokens = micro_batch_tokens(cfg, rank.run)
+    layer = forward_bytes(rank.decoder.cut(cfg.parallel.tp), compute_bytes=rank.compute_bytes, num_tokens=tokens)
+    return max(layer, tokens * rank.decoder.hidden * rank.compute_bytes + _logits(cfg, rank))
 
 
 def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
@@ -255,7 +288,7 @@ def _visiting_state(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """What of an optimizer's state on the host is on the device together: that of a block of weights."""
     if not cfg.optim.state_on_host:
         return {}
-    block = min(STATE_BLOCK_BYTES, rank.size.shard * _FLOAT32)
+    block = min(STATE_BLOCK_BYTES, max(rank.trained_shards))
     return {"visiting state": block * states_per_weight(cfg.optim)}
 
 

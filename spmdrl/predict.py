@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.activations import Decoder
 from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.dist.session import local_rank
 from spmdrl.memory import (
@@ -21,7 +22,7 @@ from spmdrl.memory import (
     training_memory,
     training_problems,
 )
-from spmdrl.model.load import compute_dtype, parameter_shapes
+from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.model.sizes import cut_by_tp, decoder_of, expert_names
 from spmdrl.phase_memory import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
@@ -35,11 +36,17 @@ class Model:
     config: Any  # transformers'
     shapes: dict[str, tuple[int, ...]]  # of each parameter, tied ones once
     layers: list[set[str]]  # the parameters of each decoder layer
+    critic: Model | None = None  # that is trained beside it
 
     @classmethod
-    def read(cls, config: Any, cfg: ModelConfig) -> Model:
+    def read(cls, config: Any, cfg: ModelConfig, *, critic: Model | None = None) -> Model:
         """Of the model that `config` describes."""
-        return cls(config, *parameter_shapes(config, cfg))
+        return cls(config, *parameter_shapes(config, cfg), critic)
+
+    @classmethod
+    def read_critic(cls, config: Any, cfg: ModelConfig) -> Model:
+        """Of the model that `config` describes as a critic."""
+        return cls(config, *critic_shapes(config, cfg))
 
     def size(self, parallel: ParallelConfig, *, num_training: int) -> ModelSize:
         """The parameters of one of so many ranks that train."""
@@ -78,6 +85,7 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
         num_ranks=copy_ranks(cfg, rank.run),
         compute_bytes=rank.compute_bytes,
         device_bytes=device_bytes,
+        critic=rank.critic[0] if rank.critic else None,
     )
     problems = [
         *memory_problems(plan, cfg, device_bytes=device_bytes),
@@ -104,11 +112,14 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
     run = plan_run(cfg, num_ranks=num_ranks)
     size = model.size(cfg.parallel, num_training=run.training_ranks)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
+    critic = _critic(model.critic, cfg.parallel, num_training=run.training_ranks)
+    trained = [size, critic[0]] if critic else [size]
     return Rank(
         run=run,
-        memory=training_memory(cfg.model, cfg.optim, size, compute_bytes=compute_bytes),
+        memory=training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes),
         size=size,
         decoder=decoder_of(model.config, model.shapes),
+        critic=critic,
         repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
@@ -116,6 +127,12 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         device_bytes=device_bytes,
         on_gpu=on_gpu,
     )
+
+
+def _critic(model: Model | None, parallel: ParallelConfig, *, num_training: int) -> tuple[ModelSize, Decoder] | None:
+    if model is None:
+        return None
+    return model.size(parallel, num_training=num_training), decoder_of(model.config, model.shapes)
 
 
 def _attention(setting: str, *, on_gpu: bool, compute_bytes: int) -> str:

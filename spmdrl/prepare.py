@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,18 +14,20 @@ from spmdrl.config import Config, CorrectionConfig, LossConfig
 from spmdrl.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
+from spmdrl.learners import CRITIC, POLICY
 from spmdrl.metrics import Metrics
 from spmdrl.mismatch import correct
-from spmdrl.model.policy import Policy
+from spmdrl.model.load import reshard
+from spmdrl.model.policy import PackedModel, Policy
 from spmdrl.plan import Plan, needs_old_logprobs
-from spmdrl.types import TrainingDiverged
+from spmdrl.types import MicroBatch, TrainingDiverged
 from spmdrl.update import Learner
 
 USUAL_LOSS, NO_CORRECTION = LossConfig(), CorrectionConfig()
 
 
 def prepare(
-    learner: Learner,
+    learners: Mapping[str, Learner],
     reference: Policy | None,
     mini_batches: list[MiniBatch],
     cfg: Config,
@@ -36,8 +40,9 @@ def prepare(
 
     Rejections come before the choice of tokens, so that what has left the batch is not chosen.
     """
+    policy, critic = learners[POLICY], learners.get(CRITIC)
     scored = add_logprobs(
-        learner.policy,
+        policy.model,
         reference,
         mini_batches,
         meshes.training,
@@ -45,13 +50,15 @@ def prepare(
         cfg.correction,
         kl_in_reward=cfg.reward.kl_coef > 0,
     )
-    credited, metrics = assign_credit(scored, cfg, learner.coefficients, meshes)
+    if critic is not None:
+        scored = add_values(critic.model, scored, meshes.training)
+    credited, metrics = assign_credit(scored, cfg, policy.coefficients, meshes)
     corrected = correct(credited, cfg.correction, plan, meshes, aggregation=cfg.loss.aggregation)
     return choose_tokens(corrected, cfg.loss, meshes.data, seed=mix(cfg.run.seed, step)), metrics
 
 
 def add_logprobs(
-    policy: Policy,
+    policy: PackedModel,
     reference: Policy | None,
     mini_batches: list[MiniBatch],
     mesh: DeviceMesh,
@@ -72,9 +79,31 @@ def add_logprobs(
     if correction.old == "rollout":
         columns["old_logprobs"] = [[m.rollout_logprobs for m in mini_batch] for mini_batch in mini_batches]
     elif needs_old_logprobs(loss, correction, num_updates=len(mini_batches), kl_in_reward=kl_in_reward):
-        columns["old_logprobs"] = _token_logprobs(policy, mini_batches, device)
+        columns["old_logprobs"] = _columns(lambda m: policy(m).logprobs, mini_batches, device)
     if reference is not None:
-        columns["ref_logprobs"] = _token_logprobs(reference, mini_batches, device)
+        columns["ref_logprobs"] = _columns(lambda m: reference(m).logprobs, mini_batches, device)
+    return _with_columns(mini_batches, columns, mesh)
+
+
+def add_values(critic: PackedModel, mini_batches: list[MiniBatch], mesh: DeviceMesh) -> list[MiniBatch]:
+    """Add the critic's `values`. Every rank of the mesh must call this."""
+    columns = {"values": _columns(critic, mini_batches, torch.device(mesh.device_type))}
+    reshard(critic)  # the policy is updated before it, and needs the memory
+    return _with_columns(mini_batches, columns, mesh)
+
+
+def _columns(
+    forward: Callable[[MicroBatch], Tensor], mini_batches: list[MiniBatch], device: torch.device
+) -> list[list[Tensor]]:
+    """[T] of every micro-batch, without gradients; on the host, as micro-batches are until they run."""
+    with torch.no_grad():
+        return [[forward(m.to(device)).cpu() for m in mini_batch] for mini_batch in mini_batches]
+
+
+def _with_columns(
+    mini_batches: list[MiniBatch], columns: Mapping[str, list[list[Tensor]]], mesh: DeviceMesh
+) -> list[MiniBatch]:
+    """The micro-batches with these columns, which must be finite on every rank."""
     with failing_together(mesh):
         for name, column in columns.items():
             _require_finite(name, [x for mini_batch in column for x in mini_batch])
@@ -82,12 +111,6 @@ def add_logprobs(
         [m.with_columns({name: column[i][j] for name, column in columns.items()}) for j, m in enumerate(mini_batch)]
         for i, mini_batch in enumerate(mini_batches)
     ]
-
-
-def _token_logprobs(policy: Policy, mini_batches: list[MiniBatch], device: torch.device) -> list[list[Tensor]]:
-    """Log-probabilities of every micro-batch, without gradients; on the host, as micro-batches are until they run."""
-    with torch.no_grad():
-        return [[policy(m.to(device)).logprobs.cpu() for m in mini_batch] for mini_batch in mini_batches]
 
 
 def _require_finite(name: str, values: list[Tensor]) -> None:

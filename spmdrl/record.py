@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.batch import MiniBatch
+from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
 from spmdrl.findings import Findings, Witness
@@ -29,7 +29,7 @@ class Recorder:
         self, cfg: Config, plan: Plan, learners: Mapping[str, Learner], mesh: DeviceMesh, folder: Path
     ) -> None:
         """`mesh` is of the ranks that train; all of them call the methods together."""
-        self._config, self._plan = json.loads(cfg.model_dump_json()), plan.as_dict()
+        self._config, self._plan = resolved(cfg), plan.as_dict()
         self._keep_last = None if cfg.debug.save_rollouts == "all" else cfg.debug.save_rollouts
         self._witness = Witness(learners)
         self._mesh, self._folder = mesh, folder

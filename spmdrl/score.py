@@ -114,6 +114,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
     return metrics
 
 
-def failures(scored: Sequence[ScoredRollout]) -> Counter[str]:
-    """Rewards that could not be computed, counted by reason."""
-    return Counter(s.outcome.failure for s in scored if s.outcome.failure is not None)
+def failure_lines(step: int, scored: Sequence[ScoredRollout]) -> list[str]:
+    """A sentence for each reason why rewards of this rank could not be computed, such as a worker that died."""
+    reasons = Counter(s.outcome.failure for s in scored if s.outcome.failure is not None)
+    return [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in reasons.items()]

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch
 from spmdrl.config import SftConfig
-from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import watch_over
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
+from spmdrl.learners import POLICY
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.objective import SftObjective
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
+from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.update import Learner, update
@@ -33,31 +38,61 @@ from spmdrl.update import Learner, update
 def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
     """Train to imitate the responses, from the newest checkpoint or from the start, and export the model."""
     plan = inputs.plan
-    step = checkpoint.newest_step(folder.checkpoints)
     with (
         spmd_session(
             threads_per_rank=cfg.run.threads_per_rank,
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        watch_over(
+            FaultFiles(folder.path), world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
+        ExitStack() as at_the_end,
+        watch.reporting(),
     ):
         meshes = build_meshes(world, cfg.parallel)
-        require_same(meshes.training, step, f"the newest checkpoint in {folder.checkpoints}")
+        origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
+        step = origin.step
+        report = at_the_end.enter_context(
+            Report(
+                cfg.report,
+                folder,
+                num_steps=plan.num_steps,
+                active=world.is_main,
+                start_step=step,
+                on_phase=watch.enter,
+            )
+        )
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         with report.span("load"):
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
         learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype)
         objective = SftObjective()
-        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
+        learners = {POLICY: learner}
+        checkpoint.restore(origin.folder, learners, meshes.training, step=step)
+        saver = checkpoint.Saver(
+            folder.checkpoints,
+            learners,
+            meshes.training,
+            cfg.checkpoint,
+            configuration=checkpoint.resolved(cfg),
+            versions=describe_machine(),
+            patience_minutes=cfg.run.patience_minutes,
+        )
+        at_the_end.callback(saver.close)
+        for note in origin.notes:
+            report.message(note)
         report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
         report.expect(inputs.phases)
         if world.is_main:
             folder.write_launch(cfg, plan)
         report.take_times()
+        stopping = watch.agree_to_stop(meshes.training)
 
-        while step < plan.num_steps:
+        while step < plan.num_steps and not stopping:
             step += 1
+            watch.begin_step(step)
+            saved = saver.check()
             passed_over = inputs.prompts.dropped
             with report.span("pack"):
                 first = plan.first_rollout(world.rank)
@@ -72,25 +107,30 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 updated = update(learner, batch.mini_batches, objective, meshes, step=step)
             metrics = merge_over(
                 meshes.training,
-                merge_all([batch.metrics, updated])
+                merge_all([batch.metrics, updated, saved])
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
             )
+            values = scalars(metrics)
             report.step(
                 step,
-                with_speed(scalars(metrics)),
+                with_speed(values),
                 samples=[],
                 histograms=histograms(metrics),
             )
-            if plan.saves_after(step):
+            stopping = watch.agree_to_stop(meshes.training)
+            if plan.saves_after(step) or stopping:
                 with report.span("save"):
-                    keep = cfg.checkpoint.keep_last
-                    checkpoint.save(folder.checkpoints, learner, meshes.training, step=step, keep_last=keep)
+                    saver.save(step, metrics=values)
             if plan.exports_after(step):
                 with report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
-        if cfg.export.at_end:
+        saver.wait()
+        if step < plan.num_steps:
+            if world.is_main:
+                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+        elif cfg.export.at_end:
             with report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
         report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))

@@ -16,23 +16,25 @@ from typing import Any
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
-from spmdrl.coefficients import next_coefficients, starting_coefficients
+from spmdrl.coefficients import next_coefficients
 from spmdrl.config import Config
-from spmdrl.dist.collectives import failing_together, gather_objects, merge_over, require_same
+from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.evaluate import eval_metrics
 from spmdrl.export import export_hf
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.guard import Guard
 from spmdrl.inputs import Inputs
 from spmdrl.launch import run_from_command_line
+from spmdrl.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.mismatch import exceeded
 from spmdrl.model.invariant import SWITCHES
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.objective import PolicyObjective
 from spmdrl.phases import Phases
 from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
@@ -41,18 +43,18 @@ from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
+from spmdrl.report.run_folder import describe_machine
 from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
-from spmdrl.score import rollout_metrics, score_groups
-from spmdrl.update import Learner, update
+from spmdrl.score import failure_lines, rollout_metrics, score_groups
+from spmdrl.update import update
 
 
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
     """Join the other ranks and take this rank's part: to train, or to hold an engine for those that do."""
     plan = inputs.plan
-    step = checkpoint.newest_step(folder.checkpoints)
     with (
         Judge(cfg.reward, inputs.tokenizer) as judge,
         spmd_session(
@@ -60,40 +62,67 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
             deterministic=cfg.run.deterministic,
             patience_minutes=cfg.run.patience_minutes,
         ) as world,
+        watch_over(
+            FaultFiles(folder.path), world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
     ):
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
-        require_same(meshes.world, step, f"the newest checkpoint in {folder.checkpoints}")
+        origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
         take_part = train if meshes.trains else sample_for_others
-        take_part(cfg, inputs, folder, world, meshes, judge, step)
+        take_part(cfg, inputs, folder, world, meshes, judge, watch, origin)
 
 
 def sample_for_others(
-    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+    cfg: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    world: World,
+    meshes: Meshes,
+    judge: Judge,
+    watch: Watch,
+    origin: checkpoint.Origin,
 ) -> None:
     """Hold an engine for the ranks that train, to the last step."""
-    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine:
+    with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine, watch.reporting():
         serve(
             cfg,
             inputs.plan,
             meshes,
             judge,
+            watch,
             engine,
             inputs.prompts,
             inputs.held_out,
             inputs.stop_token_ids,
-            step=step,
-            saved=checkpoint.collector_state(folder.checkpoints, step=step),
+            step=origin.step,
+            saved=checkpoint.collector_state(origin.folder, step=origin.step),
         )
 
 
 def train(
-    cfg: Config, inputs: Inputs, folder: RunFolder, world: World, meshes: Meshes, judge: Judge, step: int
+    cfg: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    world: World,
+    meshes: Meshes,
+    judge: Judge,
+    watch: Watch,
+    origin: checkpoint.Origin,
 ) -> None:
-    """Train from the checkpoint of `step`, or from the start, to the last step, and export the model."""
-    plan = inputs.plan
+    """Train from a checkpoint, or from the start, to the last step, and export the model; or to the step after which
+    the run is told to stop."""
+    plan, step = inputs.plan, origin.step
     with (
-        Report(cfg.report, folder, num_steps=plan.num_steps, active=world.is_main, start_step=step) as report,
+        Report(
+            cfg.report,
+            folder,
+            num_steps=plan.num_steps,
+            active=world.is_main,
+            start_step=step,
+            on_phase=watch.enter,
+        ) as report,
         ExitStack() as at_the_end,
+        watch.reporting(),
     ):
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         scoring: dict[str, Any] = {
@@ -103,19 +132,25 @@ def train(
         with report.span("load"):
             policy = load_policy(cfg.model, meshes.model, **scoring)
             reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
-        learner = Learner.start(
-            policy,
-            cfg.optim,
-            num_updates=plan.num_updates,
-            dtype=dtype,
-            coefficients=starting_coefficients(cfg),
+            learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
+        coefficients = learners[POLICY].coefficients
+        checkpoint.restore(origin.folder, learners, meshes.training, step=step)
+        saver = checkpoint.Saver(
+            folder.checkpoints,
+            learners,
+            meshes.training,
+            cfg.checkpoint,
+            configuration=checkpoint.resolved(cfg),
+            versions=describe_machine(),
+            patience_minutes=cfg.run.patience_minutes,
         )
-        checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step)
-        objective = PolicyObjective(cfg.loss, learner.coefficients, cfg.correction, cfg.mismatch)
-        guard = Guard.of(cfg, meshes.training)
-        recorder = start_recorder(cfg, plan, {"policy": learner}, meshes.training, folder.rollouts)
-        trainer = TrainerMemory(policy, learner.optimizer, world.device, moves=cfg.offload.trainer)
+        at_the_end.callback(saver.close)
+        objectives = objectives_of(cfg, learners)
+        guards = {POLICY: Guard.of(cfg, meshes.training)}
+        recorder = start_recorder(cfg, plan, learners, meshes.training, folder.rollouts)
+        trainer = TrainerMemory(list(learners.values()), world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
+        watch.enter("start engine")
         engine = start_engine(cfg, inputs.model_config, plan, world, meshes, tell=report.message)
         at_the_end.enter_context(closing(engine))
         refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
@@ -134,40 +169,51 @@ def train(
             cfg,
             plan,
             engine,
-            judge.submit,
+            watch.following(judge.submit),
             inputs.prompts,
             inputs.held_out,
             inputs.stop_token_ids,
             meshes,
             tell=report.message,
+            heed=watch.ask_to_stop,
             restarts=phases.restarts,
         )
-        sampler.restore(checkpoint.collector_state(folder.checkpoints, step=step), step=step)
+        sampler.restore(checkpoint.collector_state(origin.folder, step=step), step=step)
+        for note in origin.notes:
+            report.message(note)
         report.message(loading_line(gather_objects(meshes.training, host_peak_bytes())))
         report.expect(inputs.phases)
         if world.is_main:
             folder.write_launch(cfg, plan)
 
-        def evaluate() -> None:
+        def evaluate() -> dict[str, float]:
             with phases.rollout():
                 pending = sampler.sample_held_out()
             judged = judge.collect(pending)
-            report.eval(step, scalars(merge_over(meshes.training, eval_metrics(judged, cfg.reward))))
+            evaluated = scalars(merge_over(meshes.training, eval_metrics(judged, cfg.reward)))
+            report.eval(step, evaluated)
+            return evaluated
 
         phases.refit(version=step)
         if step == 0 and plan.evaluates_after(0):
             evaluate()
         report.memory(step, phases.take_edges())
         report.take_times()
+        stopping = watch.agree_to_stop(meshes.training)
 
-        while step < plan.num_steps:
+        while step < plan.num_steps and not stopping:
             step += 1
+            watch.begin_step(step)
+            saved = saver.check()
             passed_over = inputs.prompts.dropped
             with report.span("rollout"), phases.rollout():
                 collected = sampler.collect(step)
             with report.span("reward"):
                 scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
             recorder.save_rollouts(step, collected)
+            for failure in map(watch.explained, failure_lines(step, scored)):
+                watch.note(failure)
+                report.message(failure)
             with report.span("pack"):
                 with failing_together(meshes.training):
                     sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
@@ -177,19 +223,23 @@ def train(
                     probed = probe_metrics(policy, collected.probes, meshes)
                 with report.span("logprobs"):
                     mini_batches, prepared = prepare(
-                        learner, reference, batch.mini_batches, cfg, plan, meshes, step=step
+                        learners, reference, batch.mini_batches, cfg, plan, meshes, step=step
                     )
                 with report.span("update"):
-                    updated = update(learner, mini_batches, objective, meshes, step=step, guard=guard)
-            recorder.save_findings(step, mini_batches, updated)
+                    updated = [
+                        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+                        for name, learner in learners.items()
+                    ]
+            recorder.save_findings(step, mini_batches, merge_all(updated))
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):
-                if plan.evaluates_after(step):
-                    evaluate()
+                evaluated = evaluate() if plan.evaluates_after(step) else {}
             metrics = merge_over(
                 meshes.training,
-                merge_all([collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, updated])
+                merge_all(
+                    [collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated, saved]
+                )
                 | drop_metrics(passed_over, inputs.prompts.dropped)
                 | time_metrics(report.take_times())
                 | resource_metrics(report.take_peaks()),
@@ -197,9 +247,7 @@ def train(
             values = scalars(metrics)
             for warning in exceeded(values, cfg.mismatch.warn):
                 report.message(f"step {step}: {warning}")
-            learner.coefficients.update(
-                next_coefficients(learner.coefficients, values, cfg, rollouts=plan.rollouts_per_step)
-            )
+            coefficients.update(next_coefficients(coefficients, values, cfg, rollouts=plan.rollouts_per_step))
             report.step(
                 step,
                 with_speed(values),
@@ -207,21 +255,20 @@ def train(
                 histograms=histograms(metrics),
                 worst_tokens=worst_token_rows(worst_tokens(metrics).get("mismatch/max_abs_nats", ()), inputs.tokenizer),
             )
-            if plan.saves_after(step):
+            stopping = watch.agree_to_stop(meshes.training)
+            if plan.saves_after(step) or stopping:
                 with phases.training(), report.span("save"):
-                    checkpoint.save(
-                        folder.checkpoints,
-                        learner,
-                        meshes.training,
-                        step=step,
-                        keep_last=cfg.checkpoint.keep_last,
-                        collector=sampler.state(),
-                    )
+                    saver.save(step, metrics=values | evaluated, collector=sampler.state())
             if plan.exports_after(step):
                 with phases.training(), report.span("export"):
                     export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
             report.memory(step, phases.take_edges())
-        if cfg.export.at_end:
+        saver.wait()
+        if step < plan.num_steps:
+            sampler.dismiss()
+            if world.is_main:
+                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+        elif cfg.export.at_end:
             with phases.training(), report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
         report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))

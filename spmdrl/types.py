@@ -142,6 +142,8 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [T] float32, nats
     old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved in this step
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
+    values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
+    returns: Tensor | None = None  # [T] float32, what the critic learns; both are None without one
     mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
     chosen: Tensor | None = None  # [T] bool, what clip_cov and kl_cov treat apart; None for other losses
     sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order; -1 for filling

@@ -19,7 +19,8 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.guard import Guard
 from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.mismatch import effective_fraction, worst_of
-from spmdrl.model.policy import Policy
+from spmdrl.model.load import reshard
+from spmdrl.model.policy import PackedModel
 from spmdrl.objective import Objective, ObjectiveFunction
 from spmdrl.optim import make_optimizer, set_learning_rate
 from spmdrl.types import MicroBatch, TrainingDiverged
@@ -58,28 +59,32 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What training changes: the policy's weights, the optimizer's state, the loss scale, adapted coefficients."""
+    """What training changes of one model: weights, the optimizer's state, the loss scale, adapted coefficients."""
 
-    policy: Policy
+    model: PackedModel
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     optim: OptimConfig
     num_updates: int  # optimizer steps of the whole run
+    area: str = "update"  # what its metrics are under
+    frozen_steps: int = 0  # at the start, in which it learns nothing
     coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
 
     @classmethod
     def start(
         cls,
-        policy: Policy,
+        model: PackedModel,
         optim: OptimConfig,
         *,
         num_updates: int,
         dtype: torch.dtype,
+        area: str = "update",
+        frozen_steps: int = 0,
         coefficients: Mapping[str, float] = MappingProxyType({}),
     ) -> Learner:
         """A learner that has learned nothing yet; `dtype` is that of forward and backward."""
-        optimizer, scale = make_optimizer(policy, optim), LossScale.for_dtype(dtype)
-        return cls(policy, optimizer, scale, optim, num_updates, dict(coefficients))
+        optimizer, scale = make_optimizer(model, optim), LossScale.for_dtype(dtype)
+        return cls(model, optimizer, scale, optim, num_updates, area, frozen_steps, dict(coefficients))
 
 
 def update(
@@ -95,9 +100,13 @@ def update(
 
     A mini-batch that is empty, as it then is on every rank, moves nothing but is counted: the learning rate stays tied
     to the step. So is one that is left out: the first of which the guard says that the policy has gone too far, and
-    those after it. Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when
-    the guard objects.
+    those after it, and all of the learner's frozen steps, in which the objective's numbers are reported all the same.
+
+    Raises TrainingDiverged on every rank when the loss or a gradient is not finite anywhere, and when the guard
+    objects.
     """
+    if step <= learner.frozen_steps:
+        return _measured(learner, mini_batches, objective, meshes)
     first, stopped = (step - 1) * len(mini_batches) + 1, False
     parts: list[Metrics] = []
     for number, mini_batch in enumerate(mini_batches, start=first):
@@ -109,8 +118,20 @@ def update(
             )
             parts.append(metrics)
         if mini_batch and guard and guard.stop_kl_nats is not None:
-            parts.append({"update/left_out_fraction": Mean(float(stopped), 1.0)})
+            parts.append({f"{learner.area}/left_out_fraction": Mean(float(stopped), 1.0)})
     return merge_all(parts) if meshes.speaks_for_data else {}
+
+
+@torch.no_grad()
+def _measured(learner: Learner, mini_batches: list[MiniBatch], objective: ObjectiveFunction, meshes: Meshes) -> Metrics:
+    """What the objective says about the mini-batches, without an update."""
+    device = torch.device(meshes.training.device_type)
+    metrics: list[Metrics] = []
+    for micro_batch in (pack for mini_batch in mini_batches for pack in mini_batch):
+        on_device = micro_batch.to(device)
+        metrics.append(_reduced(objective(learner.model(on_device), on_device), on_device))
+    reshard(learner.model)  # what is updated next needs the memory
+    return merge_all(metrics) if meshes.speaks_for_data else {}
 
 
 def _optimizer_step(
@@ -132,23 +153,24 @@ def _optimizer_step(
     optimizer.zero_grad(set_to_none=True)
     for micro_batch in mini_batch:
         on_device = micro_batch.to(device)
-        result = objective(learner.policy(on_device), on_device)
+        result = objective(learner.model(on_device), on_device)
         (result.loss_sum * scale).backward()
         losses.append(result.loss_sum.detach())
         parts.append(_reduced(result, on_device))
 
-    gradients = _local_gradients(learner.policy)
+    gradients = _local_gradients(learner.model)
     local_sums = torch.stack(
         [
             torch.stack(losses).sum() / meshes.ranks_per_share,
-            _squared_norm(learner.policy, num_ranks=meshes.training.size(), device=device),
+            _squared_norm(learner.model, num_ranks=meshes.training.size(), device=device),
         ]
     )
     loss, squared_norm = sum_over(meshes.training, local_sums).tolist()
     grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
-    metrics = merge_all(parts) | {"update/loss": Mean(loss, 1.0), "update/lr": Mean(lr, 1.0)}
-    metrics |= {f"update/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
+    area = learner.area
+    metrics = merge_all(parts) | {f"{area}/loss": Mean(loss, 1.0), f"{area}/lr": Mean(lr, 1.0)}
+    metrics |= {f"{area}/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
     too_far = check is not None and check(metrics)
     if not math.isfinite(loss):
@@ -160,7 +182,7 @@ def _optimizer_step(
         if not learner.loss_scale.overflowed():
             raise TrainingDiverged(f"{cause}: the gradient norm is {grad_norm}; no weights were changed")
         optimizer.zero_grad(set_to_none=True)
-        return metrics | {"update/overflow_fraction": Mean(1.0, 1.0)}, False
+        return metrics | {f"{area}/overflow_fraction": Mean(1.0, 1.0)}, False
 
     factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
     if factor != 1.0:
@@ -169,22 +191,22 @@ def _optimizer_step(
     optimizer.zero_grad(set_to_none=True)
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:
-        metrics |= {"update/overflow_fraction": Mean(0.0, 1.0), "update/loss_scale": Mean(scale, 1.0)}
-    return metrics | {"update/grad_norm": Mean(grad_norm, 1.0)}, False
+        metrics |= {f"{area}/overflow_fraction": Mean(0.0, 1.0), f"{area}/loss_scale": Mean(scale, 1.0)}
+    return metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)}, False
 
 
-def _local_gradients(policy: Policy) -> list[Tensor]:
+def _local_gradients(model: PackedModel) -> list[Tensor]:
     """This rank's shards of the gradients."""
-    return [parameter.grad.to_local() for parameter in policy.parameters() if isinstance(parameter.grad, DTensor)]
+    return [parameter.grad.to_local() for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
 
 
-def _squared_norm(policy: Policy, *, num_ranks: int, device: torch.device) -> Tensor:
+def _squared_norm(model: PackedModel, *, num_ranks: int, device: torch.device) -> Tensor:
     """This rank's part of the square of the gradient's 2-norm; the sum over the `num_ranks` that train is all of it.
 
     Parameters lie on different meshes, and some on several ranks alike: what n ranks hold counts an nth on each.
     """
     parts: dict[int, list[Tensor]] = {}  # by the number of ranks that hold the same
-    for parameter in policy.parameters():
+    for parameter in model.parameters():
         if isinstance(parameter.grad, DTensor):
             gradient = parameter.grad
             sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

@@ -89,6 +89,12 @@ def gae(token_rewards: Sequence[float], values: Sequence[float], discount: float
     return advantages
 
 
+def value_loss(value: float, old: float, target: float, clip: float) -> float:
+    """A critic's loss at one token."""
+    near = min(max(value, old - clip), old + clip)
+    return max((value - target) ** 2, (near - target) ** 2) / 2
+
+
 def chosen(priorities: Sequence[float], count: int) -> list[bool]:
     """The `count` first when all are sorted; -inf is never among them."""
     first = sorted(range(len(priorities)), key=lambda i: -priorities[i])[:count]

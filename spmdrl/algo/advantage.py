@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from spmdrl.algo.formula import Estimator, Formula
+from spmdrl.algo.formula import Estimator
 from spmdrl.algo.segments import discounted_sums, sequence_of_token
 
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward
@@ -96,13 +96,20 @@ def returns(token_rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, dis
 
 
 def gae(
-    token_rewards: Tensor, values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, discount: float, decay: float
-) -> tuple[Tensor, Tensor]:
-    """Return (advantages [T], returns [T] for the critic to learn), 0 outside loss_mask; arXiv:1506.02438.
+    token_rewards: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    values: Tensor,
+    discount: float,
+    gae_lambda: float,
+) -> Tensor:
+    """delta_t = r_t + discount V_t+1 - V_t, summed over later loss tokens j, itself included, with weights
+    (discount gae_lambda)^(j - t): [T], 0 outside loss_mask. Generalized advantages, arXiv:1506.02438.
 
-    delta_t = r_t + discount V_t+1 - V_t and A_t = sum over later loss tokens j of (discount decay)^(j - t) delta_j;
-    the return is A_t + V_t. V_t = values [T] is the critic's estimate before token t is chosen; t + 1 is the sequence's
-    next loss token, and after its last V is 0.
+    V_t = values [T] is the critic's estimate before token t is chosen, and t + 1 the sequence's next loss token. After
+    its last one V is 0, whatever ended the response: its reward is all there is, also where the limit cut it off.
+    A_t + V_t is the return that the critic learns.
     """
     values = torch.where(loss_mask, values, 0.0)
     mine, sequence = values[loss_mask], sequence_of_token(cu_seqlens, len(values))[loss_mask]
@@ -110,8 +117,7 @@ def gae(
     following = torch.cat([following, mine.new_zeros(min(1, len(mine)))])
     delta = token_rewards[loss_mask] + discount * following - mine
     laid_out = torch.zeros_like(values).masked_scatter(loss_mask, delta)
-    advantages = discounted_sums(laid_out, loss_mask, cu_seqlens, decay=discount * decay)
-    return advantages, advantages + values
+    return discounted_sums(laid_out, loss_mask, cu_seqlens, decay=discount * gae_lambda)
 
 
 def with_final_rewards(penalties: Tensor, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -189,6 +195,17 @@ ESTIMATORS: dict[str, Estimator] = {
         when="As `grpo` with one deviation for all prompts instead of each group's.",
         whiten=True,
     ),
+    "gae": Estimator(
+        function=gae,
+        text="sum over j >= t of (discount gae_lambda)^(j - t) (r_j + discount V_j+1 - V_j), r_j as above; whitened",
+        source="arXiv:1506.02438, arXiv:1707.06347",
+        when="PPO with a critic (`[critic]`), which credits each token with what it changed; few rollouts a prompt.",
+        settings={"discount": 1.0, "gae_lambda": 0.95},
+        needs=("values",),
+        whiten=True,
+        per_token=True,
+        smallest_group=1,
+    ),
     "opo": Estimator(
         function=opo,
         text="R - sum(n R) / sum(n) over the group, n being a rollout's loss tokens",
@@ -210,15 +227,5 @@ ESTIMATORS: dict[str, Estimator] = {
         source="arXiv:2508.10751",
         when="To keep exploring: a group that has one right answer in k counts as solved.",
         settings={"k": 4},
-    ),
-}
-
-# Of which a run cannot make use by a setting alone.
-BUILDING_BLOCKS: dict[str, Formula] = {
-    "gae": Formula(
-        function=gae,
-        text="sum over j >= t of (discount decay)^(j - t) (r_j + discount V_j+1 - V_j)",
-        source="arXiv:1506.02438",
-        when="PPO with a critic, which has to supply V.",
     ),
 }

@@ -24,6 +24,13 @@ def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return total
 
 
+def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
+    """Whether it is true on some rank of the mesh; on the host, as `host_barrier`."""
+    vote = torch.tensor(int(flag))
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return bool(vote)
+
+
 def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
     """Each rank's small picklable value, in mesh order, on every rank."""
     gathered: list[Any] = [None] * mesh.size()

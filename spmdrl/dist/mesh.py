@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -104,6 +106,18 @@ def build_meshes(
     # An axis cannot be asked for on a rank that is not in the grid.
     engine = grid["engine"] if world.rank in sampling else grid
     return Meshes(everyone, train, data, model, engines, engine, weights)
+
+
+def second_group(mesh: DeviceMesh, *, patience_minutes: int) -> DeviceMesh:
+    """The ranks of a mesh of one axis once more, through gloo, for a thread beside the step: collectives of two threads
+    must not meet in one group. Every rank of the mesh takes part."""
+    group = dist.new_group(
+        dist.get_process_group_ranks(mesh.get_group()),
+        backend="gloo",
+        timeout=timedelta(minutes=patience_minutes),
+        use_local_synchronization=True,
+    )
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("beside",))
 
 
 _GRID = ("engines", "engine")

@@ -1,4 +1,4 @@
-"""A Hugging Face directory becomes a policy whose parameters are sharded over the ranks of a mesh.
+"""A Hugging Face directory becomes a policy, or a critic, whose parameters are sharded over the ranks of a mesh.
 
 transformers builds the model without memory, we shard it, and transformers then reads into each rank only the
 slices that rank owns, with whatever renaming and fusing the architecture needs. One path serves one rank and many,
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,13 +32,15 @@ from spmdrl.model.context import context_problems
 from spmdrl.model.experts import dealt_experts
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import Critic, PackedModel, Policy, ValueHead
 from spmdrl.model.prefetch import prefetch_layers
 from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.model.ring import is_for_ring_attention
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.types import UserError
+
+ModelT = TypeVar("ModelT", bound=PackedModel)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,7 +80,17 @@ def read_model_config(cfg: ModelConfig) -> Any:
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
+    return _shapes(model_without_memory(model_config, cfg))
+
+
+def critic_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
+    """The same of a critic, but for its head's one row."""
     model = model_without_memory(model_config, cfg)
+    _drop_head(model)
+    return _shapes(model)
+
+
+def _shapes(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
@@ -121,20 +135,9 @@ def load_policy(
     no gradients. `kernel` is what `cfg` means when it is None. Raises UserError as `load_model_config` does, and for
     weights the architecture needs but are missing.
     """
-    device = torch.device(meshes.dense.device_type)
-    dtype = compute_dtype(cfg.compute_dtype, device.type)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
-    policies: list[Policy] = []
 
-    def shard(model: PreTrainedModel) -> None:
-        restart_at_every_sequence(model)
-        model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
-        split_model(model, meshes)
-        chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
-        if cfg.attention == "auto" and chosen == "varlen" and is_for_ring_attention(model, meshes):
-            chosen = "flash_attn_2"
-        operators_of(chosen).install(model)
-        policy = Policy(
+    def policy_of(model: PreTrainedModel, chosen: Kernel) -> Policy:
+        return Policy(
             model,
             kernel=chosen,
             temperature=temperature,
@@ -143,6 +146,84 @@ def load_policy(
             context=meshes.cp if meshes.cp.size() > 1 else None,
             context_style=meshes.cp_style,
         )
+
+    return _load(cfg, meshes, policy_of, trainable=trainable, kernel=kernel)
+
+
+def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
+    """Load the directory's model without its head, laid out as a policy is; the head of values begins at 0.
+
+    Raises UserError as `load_policy` does, about `critic.path`.
+    """
+
+    def critic_of(model: PreTrainedModel, chosen: Kernel) -> Critic:
+        _drop_head(model)
+        return Critic(
+            model,
+            kernel=chosen,
+            device=torch.device(meshes.dense.device_type),
+            context=meshes.cp if meshes.cp.size() > 1 else None,
+            context_style=meshes.cp_style,
+        )
+
+    with _about_the_critic():
+        return _load(cfg, meshes, critic_of, trainable=True, kernel=None)
+
+
+def load_critic_config(cfg: ModelConfig) -> Any:
+    """As `load_model_config`, with errors about `critic.path`."""
+    with _about_the_critic():
+        return load_model_config(cfg)
+
+
+def read_critic_config(cfg: ModelConfig) -> Any:
+    """As `read_model_config`, with errors about `critic.path`."""
+    with _about_the_critic():
+        return read_model_config(cfg)
+
+
+@contextmanager
+def _about_the_critic() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "critic.path")) from error
+
+
+def _drop_head(model: PreTrainedModel) -> None:
+    """Take the language head off a model that has no weights yet; those of a file are passed over."""
+    head = model.get_output_embeddings()
+    (name,) = (name for name, module in model.named_modules() if module is head)
+    model.set_output_embeddings(None)
+    model.config.tie_word_embeddings = False  # nothing is left that could be tied
+    model.all_tied_weights_keys = {}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*ignored, rf"^{re.escape(name)}\."}
+
+
+def _load(
+    cfg: ModelConfig,
+    meshes: ModelMeshes,
+    build: Callable[[PreTrainedModel, Kernel], ModelT],
+    *,
+    trainable: bool,
+    kernel: Kernel | None,
+) -> ModelT:
+    """What `build` makes of the model on the meta device, sharded, with the directory's weights."""
+    device = torch.device(meshes.dense.device_type)
+    dtype = compute_dtype(cfg.compute_dtype, device.type)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
+    built: list[ModelT] = []
+
+    def shard(model: PreTrainedModel) -> None:
+        chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
+        if cfg.attention == "auto" and chosen == "varlen" and is_for_ring_attention(model, meshes):
+            chosen = "flash_attn_2"
+        policy = build(model, chosen)
+        restart_at_every_sequence(model)
+        model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
+        split_model(model, meshes)
+        operators_of(chosen).install(model)
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
         shard_policy(
             policy,
@@ -153,7 +234,7 @@ def load_policy(
             reshard_layers=cfg.reshard_after_forward or not trainable,
         )
         prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
-        policies.append(policy)
+        built.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
     if problems["missing_keys"] or problems["mismatched_keys"]:
@@ -162,7 +243,7 @@ def load_policy(
             f'model.path = "{cfg.path}" lacks {len(wrong)} of the weights its config.json asks for, '
             f"the first is {wrong[0]}"
         )
-    (policy,) = policies
+    (policy,) = built
     own_memory(policy, torch.device("cpu") if offload else device)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
     if cfg.gradient_checkpointing != "none" and trainable:
@@ -220,7 +301,7 @@ def _from_pretrained(
 
 
 def shard_policy(
-    policy: Policy,
+    policy: PackedModel,
     meshes: ModelMeshes,
     *,
     dtype: torch.dtype,
@@ -228,8 +309,8 @@ def shard_policy(
     reshard_root: bool,
     reshard_layers: bool = True,
 ) -> None:
-    """Apply FSDP2: one unit for each decoder layer, one for its experts where they are dealt to ranks, one for
-    everything else.
+    """Apply FSDP2: one unit for each decoder layer, one for its experts where they are dealt to ranks, one for a
+    critic's head, which computes in float32, one for everything else.
 
     Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
     """
@@ -248,6 +329,10 @@ def shard_policy(
     options["mesh"] = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
         fully_shard(layer, reshard_after_forward=reshard_layers, **options)
+    for module in policy.modules():
+        if isinstance(module, ValueHead):
+            exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+            fully_shard(module, reshard_after_forward=reshard_root, **options | {"mp_policy": exact})
     fully_shard(policy, reshard_after_forward=reshard_root, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -260,7 +345,7 @@ def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
     return mesh["replicate", shard] if mesh["replicate"].size() > 1 else mesh[shard]
 
 
-def reshard(policy: Policy) -> None:
+def reshard(policy: PackedModel) -> None:
     """Let every parameter be its shard again: a forward pass without gradients leaves whole what a backward needs."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -278,7 +363,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def own_memory(policy: Policy, device: torch.device) -> None:
+def own_memory(policy: PackedModel, device: torch.device) -> None:
     """Give every shard memory of its own on `device`.
 
     safetensors maps files lazily: without this, weights would be read at first use, and change when someone

@@ -9,9 +9,9 @@ it is on the device, with its shard on the host, fails in operations as small as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import reshard
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import PackedModel
 
 Moves = Literal["none", "optimizer", "all"]
 
@@ -38,16 +38,24 @@ class _Asleep:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
+class Trained(Protocol):
+    """A sharded model and what trains it."""
+
+    @property
+    def model(self) -> PackedModel: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+
 class TrainerMemory:
-    """Weights, gradients and optimizer state of one learner, on the device or asleep on the host.
+    """Weights, gradients and optimizer state of all that is trained, on the device or asleep on the host.
 
     `moves` says what leaves: nothing, the optimizer's state, or all three. On a CPU everything is in host memory
     already, and moves there all the same.
     """
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, moves: Moves) -> None:
-        self._policy = policy
-        self._optimizer = optimizer
+    def __init__(self, trained: Sequence[Trained], device: torch.device, *, moves: Moves) -> None:
+        self._trained = trained
         self._device = device
         self._moves = moves
         self._host = HostBuffers(pinned=device.type == "cuda")
@@ -67,8 +75,8 @@ class TrainerMemory:
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether the optimizer has taken its first step, or a checkpoint's state was loaded."""
-        return bool(self._optimizer.state)
+        """Whether each optimizer has taken its first step, or a checkpoint's state was loaded."""
+        return all(one.optimizer.state for one in self._trained)
 
     @torch.no_grad()
     def sleep(self) -> None:
@@ -76,7 +84,8 @@ class TrainerMemory:
         if self._asleep:
             return
         # First: while a module is gathered its parameters are the gathered ones, which FSDP frees here.
-        reshard(self._policy)
+        for one in self._trained:
+            reshard(one.model)
         if self._moves != "none":
             self._move_to_host()
         if self._device.type == "cuda":
@@ -119,23 +128,25 @@ class TrainerMemory:
                 self._awake_locals.append((holder, local))
                 holder._local_tensor = _same_view(local, asleep.host)
             asleep.storage.resize_(0)
-        self._guards = [
-            self._policy.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP's own, which gathers
-            self._optimizer.register_step_pre_hook(_refuse),
-        ]
+        for one in self._trained:
+            self._guards += [
+                one.model.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP's own, which gathers
+                one.optimizer.register_step_pre_hook(_refuse),
+            ]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What moves, under names that are the same at every sleep; tied weights once."""
-        parameters = dict(self._policy.named_parameters())
-        if self._moves == "all":
-            yield from parameters.items()
-            yield from ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
-        if isinstance(self._optimizer, StateOnHost):
-            return
-        for name, parameter in parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"{name}.{key}", value
+        for place, one in enumerate(self._trained):
+            parameters = {f"{place}.{name}": parameter for name, parameter in one.model.named_parameters()}
+            if self._moves == "all":
+                yield from parameters.items()
+                yield from ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
+            if isinstance(one.optimizer, StateOnHost):
+                continue
+            for name, parameter in parameters.items():
+                for key, value in one.optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"{name}.{key}", value
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -1,9 +1,10 @@
-"""The model as training sees it: packed tokens in, log-probabilities out."""
+"""Models as training sees them: packed tokens in, something about each of them out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,11 +26,21 @@ class TokenScores:
     entropy: Tensor  # [T] float32, nats, of the distribution token t was drawn from
 
 
-class Policy(nn.Module):
-    """A causal language model of transformers whose forward scores a micro-batch.
+@dataclass(frozen=True, slots=True)
+class _Predicting:
+    """The rows of this rank's chunk from which a token of their own sequence is predicted."""
+
+    hidden: Tensor  # [N, D], of the last layer
+    rows: Tensor  # [N] int64, their places in the chunk
+    tokens: Tensor  # [N] int64, the places in the micro-batch of what they predict
+    chunk_tokens: int
+
+
+class PackedModel(nn.Module):
+    """A causal language model of transformers whose forward says something about each token of a micro-batch.
 
     It is the root that FSDP shards: the trunk, the final norm and the head are used together inside one forward. Every
-    rank of a context-parallel mesh is given the whole micro-batch, computes its chunk, and gets the scores of all.
+    rank of a context-parallel mesh is given the whole micro-batch, computes its chunk, and is told about all tokens.
     """
 
     def __init__(
@@ -37,29 +48,20 @@ class Policy(nn.Module):
         model: PreTrainedModel,
         *,
         kernel: Kernel,
-        temperature: float,
-        logits_chunk_tokens: int,
         context: DeviceMesh | None = None,
         context_style: Style = "all_gather",
-        vocabulary: DeviceMesh | None = None,
     ) -> None:
-        """`context`: ranks that share a micro-batch's tokens; `vocabulary`: ranks over which the head is split. None
-        stands for this rank alone."""
+        """`context`: ranks that share a micro-batch's tokens; None stands for this rank alone."""
         super().__init__()
         self.model = model
         self.kernel: Kernel = kernel
-        self.temperature = temperature
-        self.logits_chunk_tokens = logits_chunk_tokens
         self.context = context
         self.context_style: Style = context_style
-        self.vocabulary = vocabulary
-        self.score_tokens = next_token_scores
 
-    def forward(self, micro_batch: MicroBatch) -> TokenScores:
-        """Score every token given what precedes it in its own sequence."""
-        trunk, head = self.model.base_model, self.model.get_output_embeddings()
+    def _predict(self, micro_batch: MicroBatch) -> _Predicting:
+        """Run the layers on this rank's chunk."""
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
-        hidden = trunk(
+        hidden = self.model.base_model(
             input_ids=micro_batch.token_ids[chunk].unsqueeze(0),
             position_ids=micro_batch.positions[chunk].unsqueeze(0),
             use_cache=False,
@@ -67,18 +69,13 @@ class Policy(nn.Module):
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
         rows = predicting_rows(micro_batch.positions, chunk)
-        scores = self.score_tokens(
-            hidden[rows],
-            own_weight(head.weight),
-            None if head.bias is None else own_weight(head.bias),
-            micro_batch.token_ids[chunk.start + rows + 1],
-            temperature=self.temperature,
-            chunk=self.logits_chunk_tokens,
-            vocabulary=self.vocabulary,
-            head=operators_of(self.kernel).head,
-        )
-        logprobs, entropy = (self._of_tokens(place_at(rows, score, len(hidden))) for score in scores)
-        return TokenScores(logprobs, entropy)
+        return _Predicting(hidden[rows], rows, chunk.start + rows + 1, len(hidden))
+
+    def _of_tokens(self, values: Tensor, of: _Predicting) -> Tensor:
+        """What predicting rows say, [N], as [T]: what is known about each token, 0 where nothing predicts it."""
+        placed = place_at(of.rows, values, of.chunk_tokens)
+        whole = placed if self.context is None else gather_tokens(placed, self.context)
+        return F.pad(whole[:-1], (1, 0))
 
     def _chunk(self, num_tokens: int) -> slice:
         """This rank's tokens of a micro-batch."""
@@ -94,7 +91,75 @@ class Policy(nn.Module):
             return packed_attention(cu_seqlens, seqlens, self.kernel)
         return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=self.context_style)
 
-    def _of_tokens(self, values: Tensor) -> Tensor:
-        """What this rank's rows say about the tokens after them, as [T]: what is known about each token."""
-        whole = values if self.context is None else gather_tokens(values, self.context)
-        return F.pad(whole[:-1], (1, 0))
+
+class Policy(PackedModel):
+    """The model that samples: its forward scores every token given what precedes it in its own sequence."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kernel: Kernel,
+        temperature: float,
+        logits_chunk_tokens: int,
+        context: DeviceMesh | None = None,
+        context_style: Style = "all_gather",
+        vocabulary: DeviceMesh | None = None,
+    ) -> None:
+        """`vocabulary`: ranks over which the head is split; None stands for this rank alone."""
+        super().__init__(model, kernel=kernel, context=context, context_style=context_style)
+        self.temperature = temperature
+        self.logits_chunk_tokens = logits_chunk_tokens
+        self.vocabulary = vocabulary
+        self.score_tokens = next_token_scores
+
+    def forward(self, micro_batch: MicroBatch) -> TokenScores:
+        """Score every token."""
+        head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch)
+        scores = self.score_tokens(
+            predicting.hidden,
+            own_weight(head.weight),
+            None if head.bias is None else own_weight(head.bias),
+            micro_batch.token_ids[predicting.tokens],
+            temperature=self.temperature,
+            chunk=self.logits_chunk_tokens,
+            vocabulary=self.vocabulary,
+            head=operators_of(self.kernel).head,
+        )
+        logprobs, entropy = (self._of_tokens(score, predicting) for score in scores)
+        return TokenScores(logprobs, entropy)
+
+
+class ValueHead(nn.Module):
+    """A linear map of hidden states to one number, in float32; 0 for all of them at first."""
+
+    def __init__(self, hidden_size: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, 1] float32 of hidden [N, D]."""
+        return F.linear(hidden.float(), self.weight)
+
+
+class Critic(PackedModel):
+    """A model without its language head: its forward estimates, for every token, the return that is still to come
+    before that token is chosen."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kernel: Kernel,
+        device: torch.device,
+        context: DeviceMesh | None = None,
+        context_style: Style = "all_gather",
+    ) -> None:
+        """`device`: where the head is made, which no file holds."""
+        super().__init__(model, kernel=kernel, context=context, context_style=context_style)
+        self.value_head = ValueHead(model.config.get_text_config().hidden_size, device)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Values [T] float32, in units of the reward; 0 for the first token of a sequence."""
+        predicting = self._predict(micro_batch)
+        return self._of_tokens(self.value_head(predicting.hidden).squeeze(-1), predicting)

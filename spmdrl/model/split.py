@@ -119,10 +119,13 @@ def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
 
 
 def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
-    """Split the embedding and the head by rows, whatever the plan says: the head's forward is never called."""
+    """Split the embedding and the head, where there is one, by rows, whatever the plan says: the head's forward is
+    never called."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = head.weight is embedding.weight
+    is_tied = head is not None and head.weight is embedding.weight
     split_embedding(embedding, tp)
+    if head is None:
+        return
     if is_tied:
         head.weight = embedding.weight
     else:

@@ -39,6 +39,7 @@ SHOWN = (
     Shown("reward/mean", "reward", "reward"),
     Shown("eval/accuracy", "eval accuracy", "eval"),
     Shown("update/loss", "loss", "loss"),
+    Shown("critic/explained_variance", "explained variance", "explained"),
     Shown("rollout/response_tokens", "response tokens", "tokens"),
     Shown("rollout/truncated_fraction", "truncated fraction", "truncated"),
     Shown("update/entropy_nats", "entropy, nats", "entropy"),

@@ -25,7 +25,7 @@ PREDICTED = {
     "load": ("load",),
     "rollout": ("rollout",),
     "logprobs": ("logprobs",),
-    "update": ("forward-backward", "optimizer"),
+    "update": ("forward-backward", "critic", "optimizer"),
     "refit": ("refit",),
     "save": ("save",),
     "export": ("export",),

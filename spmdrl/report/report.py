@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ class Report:
     Every rank has one and measures its phases with `span`; the one with `active=True` also prints and writes, and for
     the others those methods do nothing. Without a folder nothing is written. `start_step` is the step of the checkpoint
     that the run goes on from, 0 when it starts anew; what an earlier launch wrote for later steps is dropped.
+    `on_phase` is told each phase as it begins.
 
     A number that is not finite is written as null to metrics.jsonl, which as JSON has no word for it.
 
@@ -52,7 +53,9 @@ class Report:
         num_steps: int,
         active: bool,
         start_step: int = 0,
+        on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._on_phase = on_phase
         self._times: dict[str, float] = {}
         self._peaks: dict[str, Peak] = {}
         self._predicted: dict[str, Peak] = {}  # of spans that were not measured yet
@@ -72,6 +75,7 @@ class Report:
     def span(self, name: str) -> Iterator[None]:
         """Measure the wall time and the peak memory of a phase on this rank. Phases follow each other; they are not
         nested."""
+        self._on_phase(name)
         if self._display:
             self._display.begin_phase(name)
         self._keep_peak(_BETWEEN_SPANS)
@@ -171,7 +175,12 @@ class Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            # A disk without room for a picture must not hide what has stopped the run, which may be that same disk.
+            if error is None:
+                raise
 
     def _keep_peak(self, name: str) -> None:
         peak = read_peak()

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tomlkit
 import torch
@@ -26,7 +26,7 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, dir: str | Path, name: str, resume: Literal["auto", "never"]) -> RunFolder:
+    def create(cls, dir: str | Path, name: str, resume: str) -> RunFolder:
         """Make `dir/name`, or refuse one that holds a run already when `resume` is "never".
 
         Every rank may call this at once: it makes directories only, and what marks a folder as a run is written later,
@@ -35,8 +35,8 @@ class RunFolder:
         folder = cls(Path(dir) / name)
         if resume == "never" and folder.holds_run():
             raise UserError(
-                f'run.resume = "never" but {folder.path} already holds a run; set run.name to a new name, '
-                'or run.resume = "auto" to go on from its newest checkpoint'
+                f'resume.checkpoint = "never" but {folder.path} already holds a run; set run.name to a new name, '
+                'or resume.checkpoint = "auto" to go on from its newest checkpoint'
             )
         try:
             for directory in (folder.checkpoints, folder.tensorboard):

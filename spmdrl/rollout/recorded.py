@@ -118,6 +118,9 @@ class RecordedSampler:
                     f"{self._plan.num_steps}; set num_steps to {min(missing) - 1}, or record that step first"
                 )
 
+    def dismiss(self) -> None:
+        """There is nobody to be dismissed."""
+
 
 def as_collected(parts: Sequence[Recording], *, group_size: int) -> Collected:
     """Some ranks' parts of a step as one rank's, with the rewards that were recorded."""

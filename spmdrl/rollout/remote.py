@@ -22,6 +22,7 @@ from torch import Tensor
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
+from spmdrl.faults.watch import Wish
 from spmdrl.metrics import Metrics, merge_all
 from spmdrl.plan import Plan
 from spmdrl.refit.bucket import Bucket
@@ -54,13 +55,23 @@ class Delivery:
     metrics: Metrics  # for the first rank that trains; empty for the others
     places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
     group_size: int
-    state: Mapping[str, Any] | None  # of the collector after this step, where a checkpoint follows it; for the first
+    state: Mapping[str, Any] | None  # of the collector after this step; for the first
     messages: tuple[str, ...]  # for the user
+    wish: Wish | None  # to stop, of ranks that hold engines
 
 
 def engine_leaders(plan: Plan, *, ranks_per_engine: int) -> range:
     """The ranks that lead engines, disaggregated."""
     return range(plan.training_ranks, plan.num_ranks, ranks_per_engine)
+
+
+class Dismissed(Exception):
+    """The run stops before its last step; sent in the place of an order, and raised where it is received."""
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """The last value on its channel from a rank that leads an engine and was dismissed."""
 
 
 class RemoteEngine:
@@ -188,9 +199,20 @@ def expected_by(rank: int, expected: Digests) -> Digests:
 class RemoteSampler:
     """A `Sampler` whose engines are elsewhere: what it is asked for has been scored already when it comes."""
 
-    def __init__(self, leaders: Sequence[int], meshes: Meshes, *, tell: Callable[[str], None]) -> None:
-        """`leaders` are the ranks that lead engines; `tell` shows the user a line."""
-        self._leaders, self._tell = leaders, tell
+    def __init__(
+        self,
+        plan: Plan,
+        leaders: Sequence[int],
+        meshes: Meshes,
+        *,
+        tell: Callable[[str], None],
+        heed: Callable[[Wish | None], None],
+    ) -> None:
+        """`leaders` are the ranks that lead engines; `tell` shows the user a line; `heed` hears that a rank that holds
+        an engine was asked to stop."""
+        self._leaders, self._tell, self._heed = leaders, tell, heed
+        self._engines = range(plan.training_ranks, plan.num_ranks)
+        self._orders, self._speaks = Link(meshes.world, ORDERS), meshes.training.get_local_rank() == 0
         self._rollouts, self._held_out = Link(meshes.world, ROLLOUTS), Link(meshes.world, HELD_OUT)
         self._probes = Link(meshes.world, PROBES)
         self._state: Mapping[str, Any] | None = None
@@ -199,6 +221,7 @@ class RemoteSampler:
         """See `Sampler.collect`; waits until the engines have sampled the step."""
         parts: list[Delivery] = [self._rollouts.receive(source=rank) for rank in self._leaders]
         self._state = parts[0].state
+        self._heed(parts[0].wish)
         for message in parts[0].messages:
             self._tell(message)
         outcomes = [outcome for part in parts for outcome in part.outcomes]
@@ -221,3 +244,13 @@ class RemoteSampler:
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """The ranks that hold the engines read it themselves."""
+
+    def dismiss(self) -> None:
+        """See `Sampler.dismiss`; takes from the engines what they have sampled ahead, so that they can end."""
+        for rank in self._engines if self._speaks else ():
+            self._orders.send(Dismissed(), to=rank)
+        for link in (self._rollouts, self._probes, self._held_out):
+            for rank in self._leaders:
+                while not isinstance(link.receive(source=rank), Farewell):
+                    pass
+        self._orders.settle()

@@ -41,6 +41,10 @@ class Sampler(Protocol):
         """Go on after `step` from a saved state; None when none was saved."""
         ...
 
+    def dismiss(self) -> None:
+        """The run stops before its last step: nothing more will be asked for."""
+        ...
+
 
 class LocalSampler:
     """A `Sampler` of the ranks that hold the engines."""
@@ -118,3 +122,6 @@ class LocalSampler:
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """See `Sampler.restore`."""
         self._collector.restore(saved, step=step)
+
+    def dismiss(self) -> None:
+        """See `Sampler.dismiss`; it does nothing that it is not asked for."""

@@ -20,6 +20,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
+from spmdrl.faults.watch import Watch, Wish
 from spmdrl.metrics import Max, Metrics, merge_all
 from spmdrl.plan import Plan
 from spmdrl.refit.bucket import Bucket
@@ -36,6 +37,8 @@ from spmdrl.rollout.remote import (
     REPLIES,
     ROLLOUTS,
     Delivery,
+    Dismissed,
+    Farewell,
     Outcome,
     RefitOrder,
     expected_by,
@@ -50,6 +53,7 @@ def serve(
     plan: Plan,
     meshes: Meshes,
     judge: Judge,
+    watch: Watch,
     engine: RolloutEngine,
     prompts: PromptStream,
     held_out: Sequence[Prompt],
@@ -58,16 +62,18 @@ def serve(
     step: int,
     saved: Mapping[str, Any] | None,
 ) -> None:
-    """Sample the steps after `step`, from the state that its checkpoint holds, and the evaluations."""
+    """Sample the steps after `step`, from the state that its checkpoint holds, and the evaluations; to the last step,
+    or until the ranks that train want no more."""
     messages: list[str] = []
     deliver = _Deliveries(plan, engine, meshes)
     weights = _Weights(engine, meshes)
-    with deliver.problems(weights):
+    submit = watch.following(judge.submit)
+    with deliver.problems(weights), deliver.dismissal(weights):
         sampler = LocalSampler(
             cfg,
             plan,
             engine,
-            judge.submit,
+            submit,
             prompts,
             held_out,
             stop_token_ids,
@@ -78,7 +84,9 @@ def serve(
         sampler.restore(saved, step=step)
 
         def refit() -> None:
+            watch.enter("refit")
             weights.take()
+            watch.enter("eval")
             if engine.version < plan.num_steps:
                 deliver.probes(sampler.answer_probes())
             if plan.evaluates_after(engine.version) and (engine.version > step or step == 0):
@@ -88,9 +96,13 @@ def serve(
         for number in range(step + 1, plan.num_steps + 1):
             while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
                 refit()
+            watch.begin_step(number)
+            watch.enter("rollout")
             began, passed_over = time.perf_counter(), prompts.dropped
             collected = sampler.collect_alone(number)
+            watch.enter("reward")
             outcomes = judge.collect(collected.pending)
+            watch.enter("deliver")
             metrics = merge_all(
                 [
                     collected.metrics,
@@ -98,8 +110,10 @@ def serve(
                     {"time/sampling_s": Max(time.perf_counter() - began)},
                 ]
             )
-            state = sampler.state() if plan.saves_after(number) else None
-            deliver.step(collected, outcomes, metrics, state, messages)
+            wishes = gather_objects(meshes.engines, watch.wish_to_stop())
+            wish = next((wish for wish in wishes if wish is not None), None)
+            # After every step: the ranks that train may stop, and save, after any.
+            deliver.step(collected, outcomes, metrics, sampler.state(), messages, wish)
             messages.clear()
         while engine.version < plan.num_steps:
             refit()
@@ -123,8 +137,10 @@ class _Weights:
         return gather_objects(self._meshes.engines, mine)[0]
 
     def take(self) -> None:
-        """Take part in the next refit; wait for it first."""
-        order: RefitOrder = self._orders.receive(source=FIRST)
+        """Take part in the next refit; wait for it first. Raises Dismissed when there will be none."""
+        order: RefitOrder | Dismissed = self._orders.receive(source=FIRST)
+        if isinstance(order, Dismissed):
+            raise order
         self._buckets = order.buckets or self._buckets
         # Once all are here: with this reply the ranks that train begin to send.
         gather_objects(self._meshes.engines, None)
@@ -174,6 +190,7 @@ class _Deliveries:
         metrics: Metrics,
         state: Mapping[str, Any] | None,
         messages: Sequence[str],
+        wish: Wish | None,
     ) -> None:
         """Send what was sampled for a step."""
         for rank in self._receivers:
@@ -189,6 +206,7 @@ class _Deliveries:
                 group_size=collected.group_size,
                 state=state if is_first else None,
                 messages=tuple(messages) if is_first else (),
+                wish=wish,
             )
             self._rollouts.send(delivery, to=rank)
 
@@ -203,6 +221,18 @@ class _Deliveries:
     def _deal(self, values: Sequence[Any], link: Link) -> None:
         for rank in self._receivers:
             link.send(list(values[rank :: len(self._receivers)]), to=rank)
+
+    @contextmanager
+    def dismissal(self, weights: _Weights) -> Iterator[None]:
+        """When the ranks that train want no more: tell them that nothing more comes, on every channel."""
+        try:
+            yield
+        except Dismissed:
+            for rank in self._receivers:
+                for link in (self._rollouts, self._probes, self._held_out):
+                    link.send(Farewell(), to=rank)
+            weights.settle()
+            self.settle()
 
     def settle(self) -> None:
         """Wait until all of it has been received."""

@@ -9,6 +9,7 @@ from spmdrl.config import Config
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import World
+from spmdrl.faults.watch import Wish
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.plan import Plan
@@ -131,14 +132,15 @@ def start_sampler(
     meshes: Meshes,
     *,
     tell: Callable[[str], None],
+    heed: Callable[[Wish | None], None],
     restarts: Restarts,
 ) -> Sampler:
     """Who samples for this rank, which trains: its own engine, those of other ranks, or a run before this one. See
-    `LocalSampler`."""
+    `LocalSampler`, `RemoteSampler` and `RecordedSampler`."""
     if cfg.debug.load_rollouts is not None:
         return RecordedSampler(cfg, plan, meshes.training)
     if meshes.samples:
         return LocalSampler(
             cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell, restarts=restarts
         )
-    return RemoteSampler(engine_leaders(plan, ranks_per_engine=cfg.rollout.tp_size), meshes, tell=tell)
+    return RemoteSampler(plan, engine_leaders(plan, ranks_per_engine=cfg.rollout.tp_size), meshes, tell=tell, heed=heed)

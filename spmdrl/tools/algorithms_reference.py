@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmdrl.algo.advantage import BUILDING_BLOCKS, ESTIMATORS
+from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.algo.aggregation import AGGREGATIONS
 from spmdrl.algo.formula import Formula, LossKind
 from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.value import VALUE_LOSS
 
 _INTRODUCTION = """\
 # Algorithms
@@ -22,17 +23,21 @@ the settings mean. A setting that the chosen algorithm has no use for is refused
 
 Written with: R the reward of a rollout in a prompt group of G; A the advantage of a token; d = logprob - old_logprob
 and ratio = exp(d); D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over the loss tokens of the
-mini-batch on all ranks; n the loss tokens of a rollout.
+mini-batch on all ranks; n the loss tokens of a rollout; V what the critic expects of the rollout before a token is
+chosen, and V_old what it did before the step's updates.
 """
 
 _ADVANTAGES = """\
-Of one number a rollout, but for `reinforce_plus_plus`, which has one a token. `advantage.whiten` whitens any of them
-over the whole step: minus the mean and divided by (deviation + 1e-6), over all response tokens of all ranks; "whitened"
-are those that are unless it is set to false."""
+Of one number a rollout, but for `reinforce_plus_plus` and `gae`, which have one a token. `advantage.whiten` whitens any
+of them over the whole step: minus the mean and divided by (deviation + 1e-6), over all response tokens of all ranks;
+"whitened" are those that are unless it is set to false."""
 
 _LOSSES = """\
 Per token, before the divergence and the entropy are added. `gspo` and `gmpo` know one advantage a response: they are
-refused together with `reinforce_plus_plus`. `kl_cov` needs `updates_per_step` above 1."""
+refused together with `reinforce_plus_plus` and `gae`. `kl_cov` needs `updates_per_step` above 1."""
+
+_CRITIC = """\
+Per token, where a token's return R is V_old plus its generalized advantage (with `critic.gae_lambda`), not whitened."""
 
 _DIVERGENCES = """\
 Of the policy from the reference, in the loss (`loss.kl_coef`) or in the reward (`reward.kl_coef`), not in both."""
@@ -48,13 +53,9 @@ def reference() -> str:
         _INTRODUCTION,
         *_section("Advantages: `advantage.estimator`", _ADVANTAGES, ESTIMATORS),
         *_section("Policy losses: `loss.kind`", _LOSSES, POLICY_LOSSES),
+        *_section("The critic's loss: `[critic]`", _CRITIC, {"critic": VALUE_LOSS}),
         *_section("Divergence: `loss.kl_estimator`, `reward.kl_estimator`", _DIVERGENCES, KL_ESTIMATORS),
         *_section("Aggregation: `loss.aggregation`", _AGGREGATIONS, AGGREGATIONS),
-        *_section(
-            "Functions without a setting",
-            "In `spmdrl.algo.advantage`, for what a run does not have yet.",
-            BUILDING_BLOCKS,
-        ),
     ]
     return "\n".join(parts)
 

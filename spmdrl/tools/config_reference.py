@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -135,7 +136,9 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             return "array of tables, at least one" if _bounds(metadata, "min_length") else "array of tables"
         items = _value(many[0], ())
         return f"list of {len(many)}: {items}" if Ellipsis not in arguments else f"list: {items}"
-    words = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}.get(annotation, "table")
+    words = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", datetime: "date and time"}.get(
+        annotation, "table"
+    )
     return ", ".join([words, *_range(metadata)])
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.launch import EXIT_USER_ERROR
 from spmdrl.memory import CONTEXT_BYTES, GIB, gib
-from spmdrl.model.load import parallel_model_problems, read_model_config
+from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.phase_memory import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.predict import Model, Prediction, predict
 from spmdrl.types import UserError
@@ -55,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         cfg = read_run_config(arguments.config, arguments.override)
-        model_config = read_model_config(cfg.model)
-        if refusals := list(parallel_model_problems(model_config, cfg.model, cfg.parallel)):
-            raise UserError("\n".join(refusals))
-        model = Model.read(model_config, cfg.model)
+        model = _read_model(cfg)
         device_bytes = int(arguments.gpu_gib * GIB)
         prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
     except UserError as error:
@@ -88,6 +85,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.ranks < 1 or not 0 < arguments.gpu_gib < math.inf:
         parser.error("--ranks is at least 1, and --gpu-gib a number above 0")
     return arguments
+
+
+def _read_model(cfg: Config | SftConfig) -> Model:
+    """The run's policy, and its critic if it has one. Raises UserError for settings that they cannot follow."""
+    model_config, critic = read_model_config(cfg.model), None
+    refusals = [*parallel_model_problems(model_config, cfg.model, cfg.parallel)]
+    if isinstance(cfg, Config) and cfg.has_critic:
+        critic_config = read_critic_config(cfg.critic_model)
+        refusals += parallel_model_problems(critic_config, cfg.critic_model, cfg.parallel)
+        critic = Model.read_critic(critic_config, cfg.critic_model)
+    if refusals:
+        raise UserError("\n".join(dict.fromkeys(refusals)))
+    return Model.read(model_config, cfg.model, critic=critic)
 
 
 def _problems(prediction: Prediction) -> Iterator[str]:

@@ -21,17 +21,17 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
-from spmdrl.coefficients import starting_coefficients
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, launched_ranks, spmd_session
+from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
 from spmdrl.findings import Findings, Witness, advantages_of_all, difference
 from spmdrl.guard import Guard
-from spmdrl.launch import EXIT_DIVERGED, EXIT_USER_ERROR
+from spmdrl.learners import POLICY, objectives_of, start_learners
+from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.objective import PolicyObjective
 from spmdrl.plan import Plan, parallel_problems
 from spmdrl.prepare import prepare
 from spmdrl.record import read_findings
@@ -40,7 +40,7 @@ from spmdrl.rollout.recorded import as_collected
 from spmdrl.rollout.recording import Recording, read_parts, recorded_steps
 from spmdrl.score import score_groups
 from spmdrl.types import TrainingDiverged, UserError
-from spmdrl.update import Learner, update
+from spmdrl.update import update
 
 EXIT_DIFFERENT = 1
 NAMES_SHOWN = 3
@@ -89,12 +89,11 @@ def _compute(
     }
     policy = load_policy(cfg.model, meshes.model, **scoring)
     reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
-    learner = Learner.start(
-        policy, cfg.optim, num_updates=plan.num_updates, dtype=dtype, coefficients=starting_coefficients(cfg)
-    )
-    checkpoint.restore(folder.checkpoints, learner, meshes.training, step=step - 1)
-    objective = PolicyObjective(cfg.loss, learner.coefficients, cfg.correction, cfg.mismatch)
-    witness = Witness({"policy": learner})
+    learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
+    checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step - 1)
+    objectives = objectives_of(cfg, learners)
+    guards = {POLICY: Guard.of(cfg, meshes.training)}
+    witness = Witness(learners)
 
     # On as many ranks as trained, each takes what it had then.
     collected = as_collected(parts[world.rank :: world.num_ranks], group_size=cfg.rollout.group_size)
@@ -103,10 +102,12 @@ def _compute(
     with failing_together(meshes.training):
         sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
     batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
-    mini_batches, _ = prepare(learner, reference, batch.mini_batches, cfg, plan, meshes, step=step)
-    guard = Guard.of(cfg, meshes.training)
-    updated = update(learner, mini_batches, objective, meshes, step=step, guard=guard)
-    return gather_objects(meshes.training, witness.take(mini_batches, updated))
+    mini_batches, _ = prepare(learners, reference, batch.mini_batches, cfg, plan, meshes, step=step)
+    updated = [
+        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+        for name, learner in learners.items()
+    ]
+    return gather_objects(meshes.training, witness.take(mini_batches, merge_all(updated)))
 
 
 def _settings(part: Recording) -> tuple[Config, Plan]:
@@ -140,8 +141,7 @@ def lines(found: Replay, step: int) -> Iterator[str]:
     apart = difference(found.before, found.now)
     num_tokens = sum(len(advantages) for advantages in advantages_of_all(found.now).values())
     if apart.same_parts:
-        what = "parts of weights, before the step"
-        yield from _told(what, len(found.now[0].weights) * len(found.now), apart.weights)
+        yield from _told("weights before the step", len(found.now[0].weights), apart.weights)
     yield f"advantages of {num_tokens} tokens: largest difference {apart.advantages:g}"
     for name, distance in apart.numbers.items():
         before = found.before[0].numbers.get(name)

@@ -171,7 +171,10 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole:
     for name in one:
         assert torch.equal(one[name], other[name]), name
     steady = [
-        [{k: v for k, v in row.items() if k.split("/")[0] not in ("time", "speed", "memory")} for row in rows(run)]
+        [
+            {k: v for k, v in row.items() if k.split("/")[0] not in ("time", "speed", "memory", "checkpoint")}
+            for row in rows(run)
+        ]
         for run in (whole, folder / "runs/stopped")
     ]
     assert steady[0] == steady[1]
@@ -270,10 +273,36 @@ def test_what_needs_scored_tokens_is_in_the_loop(folder: Path) -> None:
     assert first["update/clip_fraction"] > 0.02 and -1 <= first["reward/part_overlong"] < 0
 
 
+def test_a_critic_learns_beside_the_policy(folder: Path) -> None:
+    """PPO with one rollout a prompt, which no estimator of groups could learn from; all of it sleeps meanwhile."""
+    overrides = {
+        "run.name": "critic",
+        "run.num_steps": 5,
+        "advantage.estimator": "gae",
+        "rollout.prompts_per_step": 32,
+        "rollout.group_size": 1,
+        "critic.lr": 2e-3,
+        "critic.warmup_steps": 1,
+        "loss.kl_coef": 0.0,
+        "offload.trainer": "all",
+        "eval.num_prompts": 2,
+        "checkpoint.every": 0,
+        "export.at_end": "false",
+    }
+    torchrun(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
+    _, first, *others = rows(folder / "runs/critic")
+    assert first["critic/value_mean"] == first["critic/explained_variance"] == 0.0
+    assert first["critic/grad_norm"] > 0 and "update/loss" not in first and 0 < first["mismatch/max_abs_nats"] < 1e-5
+    assert all("update/loss" in row and row["critic/explained_variance"] < 1 for row in others)
+    rewards, values = ([row[name] for row in others] for name in ("reward/mean", "critic/value_mean"))
+    assert rewards[-1] > rewards[0] + 0.2, rewards
+    assert values[-1] > values[0] + 0.1, f"the critic does not follow the rewards: {values}"
+
+
 def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Path) -> None:
     from spmdrl.train import main
 
-    assert main([str(folder / "c.toml"), "run.resume=never"]) == 2
+    assert main([str(folder / "c.toml"), "resume.checkpoint=never"]) == 2
 
 
 LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "parallel.dp_replicate=2"}

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.verdict import read_error
 from spmdrl.tools.tiny_model import save_tiny_model
 
 END_LIMIT_S = 30.0
@@ -134,8 +136,9 @@ def test_a_killed_scheduler_ends_the_job_with_the_cause(tmp_path: Path, model: P
         scheduler.kill()
         assert run.process.wait(END_LIMIT_S) != 0
         assert gone(processes), "processes are left"
-        of_ranks = [line for line in run.output.splitlines() if "Traceback" in line and "[rank" in line]
-        assert len(of_ranks) == 1, run.output
+        assert run.output.count("failed in step") == 1, run.output
+        report = read_error(FaultFiles(run.run))
+        assert report is not None and report.kind == "error" and report.message in run.output
         assert f"EngineDied: SGLang's scheduler_0 (pid {scheduler.pid}) was killed by SIGKILL" in run.output
 
 
@@ -146,7 +149,8 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) 
         rank.kill()
         assert run.process.wait(END_LIMIT_S) != 0
         assert gone(processes), "processes are left"
-        assert not [line for line in run.output.splitlines() if "Traceback" in line and "[rank" in line], run.output
+        assert run.output.count(f"pid {rank.pid}) has ended without a word in step") == 1, run.output
+        assert "failed in step" not in run.output
         assert f"Signal 9 (SIGKILL) received by PID {rank.pid}" in run.output
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,8 @@ from spmdrl.batch import build_batch, to_sequence
 from spmdrl.config import Config
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import Watch
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.plan import make_plan
@@ -87,14 +90,25 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
         engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
         try:
             if not meshes.trains:
-                serve(cfg, plan, meshes, judge, engine, stream, [], frozenset({1}), step=0, saved=None)
+                watch = Watch(FaultFiles(Path(path)), launch="test", rank=world.rank, num_ranks=world.num_ranks)
+                serve(cfg, plan, meshes, judge, watch, engine, stream, [], frozenset({1}), step=0, saved=None)
                 return found
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
             learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
             refit = Refit(policy, engine, meshes, cfg.refit, dtype=torch.float32)
             restarts = Restarts(meshes.training, None, tell=print)
             sampler = start_sampler(
-                cfg, plan, engine, judge.submit, stream, [], frozenset({1}), meshes, tell=print, restarts=restarts
+                cfg,
+                plan,
+                engine,
+                judge.submit,
+                stream,
+                [],
+                frozenset({1}),
+                meshes,
+                tell=print,
+                heed=lambda _: None,
+                restarts=restarts,
             )
             assert isinstance(engine, RemoteEngine) == (world.num_ranks > 1)
             refit(version=0)

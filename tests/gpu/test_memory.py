@@ -50,7 +50,7 @@ def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
 def state(learner: Learner) -> list[Tensor]:
     """Host copies of the weights and moments."""
     with torch.no_grad():
-        tensors = [parameter.to_local() for parameter in learner.policy.parameters()]
+        tensors = [parameter.to_local() for parameter in learner.model.parameters()]
         for moments in learner.optimizer.state.values():
             tensors += [x.to_local() if hasattr(x, "to_local") else x for x in moments.values()]
     return [tensor.cpu().clone() for tensor in tensors]
@@ -72,10 +72,10 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
-        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves=moves)
+        memory = TrainerMemory([learner], CUDA, moves=moves)
         train(learner, meshes, step=1)
         before, awake = state(learner), allocated()
-        weights = sum(parameter.to_local().nbytes for parameter in learner.policy.parameters())
+        weights = sum(parameter.to_local().nbytes for parameter in learner.model.parameters())
         pinned, free = set(), []
         for _ in range(4):
             memory.sleep()
@@ -85,7 +85,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
             free.append(torch.cuda.mem_get_info()[0])
             pinned.add(memory.host_bytes)
             with torch.no_grad():
-                shards = [parameter.to_local() for parameter in learner.policy.parameters()]
+                shards = [parameter.to_local() for parameter in learner.model.parameters()]
             assert all(shard.is_pinned() for shard in shards) == (moves == "all")
             del shards
             memory.wake()
@@ -105,7 +105,7 @@ def test_training_with_sleep_is_bitwise_training_without(qwen3: str) -> None:
         with spmd_session(threads_per_rank=1, deterministic=True) as world:
             meshes = build_meshes(world)
             learner = start(qwen3, meshes)
-            memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves=moves)
+            memory = TrainerMemory([learner], CUDA, moves=moves)
             for step in (1, 2):
                 memory.sleep()
                 memory.wake()
@@ -130,14 +130,14 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
-        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
+        memory = TrainerMemory([learner], CUDA, moves="all")
         engine = engine_for(qwen3, world)
         held, weights = allocated(), sum(weight.nbytes for weight in engine.weights().values())
         engine.sleep()
         assert held - allocated() >= weights
         memory.sleep()
         refit = Refit(
-            learner.policy,
+            learner.model,
             engine,
             meshes,
             RefitConfig(bucket_bytes=16 * MIB, verify="every"),
@@ -146,7 +146,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         refit(version=1)  # compares digests
         assert len(dict(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=4)]))) == 1
         memory.wake()
-        for name, parameter in learner.policy.model.named_parameters():
+        for name, parameter in learner.model.model.named_parameters():
             assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
         del learner, memory, refit
 
@@ -155,11 +155,11 @@ def test_the_phases_catch_a_leak(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
-        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
+        memory = TrainerMemory([learner], CUDA, moves="all")
         memory.sleep()
         engine = engine_for(qwen3, world)
         refit = Refit(
-            learner.policy,
+            learner.model,
             engine,
             meshes,
             RefitConfig(bucket_bytes=16 * MIB, verify="every"),
@@ -193,10 +193,10 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
-        memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="none")
+        memory = TrainerMemory([learner], CUDA, moves="none")
         engine = engine_for(qwen3, world)
         refit = Refit(
-            learner.policy,
+            learner.model,
             engine,
             meshes,
             RefitConfig(bucket_bytes=16 * MIB, verify="first"),

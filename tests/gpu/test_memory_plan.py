@@ -85,13 +85,13 @@ def test_state_on_the_host_is_bitwise_state_on_the_device(qwen3: str) -> None:
             if on_host:
                 assert isinstance(learner.optimizer, StateOnHost)
                 learner.optimizer.block_bytes = 8 * MIB
-            memory = TrainerMemory(learner.policy, learner.optimizer, CUDA, moves="all")
+            memory = TrainerMemory([learner], CUDA, moves="all")
             for step in (1, 2):
                 train(learner, meshes, step=step)
                 memory.sleep()
                 memory.wake()
             held = allocated()
-            weights = sum(parameter.to_local().nbytes for parameter in learner.policy.parameters())
+            weights = sum(parameter.to_local().nbytes for parameter in learner.model.parameters())
             results[on_host] = state(learner), held
             if on_host:
                 moments = [value for values in learner.optimizer.state.values() for value in values.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
-from spmdrl.model.load import load_policy, load_reference
-from spmdrl.objective import PolicyObjective
-from spmdrl.prepare import add_logprobs
+from spmdrl.model.load import load_critic, load_policy, load_reference
+from spmdrl.objective import PolicyObjective, ValueObjective
+from spmdrl.prepare import add_logprobs, add_values
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.draw import _cumulative
 from spmdrl.rollout.torch_engine import TorchEngine
@@ -94,6 +95,24 @@ def test_memory_levers_do_not_change_the_update(qwen3: str, changes: dict[str, b
     other, _ = trained(qwen3, "bfloat16", **changes)
     for name in usual:
         torch.testing.assert_close(usual[name], other[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cpu_offload": True}])
+def test_a_critic_learns_in_float32_beside_layers_in_bfloat16(qwen3: str, changes: dict[str, bool]) -> None:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        critic = load_critic(model_config(qwen3, compute_dtype="bfloat16", **changes), meshes.model)
+        learner = Learner.start(critic, OptimConfig(lr=1e-3), num_updates=8, dtype=torch.bfloat16, area="critic")
+        batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
+        losses = []
+        for step in range(1, 9):
+            (packs,) = add_values(critic, batch.mini_batches, meshes.training)
+            assert all(pack.values is not None and pack.values.dtype == torch.float32 for pack in packs)
+            packs = [pack.with_columns({"returns": torch.where(pack.loss_mask, 1.0, 0.0)}) for pack in packs]
+            metrics = update(learner, [packs], ValueObjective(math.inf), meshes, step=step)
+            losses.append(metrics["critic/loss"].value())
+        assert losses[0] == pytest.approx(0.5) and losses[-1] < 0.5 * losses[0]
+        del critic, learner
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -41,6 +41,8 @@ CREDITS: list[dict[str, Any]] = [
     {"advantage": {"estimator": "reinforce_plus_plus"}},
     {"advantage": {"estimator": "reinforce_plus_plus", "discount": 0.9}, "reward": KL | {"kl_estimator": "k3"}},
     {"advantage": {"estimator": "reinforce_plus_plus", "whiten": False}, "reward": KL},
+    {"advantage": {"estimator": "gae", "discount": 0.9, "gae_lambda": 0.8}, "reward": KL},
+    {"advantage": {"estimator": "gae", "whiten": False}},
     {"advantage": {"estimator": "grpo"}, "reward": KL},
     {"advantage": {"estimator": "rloo", "whiten": True}, "reward": KL | {"kl_estimator": "k2"}},
     {"advantage": {"estimator": "pass_at_k", "k": 2}, "reward": KL},
@@ -83,10 +85,12 @@ def sampled(index: int, length: int, purpose: int) -> Tensor:
 
 
 def scored(pack: MicroBatch) -> MicroBatch:
+    names = ("old_logprobs", "ref_logprobs", "values")
     columns = [
-        [sampled(i, n, purpose) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)] for purpose in (0, 1)
+        [sampled(i, n, purpose) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]
+        for purpose in range(len(names))
     ]
-    return pack.with_columns({"old_logprobs": torch.cat(columns[0]), "ref_logprobs": torch.cat(columns[1])})
+    return pack.with_columns({name: torch.cat(column) for name, column in zip(names, columns, strict=True)})
 
 
 def every_third(pack: MicroBatch) -> Tensor:
@@ -222,7 +226,7 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
 
 
 def gradient(pack: MicroBatch, objective: PolicyObjective) -> Tensor:
-    now = torch.cat([sampled(i, n, 2) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]).requires_grad_()
+    now = torch.cat([sampled(i, n, 3) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]).requires_grad_()
     loss = objective(TokenScores(now, torch.zeros_like(now)), pack).loss_sum
     return torch.autograd.grad(loss, now)[0]
 
@@ -240,7 +244,7 @@ def assert_same(one: dict[int, list[float]], other: dict[int, list[float]], boun
 
 
 def tokens(sequence: Sequence, purpose: int) -> list[float]:
-    """Log-probabilities of a sequence's loss tokens."""
+    """What was sampled for a sequence's loss tokens."""
     return sampled(sequence.index, len(sequence.token_ids), purpose)[torch.tensor(sequence.loss_mask)].tolist()
 
 
@@ -252,10 +256,13 @@ def credited_by_hand(cfg: Config) -> dict[int, list[float]]:
         pairs = zip(tokens(sequence, 0), tokens(sequence, 1), strict=True)
         penalties.append([-cfg.reward.kl_coef * oracle.kl(o, r, cfg.reward.kl_estimator) for o, r in pairs])
     advantages: list[list[float]] = []
-    if cfg.advantage.estimator == "reinforce_plus_plus":
+    if cfg.advantage.estimator in ("reinforce_plus_plus", "gae"):
         for sequence, penalty in zip(sequences, penalties, strict=True):
             rewards = [*penalty[:-1], penalty[-1] + sequence.advantage]
-            advantages.append(oracle.returns(rewards, cfg.advantage.settings["discount"]))
+            if cfg.has_critic:
+                advantages.append(oracle.gae(rewards, tokens(sequence, 2), *cfg.advantage.settings.values()))
+            else:
+                advantages.append(oracle.returns(rewards, cfg.advantage.settings["discount"]))
     else:
         totals = [s.advantage + math.fsum(penalty) for s, penalty in zip(sequences, penalties, strict=True)]
         for first in range(0, COUNT, GROUP_SIZE):
@@ -324,12 +331,12 @@ def _stopped(path: str, folder: str) -> Any:
             left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
             results.append((weights, left_out, metrics["update/k3_old_nats"].value()))
         learner.coefficients["entropy_coef"] = 0.5
-        checkpoint.save(Path(folder), learner, meshes.training, step=1, keep_last=1)
+        checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=1, keep_last=1)
         coefficients = []
         for names in (("entropy_coef", "kl_in_reward_coef"), ()):
             learner.coefficients.clear()
             learner.coefficients.update(dict.fromkeys(names, 0.1))
-            checkpoint.restore(Path(folder), learner, meshes.training, step=1)
+            checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=1)
             coefficients.append(dict(learner.coefficients))
         del policy, learner
         return results, coefficients

@@ -60,7 +60,7 @@ def _update(learner: Learner, world: World, meshes: Meshes, *, step: int) -> Non
 def _state(learner: Learner) -> dict[str, Tensor]:
     """Every weight and every tensor of the optimizer, this rank's parts."""
     state = {}
-    for name, parameter in learner.policy.named_parameters():
+    for name, parameter in learner.model.named_parameters():
         state[name] = parameter.to_local().detach().clone()
         for key, value in learner.optimizer.state[parameter].items():
             state[f"{name}.{key}"] = (value.to_local() if hasattr(value, "to_local") else value).clone()
@@ -98,8 +98,8 @@ def _gathered(path: str) -> list[tuple[int, list[int], list[int]]]:
         for model in ({}, {"reshard_after_forward": False}, {"prefetch_layers": 2}):
             learner = _start(path, meshes, ADAMW, **model)
             batch = build_batch(random_sequences(2), plan_for(2, 1), meshes, aggregation="token_mean")
-            learner.policy(batch.mini_batches[0][0])
-            layers = decoder_layers(learner.policy.model)
+            learner.model(batch.mini_batches[0][0])
+            layers = decoder_layers(learner.model.model)
             whole = sum(not any(isinstance(p, DTensor) for p in layer.parameters()) for layer in layers)
             states = [layer._get_fsdp_state() for layer in layers]
             found.append(
@@ -133,17 +133,17 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
             learner = _start(path, meshes, ADAMW | {"state_on_host": on_host})
             assert isinstance(learner.optimizer, StateOnHost) == on_host
             learner.optimizer.block_bytes = 2**13
-            checkpoint.restore(Path(folder), learner, meshes.training, step=first - 1)
-            memory = TrainerMemory(learner.policy, learner.optimizer, torch.device("cpu"), moves="all")
+            checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=first - 1)
+            memory = TrainerMemory([learner], torch.device("cpu"), moves="all")
             for step in range(first, last + 1):
                 memory.wake()
                 _update(learner, world, meshes, step=step)
                 memory.sleep()
                 moved = memory.asleep_bytes
             memory.wake()
-            checkpoint.save(Path(folder), learner, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=last, keep_last=3)
         # Storages, which are padded where the rows do not come out even.
-        weights = sum(p.to_local().untyped_storage().nbytes() for p in learner.policy.parameters())
+        weights = sum(p.to_local().untyped_storage().nbytes() for p in learner.model.parameters())
         blocks = _state(learner)
         del learner, memory
         return whole, blocks, moved == weights

@@ -45,7 +45,7 @@ def _start(path: str, meshes: Meshes) -> Learner:
 
 
 def _memory(learner: Learner, moves: Moves) -> TrainerMemory:
-    return TrainerMemory(learner.policy, learner.optimizer, torch.device("cpu"), moves=moves)
+    return TrainerMemory([learner], torch.device("cpu"), moves=moves)
 
 
 def _update(learner: Learner, meshes: Meshes, *, step: int) -> None:
@@ -59,7 +59,7 @@ def _update(learner: Learner, meshes: Meshes, *, step: int) -> None:
 def _state(learner: Learner) -> dict[str, Tensor]:
     """Every weight, and every tensor of the optimizer, in full."""
     state: dict[str, Tensor] = {}
-    for name, parameter in learner.policy.named_parameters():
+    for name, parameter in learner.model.named_parameters():
         state[name] = parameter.full_tensor().detach().clone()
         for key, value in learner.optimizer.state[parameter].items():
             state[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
@@ -72,7 +72,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
         meshes = build_meshes(world)
         for moves, first, last in launches:
             learner = _start(path, meshes)
-            checkpoint.restore(Path(folder), learner, meshes.training, step=first - 1)
+            checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=first - 1)
             memory = _memory(learner, moves)
             memory.sleep()  # before FSDP has seen its first forward
             for step in range(first, last + 1):
@@ -80,7 +80,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
                 _update(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
-            checkpoint.save(Path(folder), learner, meshes.training, step=last, keep_last=3)
+            checkpoint.save(Path(folder), {"policy": learner}, meshes.training, step=last, keep_last=3)
         state = _state(learner)
         del learner, memory
         return state
@@ -119,9 +119,9 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
         learner = _start(path, meshes)
         memory = _memory(learner, moves)
         _update(learner, meshes, step=1)
-        for parameter in learner.policy.parameters():  # as after a backward whose gradients were kept
+        for parameter in learner.model.parameters():  # as after a backward whose gradients were kept
             parameter.grad = parameter.detach() * 2
-        parameters = list(learner.policy.parameters())
+        parameters = list(learner.model.parameters())
         before = _state(learner)
         locals_before = [parameter.to_local().detach().clone() for parameter in parameters]
         with torch.no_grad():
@@ -130,7 +130,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             AutoConfig.from_pretrained(path), device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4
         )
         refit = Refit(
-            learner.policy, engine, meshes, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32
+            learner.model, engine, meshes, RefitConfig(bucket_bytes=2**14, verify="every"), dtype=torch.float32
         )
         found: dict[str, Any] = {"host": []}
         for _ in range(3):
@@ -145,26 +145,26 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             with _NoDTensorOps():
                 refit(version=1)
                 gatherer = Gatherer(
-                    learner.policy, meshes.model.copy, dtype=torch.bfloat16, bucket_bytes=2**14, naming="checkpoint"
+                    learner.model, meshes.model.copy, dtype=torch.bfloat16, bucket_bytes=2**14, naming="checkpoint"
                 )
                 assert sum(len(tensors) for tensors in gatherer.whole_tensors()) == len(parameters)
             found["refitted"] = all(
                 torch.equal(engine.weights()[name.removeprefix("model.")], before[name])
-                for name, _ in learner.policy.named_parameters()
+                for name, _ in learner.model.named_parameters()
             )
             refused = 0
-            for use in (learner.optimizer.step, partial(learner.policy, None)):
+            for use in (learner.optimizer.step, partial(learner.model, None)):
                 try:
                     use()
                 except AssertionError as error:
                     refused += "the trainer sleeps" in str(error)
             found["refused"] = refused
             memory.wake()
-        found["same_objects"] = all(a is b for a, b in zip(parameters, learner.policy.parameters(), strict=True))
+        found["same_objects"] = all(a is b for a, b in zip(parameters, learner.model.parameters(), strict=True))
         found["fsdp_sees_it"] = all(
             one._sharded_param_data.untyped_storage().data_ptr()
             == one.sharded_param._local_tensor.untyped_storage().data_ptr()
-            for module in learner.policy.modules()
+            for module in learner.model.modules()
             if isinstance(module, FSDPModule)
             for group in _param_groups(module)
             for one in group.fsdp_params

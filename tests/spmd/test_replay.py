@@ -123,11 +123,11 @@ def test_on_another_number_of_ranks_it_differs_by_rounding(folder: Path) -> None
 
 
 def test_what_was_changed_is_told(folder: Path) -> None:
-    """Of a run on one rank that keeps one step: first nothing, then a reward."""
-    train_on(1, folder, "run.name=alone", "run.num_steps=2", "debug.save_rollouts=1")
+    """Of a run on one rank that keeps one step, and trains a critic too: first nothing, then a reward."""
+    train_on(1, folder, "run.name=alone", "run.num_steps=2", "advantage.estimator=gae", "debug.save_rollouts=1")
     assert recorded_steps(folder / "alone/rollouts") == [2]
     ((code, words),) = run_ranks(1, replayed, folder / "alone", 2)
-    assert code == 0 and "step 2: no difference" in words
+    assert code == 0 and "step 2: no difference" in words and "critic/loss" in words
     path = folder_of(folder / "alone/rollouts", 2) / "rank-0.safetensors"
     recording = read_part(path)
     (rollout, outcome), *others = recording.outcomes
@@ -135,7 +135,7 @@ def test_what_was_changed_is_told(folder: Path) -> None:
     write_part(path, dataclasses.replace(recording, outcomes=((rollout, better), *others)))
     ((code, words),) = run_ranks(1, replayed, folder / "alone", 2)
     assert code == 1 and "step 2: different" in words
-    assert "before the step: all" in words and "of its norm" in words
+    assert "weights before the step: all" in words and "of its norm" in words
 
 
 def test_a_step_in_which_training_diverged_does_so_again(folder: Path) -> None:

@@ -172,10 +172,10 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
             learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=end, dtype=torch.float32)
             mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
             batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
-            checkpoint.restore(folder, learner, meshes.training, step=start)
+            checkpoint.restore(folder, {"policy": learner}, meshes.training, step=start)
             for step in range(start + 1, end + 1):
                 update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
-                checkpoint.save(folder, learner, meshes.training, step=step, keep_last=9)
+                checkpoint.save(folder, {"policy": learner}, meshes.training, step=step, keep_last=9)
             weights.append(
                 {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
             )

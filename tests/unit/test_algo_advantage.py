@@ -166,24 +166,31 @@ def test_returns_equal_the_oracle_whatever_lies_outside_the_mask(discount: float
         torch.testing.assert_close(fast, laid_out(slow, mask), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("discount", "decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_gae_equals_the_oracle_whatever_lies_outside_the_mask(discount: float, decay: float) -> None:
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_equals_the_oracle_whatever_lies_outside_the_mask(discount: float, gae_lambda: float) -> None:
     mask, cu_seqlens, (rewards, values, _) = packed()
     columns = (by_sequence(column, mask, cu_seqlens) for column in (rewards, values))
-    slow = laid_out([oracle.gae(r, v, discount, decay) for r, v in zip(*columns, strict=True)], mask)
+    slow = laid_out([oracle.gae(r, v, discount, gae_lambda) for r, v in zip(*columns, strict=True)], mask)
     for garbage in (0.0, math.inf, math.nan):
-        dirty = [torch.where(mask, column, garbage) for column in (rewards, values)]
-        advantages, targets = gae(*dirty, mask, cu_seqlens, discount=discount, decay=decay)
-        torch.testing.assert_close(advantages, slow, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(targets, slow + torch.where(mask, values, 0.0), rtol=1e-10, atol=1e-10)
+        dirty, guesses = (torch.where(mask, column, garbage) for column in (rewards, values))
+        fast = gae(dirty, mask, cu_seqlens, values=guesses, discount=discount, gae_lambda=gae_lambda)
+        torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+
+
+def test_a_critic_that_is_trusted_in_nothing_learns_what_was_rewarded() -> None:
+    mask, cu_seqlens, (rewards, values, _) = packed()
+    advantages = gae(rewards, mask, cu_seqlens, values=values, discount=0.9, gae_lambda=1.0)
+    rewarded = returns(rewards, mask, cu_seqlens, discount=0.9)
+    torch.testing.assert_close(torch.where(mask, advantages + values, 0.0), rewarded, rtol=1e-10, atol=1e-10)
 
 
 def test_a_sequence_is_credited_alike_in_any_company() -> None:
     mask, cu_seqlens, (rewards, values, _) = packed()
-    whole = gae(rewards, values, mask, cu_seqlens, discount=0.99, decay=0.95)[0]
+    settings = {"discount": 0.99, "gae_lambda": 0.95}
+    whole = gae(rewards, mask, cu_seqlens, values=values, **settings)
     for a, b in itertools.pairwise(cu_seqlens.tolist()):
         alone = torch.tensor([0, b - a], dtype=torch.int32)
-        part = gae(rewards[a:b], values[a:b], mask[a:b], alone, discount=0.99, decay=0.95)[0]
+        part = gae(rewards[a:b], mask[a:b], alone, values=values[a:b], **settings)
         torch.testing.assert_close(part, whole[a:b], rtol=1e-12, atol=1e-12)
 
 

@@ -149,6 +149,10 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
         (["loss.entropy_coef=-0.1", "loss.entropy_target_nats=0.5"], "lowers the entropy"),
         (["advantage.k=2"], 'k has no meaning for estimator = "grpo"'),
         (["advantage.estimator=pass_at_k"], "advantage.k = 4 of rollout.group_size = 2"),
+        (["critic.lr=1e-3"], 'advantage.estimator = "grpo" asks no critic, so that [critic] has no meaning'),
+        (["advantage.estimator=gae", "critic.warmup_steps=9"], "critic.warmup_steps = 9 leaves no step of run."),
+        (["advantage.estimator=gae", "loss.kind=gspo"], "knows one advantage for all tokens"),
+        (["advantage.gae_lambda=0.9"], 'gae_lambda has no meaning for estimator = "grpo"'),
         (["advantage.estimator=reinforce_plus_plus", "loss.kind=gspo"], "knows one advantage for all tokens"),
         (["advantage.estimator=remax", "reward.kl_coef=0.1"], "compares with a greedy response, which policy and"),
         (["advantage.estimator=reinforce_plus_plus", "rollout.dynamic_sampling=true"], "do teach something"),
@@ -165,7 +169,7 @@ def test_an_algorithm_that_cannot_be_is_refused(tmp_path: Path, overrides: list[
 
 
 def test_a_prompt_may_have_one_rollout_where_no_other_is_compared_with(tmp_path: Path) -> None:
-    for estimator in ("remax", "reinforce_plus_plus"):
+    for estimator in ("gae", "remax", "reinforce_plus_plus"):
         assert read(tmp_path, GOOD, "rollout.group_size=1", f"advantage.estimator={estimator}").rollout.group_size == 1
 
 

@@ -74,6 +74,14 @@ def test_local_starts_as_many_ranks_as_it_checked_for(stubs: Stubs) -> None:
     assert "--local-addr 127.0.0.1" in start
 
 
+def test_local_starts_torchrun_by_what_reads_the_end_of_the_run(stubs: Stubs) -> None:
+    stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
+    stubs.add("torchrun")
+    assert stubs.run("launch/local.sh", "some.toml", NPROC="2").returncode == 0
+    assert stubs.calls[-1].startswith("python -m spmdrl.supervise runs/mine torchrun --standalone")
+    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in stubs.calls[-1]
+
+
 @pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("5", 1), ("", 2), ("-1", 2)])
 def test_local_starts_one_rank_per_visible_gpu_and_two_without(stubs: Stubs, visible: str, ranks: int) -> None:
     stubs.add("python")
@@ -97,7 +105,7 @@ def test_local_without_a_configuration_tells_how_it_is_used(stubs: Stubs) -> Non
 
 
 def test_slurm_checks_once_for_all_nodes_then_starts_one_torchrun_a_node(stubs: Stubs) -> None:
-    stubs.add("python")
+    stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
     stubs.add("scontrol", prints="node7\nnode8\n")
     stubs.add("srun")
     allocation = {
@@ -110,6 +118,7 @@ def test_slurm_checks_once_for_all_nodes_then_starts_one_torchrun_a_node(stubs: 
     assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1", **allocation).returncode == 0
     check, start = (call for call in stubs.calls if not call.startswith("scontrol"))
     assert check == "python -m spmdrl.train some.toml a.b=1 --dry-run --ranks 16"
+    assert start.startswith("python -m spmdrl.supervise --requeue scontrol requeue 123 runs/mine srun --kill")
     assert start.endswith(
         "--nnodes 2 --nproc-per-node 8 --master-addr node7 --master-port 20123 -m spmdrl.train some.toml a.b=1"
     )

@@ -333,6 +333,15 @@ def test_the_planner_reads_either_kind_of_run(toml: str, capsys: pytest.CaptureF
     )
 
 
+def test_the_planner_reads_the_critics_config_too(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [toml, "--ranks", "2", "--gpu-gib", "80", "advantage.estimator=gae"]
+    code, answer = planned(capsys, *argv)
+    by_name = {row["phase"]: row["gpu"] for row in answer["phases"]}
+    assert code == 0 and by_name["critic"]["gradients"] == by_name["forward-backward"]["gradients"]
+    assert plan.main([*argv, "critic.path=nowhere"]) == 2
+    assert 'critic.path = "nowhere"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("overrides", [(), ("sft={ sequences_per_step = 8, max_response_tokens = 8 }",)])
 def test_a_run_of_no_kind_or_of_both_is_refused(toml: str, overrides: tuple[str, ...]) -> None:
     path = Path(toml)

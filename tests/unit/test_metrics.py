@@ -7,7 +7,19 @@ import math
 
 import pytest
 
-from spmdrl.metrics import Max, Mean, Metric, Metrics, Min, Total, Values, histograms, merge_all, scalars
+from spmdrl.metrics import (
+    ExplainedVariance,
+    Max,
+    Mean,
+    Metric,
+    Metrics,
+    Min,
+    Total,
+    Values,
+    histograms,
+    merge_all,
+    scalars,
+)
 
 # Sums of these are exact in floating point, so equal means equal.
 PARTS: list[tuple[Metric, Metric, Metric]] = [
@@ -16,6 +28,11 @@ PARTS: list[tuple[Metric, Metric, Metric]] = [
     (Min(1.0), Min(math.inf), Min(-3.0)),
     (Total(1.0), Total(0.25), Total(-8.0)),
     (Values((3.0, 1.0)), Values(()), Values((0.1, 0.2, 0.3))),
+    (
+        ExplainedVariance(3.0, 5.0, 0.5, 0.25, 2),
+        ExplainedVariance(0, 0, 0, 0, 0),
+        ExplainedVariance(-4.0, 16.0, 1, 1, 1),
+    ),
 ]
 
 

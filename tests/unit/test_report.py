@@ -253,6 +253,19 @@ def test_a_failed_run_still_gets_its_curves_and_its_last_line(folder: RunFolder)
     assert folder.curves.exists()
 
 
+def test_a_disk_without_room_for_curves_does_not_hide_what_stopped_the_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> str:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Report, "_write_curves", no_room)
+    with pytest.raises(RuntimeError, match="diverged"), report_steps(folder, range(1, 3)):
+        raise RuntimeError("diverged")
+    with pytest.raises(OSError, match="No space"), report_steps(folder, range(1, 3)):
+        pass
+
+
 def test_the_time_left_is_that_of_the_steps_of_this_launch() -> None:
     now = [100.0]
     progress = Progress(num_steps=200, start_step=40, rows=[], clock=lambda: now[0])
@@ -352,7 +365,7 @@ def test_plot_draws_several_runs_over_each_other(
 
 
 def test_resume_never_refuses_a_folder_that_holds_a_run(whole: RunFolder) -> None:
-    with pytest.raises(UserError, match=r'run\.resume = "never" but .*whole already holds a run; set run\.name'):
+    with pytest.raises(UserError, match=r'resume\.checkpoint = "never" but .*whole already holds a run; set run\.name'):
         RunFolder.create(whole.path.parent, whole.path.name, "never")
     assert RunFolder.create(whole.path.parent, whole.path.name, "auto") == whole
 

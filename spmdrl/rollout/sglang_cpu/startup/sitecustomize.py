@@ -2,10 +2,12 @@
 
 They end with the rank that started the engine, from their first moment on: SGLang's own tie to its parent comes after
 its imports, which take long enough for a rank to die meanwhile. On a CPU they see the stubs. There is one sitecustomize
-to a process, so this one then runs the one that it hides, if any.
+to a process, so this one then runs the one that it hides, if any. On SIGUSR2 they write their stacks to the log of
+their rank.
 """
 
 import ctypes
+import faulthandler
 import importlib.util
 import os
 import signal
@@ -33,6 +35,10 @@ def _end_with(owner):
 
 if "SPMDRL_ENGINE_OF" in os.environ:
     _end_with(int(os.environ["SPMDRL_ENGINE_OF"]))
+
+if "SPMDRL_STACKS_TO" in os.environ:
+    _log = os.open(os.environ["SPMDRL_STACKS_TO"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    faulthandler.register(signal.SIGUSR2, _log, chain=False)
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     # By path: `import spmdrl...` would load torch into helper processes that need neither.

@@ -1,0 +1,135 @@
+"""Which checkpoint a launch goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.checkpoint.changes import changes, harmless
+from spmdrl.checkpoint.manifest import BrokenManifest, Manifest
+from spmdrl.checkpoint.places import BROKEN, folder_of, leftovers, rename, saved_steps, step_of
+from spmdrl.config import Config, SftConfig
+from spmdrl.dist.collectives import gather_objects, require_same
+from spmdrl.report.run_folder import describe_machine
+from spmdrl.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a launch begins; the same on every rank."""
+
+    folder: Path  # of checkpoints
+    step: int  # 0: the model as it is loaded
+    notes: tuple[str, ...] = ()  # for the user
+
+
+def find_origin(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) -> Origin:
+    """What `[resume]` chooses; every rank of the mesh must call this.
+
+    All files of the checkpoint have been compared with its manifest, a part of them by each rank. Raises UserError when
+    there are checkpoints but none may be loaded, and when the configuration has changed in what is not harmless.
+    """
+    folder, steps = checkpoints, saved_steps(checkpoints)
+    require_same(mesh, steps, f"the list of checkpoints in {checkpoints}")
+    if not steps and cfg.resume.checkpoint not in ("auto", "never"):
+        folder, steps = _named(cfg.resume.checkpoint)
+    if not steps:
+        return Origin(checkpoints, 0, tuple(unfinished(checkpoints, 0)))
+    step, broken = _newest_whole(folder, steps, mesh)
+    if step is None or (broken and not cfg.resume.allow_older):
+        raise UserError("\n".join(_refusal(folder, steps, mesh)))
+    manifest = Manifest.read(folder_of(folder, step))
+    notes = [*unfinished(checkpoints, step), *_changed(cfg, manifest), *_other_versions(manifest)]
+    if broken:
+        _set_aside(folder, broken, mesh)
+        notes += [f"{sentence}; set aside as {BROKEN[1:]}, going on from step {step}" for sentence in broken.values()]
+    return Origin(folder, step, tuple(notes))
+
+
+def _named(path: str) -> tuple[Path, list[int]]:
+    step = step_of(Path(path))
+    if step is None:
+        raise UserError(
+            f'resume.checkpoint = "{path}" is not a checkpoint; set it to "auto", "never", or a directory such as '
+            "runs/NAME/checkpoints/step-00000010"
+        )
+    return Path(path).parent, [step]
+
+
+def unfinished(checkpoints: Path, step: int) -> Iterator[str]:
+    """A note on what a kill has left of checkpoints, when a run begins at `step`: it never had the name of one."""
+    if names := [path.name for path in leftovers(checkpoints)]:
+        yield f"the launch before was stopped while it wrote or removed {', '.join(names)}; going on from step {step}"
+
+
+def _newest_whole(folder: Path, steps: list[int], mesh: DeviceMesh) -> tuple[int | None, dict[int, str]]:
+    """The newest checkpoint that is whole, if there is one, and what is wrong with each newer one."""
+    broken: dict[int, str] = {}
+    for step in reversed(steps):
+        problems = _problems(folder_of(folder, step), mesh)
+        if not problems:
+            return step, broken
+        broken[step] = f"{folder_of(folder, step).name}: {', '.join(problems)}"
+    return None, broken
+
+
+def _problems(checkpoint: Path, mesh: DeviceMesh) -> list[str]:
+    """A clause for everything that is wrong with a checkpoint; every rank looks at a part of it."""
+    try:
+        manifest = Manifest.read(checkpoint)
+        mine = sorted(manifest.files)[mesh.get_local_rank() :: mesh.size()]
+        found = list(manifest.problems(checkpoint, mine))
+    except BrokenManifest as error:
+        found = [str(error)]
+    everyones = gather_objects(mesh, found)
+    return sorted({problem for problems in everyones for problem in problems})
+
+
+def _refusal(folder: Path, steps: list[int], mesh: DeviceMesh) -> Iterator[str]:
+    """Why nothing is loaded, a line each; looks at every checkpoint, so that the user learns of all at once."""
+    problems = {step: _problems(folder_of(folder, step), mesh) for step in reversed(steps)}
+    for step, found in problems.items():
+        if found:
+            yield f"{folder_of(folder, step)}: {', '.join(found)}"
+    whole = [step for step, found in problems.items() if not found]
+    yield (
+        f"the newest checkpoint cannot be loaded; bring it back, or set resume.allow_older = true to go on from step "
+        f"{whole[0]}, which is whole"
+        if whole
+        else "no checkpoint can be loaded; bring one back, or set run.name to a new name to start at step 0"
+    )
+
+
+def _set_aside(folder: Path, broken: dict[int, str], mesh: DeviceMesh) -> None:
+    """Rename what was passed over: nothing is deleted, and the next launch does not meet it again."""
+    gather_objects(mesh, None)  # every rank has looked at it
+    if mesh.get_local_rank() == 0:
+        for step in broken:
+            rename(folder_of(folder, step), BROKEN)
+    gather_objects(mesh, None)
+
+
+def _changed(cfg: Config | SftConfig, manifest: Manifest) -> Iterator[str]:
+    """A note on harmless changes. Raises UserError for others that `resume.changed` does not name."""
+    found = changes(manifest.configuration, cfg)
+    told = [change for change in found if not change.is_in(("resume", "run.name", "run.dir"))]
+    unnamed = [change for change in found if not change.is_in((*harmless(cfg), *cfg.resume.changed))]
+    if unnamed:
+        names = ", ".join(f'"{change.name}"' for change in unnamed)
+        raise UserError(
+            f"since the checkpoint of step {manifest.step}, {'; '.join(change.sentence for change in unnamed)}; set "
+            f"that back, or go on with the change: resume.changed = [{names}]"
+        )
+    if told:
+        yield f"changed since step {manifest.step}: {'; '.join(change.sentence for change in told)}"
+
+
+def _other_versions(manifest: Manifest) -> Iterator[str]:
+    """Notes on what computes otherwise than it did."""
+    now = describe_machine()
+    for name in ("spmdrl", "torch", "transformers"):
+        if (before := manifest.versions.get(name)) != now[name]:
+            yield f"step {manifest.step} was saved with {name} {before}, and this is {now[name]}"

@@ -1,0 +1,119 @@
+"""The tensors of a checkpoint: what learners give, in the form that torch's distributed checkpoints take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_unflatten
+
+from spmdrl.model.host_memory import HostBuffers
+from spmdrl.update import Learner
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """The state dicts of a learner, which share its memory."""
+
+    weights: dict[str, Any]
+    optimizer: dict[str, Any]
+
+    @classmethod
+    def of(cls, learner: Learner) -> LearnerState:
+        """As it is now. Of an optimizer that has taken no step torch makes up a state, with one step in it, which it
+        must not keep."""
+        has_state = bool(learner.optimizer.state)
+        state = cls(*get_state_dict(learner.model, learner.optimizer))
+        if not has_state:
+            learner.optimizer.state.clear()
+        return state
+
+
+def tree_of(states: Mapping[str, LearnerState]) -> Tree:
+    """What a checkpoint holds of learners: not the optimizer's settings, which are the launch's and may be changed on
+    purpose, nor how it groups parameters, which depends on the ranks they are split over."""
+    return {
+        name: {"weights": state.weights, "optimizer": {"state": state.optimizer["state"]}}
+        for name, state in states.items()
+    }
+
+
+def in_chunks(tree: Tree) -> Tree:
+    """The same tree, sharing its memory, as torch's checkpoints want to be told of it."""
+    return tree_map(_in_chunks, tree)
+
+
+@torch.no_grad()
+def copy_to_host(tree: Tree, buffers: HostBuffers) -> Tree:
+    """A copy of the tree with every local tensor in memory of `buffers`, which is used again by the next copy."""
+    leaves, shape = tree_flatten_with_path(tree)
+    locals_ = {keystr(path): _local(value) for path, value in leaves if isinstance(value, Tensor)}
+    places = buffers.take({name: local.nbytes for name, local in locals_.items()})
+    copies = {name: _copied(local, places[name]) for name, local in locals_.items()}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return tree_unflatten([_with_local(value, copies.get(keystr(path))) for path, value in leaves], shape)
+
+
+def num_bytes(tree: Tree) -> int:
+    """Of this rank's part."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return sum(_local(value).nbytes for _, value in leaves if isinstance(value, Tensor))
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _copied(local: Tensor, place: Tensor) -> Tensor:
+    copy = place.view(local.dtype).view(local.shape)
+    return copy.copy_(local, non_blocking=True)
+
+
+def _with_local(value: Any, copy: Tensor | None) -> Any:
+    if isinstance(value, DTensor):
+        return DTensor(copy, value._spec, requires_grad=False)
+    return value if copy is None else copy
+
+
+def _in_chunks(value: Any) -> Any:
+    """A DTensor of which this rank has two parts that are not neighbours; it shares the memory. Everything else as it
+    is.
+
+    Such are experts over tp: a rank has a part of the gate's features and the same part of those of the up projection.
+    """
+    packed = _packed_axis(value)
+    if packed is None:
+        return value
+    placement, local = value.placements[packed], value.to_local()
+    size = value.shape[placement.dim] // placement.split_factor
+    within = value.device_mesh.get_local_rank(packed) * size // value.device_mesh.size(packed)
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    parts = list(local.chunk(placement.split_factor, placement.dim))
+    offsets = [
+        (*start[: placement.dim], number * size + within, *start[placement.dim + 1 :]) for number in range(len(parts))
+    ]
+    return DTensor(LocalShardsWrapper(parts, offsets), value._spec, requires_grad=False)
+
+
+def _packed_axis(value: Any) -> int | None:
+    """The axis of a DTensor's mesh along which its parts are not neighbours, if there is one."""
+    if not isinstance(value, DTensor):
+        return None
+    for axis, placement in enumerate(value.placements):
+        # Where a second axis splits the same dimension, "strided" only says which of the two splits first.
+        if isinstance(placement, _StridedShard):
+            dims = [getattr(other, "dim", None) for other in value.placements]
+            if dims.count(placement.dim) == 1:
+                return axis
+    return None

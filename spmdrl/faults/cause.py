@@ -1,0 +1,121 @@
+"""What a failure means: whether it only follows from another one, and what the machine knows about its cause."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# How torch's backends say that another process is gone.
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "was closed",
+    "NCCL communicator was aborted",
+)
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file is too large",
+}
+# As it reads where only the words of an OSError are left of it.
+_FULL_WORDS = {
+    "No space left on device": "the disk is full",
+    "Disk quota exceeded": "the disk quota is used up",
+    "File too large": "a file is too large",
+}
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    return of_torch and any(words in str(error) for words in _LOST)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came from, the last one first."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def hints_of(error: BaseException, oom_before: OomKills) -> list[str]:
+    """Sentences about causes that a traceback does not name, or names in passing."""
+    hints = [*_disk_hints(error), *OomKills.now().since(oom_before)]
+    errors = list(chain(error))
+    if any(isinstance(one, torch.OutOfMemoryError) for one in errors):
+        hints.append("the device's memory is used up: see docs/memory.md")
+    elif any(isinstance(one, MemoryError) or "DefaultCPUAllocator" in str(one) for one in errors):
+        hints.append("host memory is used up: this process could not allocate any more")
+    return list(dict.fromkeys(hints))
+
+
+def _disk_hints(error: BaseException) -> Iterator[str]:
+    for one in chain(error):
+        if isinstance(one, OSError) and one.errno in _FULL:
+            yield f"{_FULL[one.errno]}{f', writing {one.filename}' if one.filename else ''}: make room and start again"
+            return
+        for words, meaning in _FULL_WORDS.items():
+            if words in str(one):
+                yield f"{meaning}: make room and start again"
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class OomKills:
+    """Processes that the kernel has killed for want of memory."""
+
+    of_group: int  # in this process's memory cgroup
+    of_host: int
+
+    @classmethod
+    def now(cls) -> OomKills:
+        """0 where the kernel does not say."""
+        return cls(of_group=_count(_group_file(), "oom_kill"), of_host=_count(Path("/proc/vmstat"), "oom_kill"))
+
+    def since(self, before: OomKills) -> list[str]:
+        """What happened between two looks, in at most one sentence."""
+        if (count := self.of_group - before.of_group) > 0:
+            return [f"host memory is used up: the kernel has killed {_processes(count)} of this job's memory cgroup"]
+        if (count := self.of_host - before.of_host) > 0:
+            return [f"the kernel has killed {_processes(count)} of this host for want of memory since the run started"]
+        return []
+
+
+def _processes(count: int) -> str:
+    return "a process" if count == 1 else f"{count} processes"
+
+
+def _group_file() -> Path:
+    """Where the kernel counts what it does to this process's memory cgroup, version 2 or 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    fields = [line.split(":", 2) for line in lines]
+    for number, controllers, path in fields:
+        if number == "0" and (found := Path(f"/sys/fs/cgroup{path}/memory.events")).exists():
+            return found
+        if "memory" in controllers.split(","):
+            for folder in (f"/sys/fs/cgroup/memory{path}", "/sys/fs/cgroup/memory"):
+                if (found := Path(folder, "memory.oom_control")).exists():
+                    return found
+    return Path("/sys/fs/cgroup/memory.events")
+
+
+def _count(path: Path, name: str) -> int:
+    """The number after a name, one to a line; 0 without such a file or line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return sum(int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name)

@@ -1,0 +1,49 @@
+"""What a run trains: the policy, and a critic where advantages need one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from spmdrl.coefficients import starting_coefficients
+from spmdrl.config import Config
+from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.model.load import load_critic
+from spmdrl.model.policy import Policy
+from spmdrl.objective import ObjectiveFunction, PolicyObjective, ValueObjective
+from spmdrl.plan import Plan
+from spmdrl.update import Learner
+
+POLICY, CRITIC = "policy", "critic"
+
+
+def start_learners(
+    policy: Policy, cfg: Config, plan: Plan, meshes: ModelMeshes, *, dtype: torch.dtype
+) -> dict[str, Learner]:
+    """Learners that have learned nothing yet, by the names they have in checkpoints; loads the critic."""
+    learners = {
+        POLICY: Learner.start(
+            policy,
+            cfg.optim,
+            num_updates=plan.num_updates,
+            dtype=dtype,
+            frozen_steps=cfg.critic.warmup_steps,
+            coefficients=starting_coefficients(cfg),
+        )
+    }
+    if cfg.has_critic:
+        critic = load_critic(cfg.critic_model, meshes)
+        learners[CRITIC] = Learner.start(
+            critic, cfg.critic_optim, num_updates=plan.num_updates, dtype=dtype, area="critic"
+        )
+    return learners
+
+
+def objectives_of(cfg: Config, learners: Mapping[str, Learner]) -> dict[str, ObjectiveFunction]:
+    """What each learner minimises."""
+    known: dict[str, ObjectiveFunction] = {
+        POLICY: PolicyObjective(cfg.loss, learners[POLICY].coefficients, cfg.correction, cfg.mismatch),
+        CRITIC: ValueObjective(cfg.critic.clip_value),
+    }
+    return {name: known[name] for name in learners}

@@ -1,0 +1,287 @@
+"""Runs that are killed, resumed, moved to other ranks, or find their checkpoints damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spmdrl.checkpoint import storage, write
+from spmdrl.checkpoint.manifest import Digest, Manifest
+from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
+from spmdrl.train import main
+from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
+from tests.spmd.ranks import run_ranks
+
+COMMON = (
+    "run.threads_per_rank=1",
+    "run.num_steps=6",
+    "eval.every=3",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=20",
+    "report.samples_per_step=100",
+    "report.tensorboard=false",
+)
+
+
+def argv(folder: Path, name: str, *overrides: str) -> list[str]:  # noqa: F811
+    return [str(folder / "c.toml"), *COMMON, f"run.name={name}", *overrides]
+
+
+def launch(folder: Path, name: str, num_ranks: int, *overrides: str) -> Path:  # noqa: F811
+    """A run as torchrun would start it, without the seconds that its imports take."""
+    assert set(run_ranks(num_ranks, main, argv(folder, name, *overrides), timeout_s=250.0)) == {0}
+    return folder / "runs" / name
+
+
+def tensor_files(run: Path, step: int) -> dict[str, Digest]:
+    """Hash of each file with weights and optimizer state, by name."""
+    files = Manifest.read(folder_of(run / "checkpoints", step)).files
+    return {name: digest for name, digest in files.items() if name.endswith(".distcp")}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "hf/model.safetensors")
+
+
+def samples(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def steady(run: Path) -> list[dict[str, float]]:
+    """The metrics that are not about time or memory."""
+    aside = ("time", "speed", "memory", "checkpoint")
+    return [{k: v for k, v in row.items() if k.split("/")[0] not in aside} for row in rows(run)]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights and optimizer state after the last step bit for bit, and every sample and metric on the way."""
+    last = newest_step(one / "checkpoints")
+    assert last == newest_step(other / "checkpoints") == rows(one)[-1]["step"]
+    assert tensor_files(one, last) == tensor_files(other, last)
+    assert weights(one).keys() == weights(other).keys()
+    for name, tensor in weights(one).items():
+        assert torch.equal(tensor, weights(other)[name]), name
+    assert samples(one) == samples(other)
+    assert steady(one) == steady(other)
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> Path:  # noqa: F811
+    """Six steps on two ranks that nothing stopped."""
+    return launch(folder, "straight", 2)
+
+
+def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight: Path) -> None:  # noqa: F811
+    assert len(tensor_files(straight, 6)) == 2 and len(samples(straight)) > 6 and len(rows(straight)) == 7
+    launch(folder, "halves", 2, "run.num_steps=3")
+    assert_same_run(launch(folder, "halves", 2), straight)
+    # And a second time from the same checkpoint, by its path: what it begins with is all that matters.
+    path = folder_of(straight / "checkpoints", 3)
+    branch = launch(folder, "branch", 2, f"resume.checkpoint={path}")
+    assert tensor_files(branch, 6) == tensor_files(straight, 6)
+    assert [row["step"] for row in rows(branch)] == [4, 5, 6]
+
+
+LONGER = "run.num_steps=15"  # so long that it is not over when it has been killed three times
+
+
+@pytest.fixture(scope="module")
+def longer(folder: Path) -> Path:  # noqa: F811
+    """The same, for runs that are killed."""
+    return launch(folder, "longer", 2, LONGER)
+
+
+def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:  # noqa: F811
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, "-m", "spmdrl.train", *argv(folder, name, *overrides)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F811
+    """Start the run, and kill -9 one of its ranks some time after it has got further than it was."""
+    chance = random.Random(seed)
+    metrics = folder / "runs" / name / "metrics.jsonl"
+    before = newest_step(folder / "runs" / name / "checkpoints")
+    launched = torchrun(folder, name, LONGER)
+    try:
+        began = time.monotonic()
+        while not (metrics.exists() and metrics.read_text().count("\n") > before + 1):
+            assert launched.poll() is None and time.monotonic() - began < 200, launched.communicate()
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0.0, 0.5))
+        victim = str(chance.randrange(2))
+        ranks = [
+            child for child in psutil.Process(launched.pid).children() if _environment(child).get("RANK") == victim
+        ]
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        launched.communicate(timeout=100)
+    finally:
+        launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
+        launched.wait()
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> None:  # noqa: F811
+    """Killed once for each seed, and then left alone, a run ends as if nothing had been."""
+    for seed in seeds:
+        killed_at_random(folder, name, seed=seed)
+    done = torchrun(folder, name, LONGER)
+    _, said = done.communicate(timeout=250)
+    assert done.returncode == 0, said
+    assert_same_run(folder / "runs" / name, longer)
+
+
+def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:  # noqa: F811
+    survives(folder, longer, "killed", range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(7))
+def test_twenty_one_kills(folder: Path, longer: Path, number: int) -> None:  # noqa: F811
+    survives(folder, longer, f"killed-{number}", range(10 * number, 10 * number + 3))
+
+
+def _die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_a_file(step: int) -> None:
+    """Kill this process when half of its file of `step` has been written."""
+    plain = storage._HashingStream.write
+
+    def write(self: storage._HashingStream, data: bytes) -> int:
+        if f"{step:08d}" in self._file.name and self.num_bytes > 20_000:
+            _die()
+        return plain(self, data)
+
+    storage._HashingStream.write = write
+
+
+def _before_the_manifest(step: int) -> None:
+    plain = Manifest.write
+    Manifest.write = lambda self, place: _die() if self.step == step else plain(self, place)
+
+
+def _before_the_name(step: int) -> None:
+    plain = write._publish
+    write._publish = lambda unfinished, final: _die() if f"{step:08d}" in final.name else plain(unfinished, final)
+
+
+MOMENTS = {0: _before_the_name, 1: _in_a_file, 2: _before_the_manifest}
+
+
+def _dies(arguments: list[str], moment: Callable[[int], None], step: int) -> int:
+    moment(step)
+    return main(arguments)
+
+
+@pytest.mark.parametrize("moment", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: int) -> None:  # noqa: F811
+    """In the first checkpoint, or in a later one: none that is not whole has the name of one."""
+    name, step = f"torn-{moment}", 1 + moment
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(2, _dies, argv(folder, name), MOMENTS[moment], step, timeout_s=200.0)
+    checkpoints = folder / "runs" / name / "checkpoints"
+    assert saved_steps(checkpoints) == list(range(1, step))
+    assert [path.name for path in checkpoints.glob("*.*")] == [f"step-{step:08d}.unfinished"]
+    assert_same_run(launch(folder, name, 2), straight)
+    assert not list(checkpoints.glob("*.*"))
+
+
+def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) -> None:  # noqa: F811
+    run = folder / "runs/damaged"
+    shutil.copytree(straight, run)
+    places = [folder_of(run / "checkpoints", step) for step in range(1, 7)]
+    for place in places[:3]:
+        shutil.rmtree(place)
+    (places[5] / "__1_0.distcp").write_bytes((places[5] / "__1_0.distcp").read_bytes()[:-1])
+    flipped = bytearray((places[4] / "__0_0.distcp").read_bytes())
+    flipped[len(flipped) // 2] ^= 4
+    (places[4] / "__0_0.distcp").write_bytes(flipped)
+    command = [sys.executable, "-m", "spmdrl.train", *argv(folder, "damaged")]
+    stopped = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert stopped.returncode == 2
+    assert "Traceback" not in stopped.stderr
+    assert "step-00000006: __1_0.distcp is truncated" in stopped.stderr
+    assert "step-00000005: __0_0.distcp was changed" in stopped.stderr
+    assert "resume.allow_older = true to go on from step 4" in stopped.stderr
+    assert_same_run(launch(folder, "damaged", 2, "resume.allow_older=true"), straight)
+    assert {path.name for path in (run / "checkpoints").glob("*.*")} == {
+        "step-00000005.broken",
+        "step-00000006.broken",
+    }
+
+
+def test_two_ranks_then_one_then_four(folder: Path) -> None:  # noqa: F811
+    """On other ranks the first step after the checkpoint has the same samples, and nearly the same weights."""
+    exact = ("true_on_policy=true", "model.attention=auto", "debug.assert_on_policy=false")
+    launch(folder, "moved", 2, *exact, "run.num_steps=2")
+    for step, num_ranks, others in ((3, 1, 2), (4, 4, 1)):
+        runs = folder / "runs"
+        shutil.copytree(runs / "moved", runs / f"stays-{step}")
+        stays = launch(folder, f"stays-{step}", others, *exact, f"run.num_steps={step}")
+        moved = launch(folder, "moved", num_ranks, *exact, f"run.num_steps={step}")
+        one, other = rows(stays)[-1], rows(moved)[-1]
+        assert one["step"] == other["step"] == step
+        for metric in ("reward/mean", "rollout/response_tokens", "pack/loss_tokens"):
+            assert one[metric] == pytest.approx(other[metric], rel=1e-12), metric
+        assert one["mismatch/max_abs_nats"] == other["mismatch/max_abs_nats"] == 0.0
+        # The first rank writes the samples that it holds itself.
+        many, few = sorted((_sampled(stays, step), _sampled(moved, step)), key=len, reverse=True)
+        assert few and set(few) <= set(many) and len(few) < len(many)
+        for name, tensor in weights(stays).items():
+            torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
+
+
+def _sampled(run: Path, step: int) -> list[tuple]:
+    names = ("prompt_id", "sample_index", "response", "reward", "version")
+    return [tuple(row[name] for name in names) for row in samples(run) if row["step"] == step and "response" in row]
+
+
+def _full(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of a run whose files may not become large, and what it says."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(arguments), said.getvalue()
+
+
+def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: Path) -> None:  # noqa: F811
+    run = folder / "runs/full"
+    shutil.copytree(straight, run)
+    for step in (4, 5, 6):
+        shutil.rmtree(folder_of(run / "checkpoints", step))
+    before = tensor_files(run, 3)
+    (code, said), (other_code, silence) = run_ranks(2, _full, argv(folder, "full"), timeout_s=200.0)
+    assert (code, other_code, silence) == (2, 2, "")
+    assert "cannot go on: the checkpoint of step 4 could not be written: File too large" in said
+    assert "the checkpoint of step 3 is whole" in said
+    assert saved_steps(run / "checkpoints") == [1, 2, 3] and tensor_files(run, 3) == before
+    assert_same_run(launch(folder, "full", 2), straight)

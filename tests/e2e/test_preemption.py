@@ -1,0 +1,315 @@
+"""Runs that are told to stop, that fail and that hang: saved and gone on with as if nothing had been, or told once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spmdrl import train
+from spmdrl.faults.files import FaultFiles, read_json
+from spmdrl.faults.verdict import EXIT_LOST_RANK, EXIT_REQUEUE, read_error, read_requeue
+from spmdrl.faults.watch import Stop, Watch
+from spmdrl.report import Report
+from spmdrl.sft import main as sft
+from spmdrl.train import main
+from tests.e2e.test_train import folder  # noqa: F401  (a fixture)
+from tests.spmd.ranks import run_ranks
+
+# In the order of a step; some of them: while rewards are computed, while the trainer has the device, and at the end.
+PHASES = ("rollout", "reward", "pack", "switch", "probe", "logprobs", "update", "refit", "eval", "save")
+SOME_PHASES = ("reward", "logprobs", "eval", "save")
+SETTINGS = (
+    "run.threads_per_rank=1",
+    "checkpoint.every=1",
+    "eval.num_prompts=4",
+    "loss.kl_coef=0.0",
+    "report.tensorboard=false",
+)
+ENDLESS = ("run.num_steps=100000", "run.threads_per_rank=1", "checkpoint.export=false", "report.tensorboard=false")
+END_LIMIT_S = 60.0  # for an idle machine and a busy one
+
+
+def plain(program: Any, argv: list[str]) -> int:
+    """Run one rank's program, without the seconds that drawing takes."""
+    with mock.patch.object(Report, "_write_curves", lambda *_: "no curves"):
+        return program(argv)
+
+
+def signalled(program: Any, argv: list[str], step: int, phase: str) -> int:
+    """The same; the last rank gets SIGUSR1 as it enters a phase of a step."""
+    enter = Watch.enter
+
+    def enter_and_signal(watch: Watch, entered: str) -> None:
+        enter(watch, entered)
+        here = (watch._post.step, entered) == (step, phase)
+        if here and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with mock.patch.object(Watch, "enter", enter_and_signal):
+        return plain(program, argv)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "hf/model.safetensors")
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    for name, tensor in weights(one).items():
+        assert torch.equal(tensor, weights(other)[name]), name
+
+
+def launch(num_ranks: int, argv: list[str]) -> None:
+    """A run as torchrun would start it, without the seconds that its imports take."""
+    assert set(run_ranks(num_ranks, plain, main, argv, timeout_s=200.0)) == {0}
+
+
+@pytest.mark.parametrize(
+    "phases", [pytest.param(SOME_PHASES, id="some"), pytest.param(PHASES, id="every", marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_stopped_in_any_phase_is_bitwise_the_run_that_is_not(
+    folder: Path,  # noqa: F811
+    phases: tuple[str, ...],
+) -> None:
+    """One rank of two is told, in another phase in every step."""
+    argv = [str(folder / "c.toml"), *SETTINGS, f"run.num_steps={len(phases) + 2}"]
+    unstopped, run = (folder / f"runs/{name}-{len(phases)}" for name in ("unstopped", "stopped"))
+    launch(2, [*argv, f"run.name={unstopped.name}"])
+    argv.append(f"run.name={run.name}")
+    for step, phase in enumerate(phases, start=1):
+        codes = run_ranks(2, signalled, main, argv, step, phase, timeout_s=200.0)
+        assert set(codes) == {0}, phase
+        requeue = read_requeue(FaultFiles(run))
+        assert requeue is not None and requeue.reason == "SIGUSR1" and requeue.again, phase
+        # Ranks agree before they save: who is told while that is done is heard a step later.
+        assert requeue.step == step + (phase == "save"), phase
+        assert not (run / "hf").exists()
+    launch(2, argv)
+    assert read_requeue(FaultFiles(run)) is None
+    assert_same_weights(unstopped, run)
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(len(phases) + 3))
+
+
+def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:  # noqa: F811
+    settings = ("rollout.num_ranks=1", 'rollout.placement="disaggregated"', "rollout.max_staleness=0")
+    argv = [str(folder / "c.toml"), *SETTINGS, *settings, "run.num_steps=4", "checkpoint.every=0"]
+    launch(2, [*argv, "run.name=apart-unstopped"])
+    run = folder / "runs/apart-stopped"
+    stopped = [*argv, "run.name=apart-stopped"]
+    assert set(run_ranks(2, signalled, main, stopped, 2, "reward", timeout_s=200.0)) == {0}
+    requeue = read_requeue(FaultFiles(run))
+    assert requeue is not None and requeue.step == 2
+    launch(2, stopped)
+    assert_same_weights(folder / "runs/apart-unstopped", run)
+
+
+def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:  # noqa: F811
+    settings = ("rollout.num_ranks=1", 'rollout.placement="disaggregated"', "rollout.max_staleness=2")
+    argv = [str(folder / "c.toml"), *SETTINGS, *settings, "run.num_steps=6", "run.deterministic=false"]
+    argv.append("run.name=ahead-stopped")
+    assert set(run_ranks(2, signalled, main, argv, 2, "rollout", timeout_s=200.0)) == {0}
+    requeue = read_requeue(FaultFiles(folder / "runs/ahead-stopped"))
+    assert requeue is not None and 1 <= requeue.step <= 3
+    launch(2, argv)
+    assert read_requeue(FaultFiles(folder / "runs/ahead-stopped")) is None
+
+
+SFT = """\
+[run]
+dir = "{runs}"
+num_steps = 4
+deterministic = true
+threads_per_rank = 1
+[model]
+path = "{model}"
+[data]
+max_prompt_tokens = 24
+[[data.sources]]
+kind = "jsonl"
+path = "{rows}"
+response_column = "response"
+[sft]
+sequences_per_step = 4
+max_response_tokens = 8
+[optim]
+lr = 1e-2
+[pack]
+max_tokens_per_micro_batch = 64
+"""
+
+
+def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:  # noqa: F811
+    rows = [{"prompt": f"{i} + 1 =", "answer": "", "response": str(i + 1)} for i in range(32)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = folder / "sft.toml"
+    config.write_text(SFT.format(runs=folder / "runs", model=folder / "model", rows=folder / "rows.jsonl"))
+    assert set(run_ranks(2, plain, sft, [str(config), "run.name=sft-unstopped"], timeout_s=200.0)) == {0}
+    stopped = [str(config), "run.name=sft-stopped"]
+    assert set(run_ranks(2, signalled, sft, stopped, 2, "update", timeout_s=200.0)) == {0}
+    requeue = read_requeue(FaultFiles(folder / "runs/sft-stopped"))
+    assert requeue is not None and requeue.step == 2
+    assert set(run_ranks(2, plain, sft, stopped, timeout_s=200.0)) == {0}
+    assert_same_weights(folder / "runs/sft-unstopped", folder / "runs/sft-stopped")
+
+
+def with_a_long_second_step(argv: list[str]) -> int:
+    """Run one rank's program, by a clock on which step 2 takes two hours."""
+    end_step, ends = Stop.end_step, iter((0.0, 0.0, 7200.0))
+
+    def end_later(stop: Stop, now: float) -> None:
+        end_step(stop, now + next(ends))
+
+    with mock.patch.object(Stop, "end_step", end_later):
+        return plain(main, argv)
+
+
+def test_no_step_is_begun_that_would_end_too_late(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    deadline = datetime.now() + timedelta(hours=1)
+    argv = [str(folder / "c.toml"), *ENDLESS, "run.name=timed", f'run.stop_before="{deadline.isoformat()}"']
+    assert set(run_ranks(2, with_a_long_second_step, argv, timeout_s=200.0)) == {0}
+    requeue = read_requeue(FaultFiles(folder / "runs/timed"))
+    assert requeue is not None and requeue.reason.startswith("run.stop_before = ") and not requeue.again
+    assert requeue.step == 2 and (folder / "runs/timed/checkpoints/step-00000002").is_dir()
+    assert main([*argv[:-1], "run.stop_before=2001-01-01"]) == 2
+    assert "run.stop_before = 2001-01-01T00:00 is in the past" in capsys.readouterr().err
+
+
+def failing(argv: list[str]) -> int:
+    """Run one rank's program; the update of the second rank fails in step 2."""
+    update = train.update
+
+    def update_or_fail(*arguments: Any, step: int, **settings: Any) -> Any:
+        if step == 2 and os.environ["RANK"] == "1":
+            raise ArithmeticError("of this rank alone")
+        return update(*arguments, step=step, **settings)
+
+    with mock.patch.object(train, "update", update_or_fail):
+        return plain(main, argv)
+
+
+def test_a_failure_of_one_rank_is_the_one_cause(folder: Path) -> None:  # noqa: F811
+    argv = [str(folder / "c.toml"), *SETTINGS, "run.name=failed", "run.num_steps=4"]
+    assert run_ranks(2, failing, argv, timeout_s=200.0) == [EXIT_LOST_RANK, 1]
+    files = FaultFiles(folder / "runs/failed")
+    report = read_error(files)
+    assert report is not None
+    assert (report.kind, report.rank, report.step, report.phase) == ("error", 1, 2, "update")
+    assert report.message == "ArithmeticError: of this rank alone" and "update_or_fail" in report.traceback
+    assert report.log_lines[-1].endswith("step 2")
+    assert "a secondary error" in files.log_of(0).read_text()
+    # What was wrong is forgotten when the run goes on.
+    launch(2, argv)
+    assert read_error(files) is None
+
+
+class Job:
+    """A run on 2 ranks by torchrun, and its processes."""
+
+    def __init__(self, folder: Path, name: str, *settings: str, supervised: bool) -> None:  # noqa: F811
+        self.files = FaultFiles(folder / "runs" / name)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "spmdrl.train", str(folder / "c.toml"), f"run.name={name}", *settings]
+        if supervised:
+            command = [sys.executable, "-m", "spmdrl.supervise", str(self.files.folder), *command]
+        self._output = (folder / f"{name}.txt").open("w+")
+        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+
+    @property
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def wait_for(self, rank: int, step: int, phase: str) -> int:
+        """Until a rank is in a phase, of this step or a later one; returns its process."""
+        deadline = time.monotonic() + 200.0
+        while True:
+            post = read_json(self.files.post_of(rank))
+            if post is not None and post["step"] >= step and post["phase"] == phase:
+                return post["pid"]
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.001)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> None:
+        for process in (*self.descendants(), self.process) if self.process.poll() is None else ():
+            process.kill()
+        self._output.close()
+
+
+@contextmanager
+def job(folder: Path, name: str, *settings: str, supervised: bool) -> Iterator[Job]:  # noqa: F811
+    started = Job(folder, name, *settings, supervised=supervised)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all of them end within a few seconds."""
+    return not psutil.wait_procs(processes, timeout=10)[1]
+
+
+def test_sigterm_to_a_launched_job_saves_and_asks_to_be_started_again(folder: Path) -> None:  # noqa: F811
+    with job(folder, "terminated", *ENDLESS, supervised=True) as run:
+        run.wait_for(1, 2, "update")
+        processes = run.descendants()
+        run.process.terminate()
+        assert run.process.wait(END_LIMIT_S) == EXIT_REQUEUE, run.output
+        assert gone(processes), "processes are left"
+    requeue = read_requeue(run.files)
+    assert requeue is not None and requeue.reason == "SIGTERM"
+    assert run.output.splitlines()[-1].startswith(f"stopped after step {requeue.step} of 100000 (SIGTERM)")
+    assert "Traceback" not in run.output
+    # The launch goes on there, and ends as a run that was never stopped.
+    last = f"run.num_steps={requeue.step + 1}"
+    for name in ("terminated", "not-terminated"):
+        launch(2, [str(folder / "c.toml"), *ENDLESS, f"run.name={name}", last, "checkpoint.export=true"])
+    assert_same_weights(folder / "runs/not-terminated", folder / "runs/terminated")
+
+
+def test_sigusr1_to_one_rank_under_bare_torchrun_ends_all_with_0(folder: Path) -> None:  # noqa: F811
+    with job(folder, "told", *ENDLESS, supervised=False) as run:
+        rank = run.wait_for(1, 2, "rollout")
+        processes = run.descendants()
+        os.kill(rank, signal.SIGUSR1)
+        assert run.process.wait(END_LIMIT_S) == 0, run.output
+        assert gone(processes), "processes are left"
+    requeue = read_requeue(run.files)
+    assert requeue is not None and requeue.reason == "SIGUSR1" and requeue.step >= 2
+
+
+def test_a_rank_that_is_stopped_in_a_collective_ends_the_job_by_name(folder: Path) -> None:  # noqa: F811
+    """The hang drill."""
+    with job(folder, "hung", *ENDLESS, "watchdog.timeout_s=6", supervised=True) as run:
+        rank = run.wait_for(1, 2, "update")
+        os.kill(rank, signal.SIGSTOP)
+        processes = run.descendants()
+        assert run.process.wait(END_LIMIT_S) == 5, run.output
+        assert gone(processes), "processes are left"
+    report = read_error(run.files)
+    assert report is not None and report.kind == "hang" and report.rank == 1
+    told = run.output[run.output.index("no rank has got on for 6 s") :]
+    assert f"pid {rank}) does not answer, it is in step {report.step}, {report.phase}" in told
+    # Together when they are in the same place; a rank without stacks would be said not to have answered.
+    assert "main thread of rank" in told and "in run_from_command_line" in told
+    assert "it has not answered" not in told
+    for number in range(2):
+        assert "in run_from_command_line" in run.files.log_of(number).read_text()
+        assert run.files.flight_record_of(number).stat().st_size > 0

@@ -1,0 +1,166 @@
+"""What is kept, what a manifest notices, which changes of the configuration matter, and what is never unpickled."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmdrl.checkpoint.changes import HARMLESS, changes, harmless, resolved
+from spmdrl.checkpoint.manifest import MANIFEST, BrokenManifest, Digest, Manifest, write_json
+from spmdrl.checkpoint.places import folder_of, newest_step, remove, saved_steps
+from spmdrl.checkpoint.resume import unfinished
+from spmdrl.checkpoint.retention import superseded
+from spmdrl.checkpoint.storage import Reader
+from spmdrl.config import Config, SftConfig
+from spmdrl.tools.config_reference import settings
+
+STEPS: dict[int, float | None] = {2: 0.1, 4: 0.9, 6: None, 8: 0.9, 10: 0.5}
+SETTINGS: dict[str, Any] = {
+    "run": {"name": "x", "num_steps": 3},
+    "model": {"path": "m"},
+    "data": {"max_prompt_tokens": 8, "sources": [{"kind": "jsonl", "path": "a.jsonl"}]},
+    "rollout": {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 5},
+    "reward": {"terms": [{"kind": "exact"}]},
+    "optim": {"lr": 0.001},
+    "pack": {"max_tokens_per_micro_batch": 64},
+}
+
+
+def config(**tables: dict[str, Any]) -> Config:
+    return Config.model_validate(SETTINGS | {name: SETTINGS.get(name, {}) | table for name, table in tables.items()})
+
+
+@pytest.mark.parametrize(
+    ("rules", "gone"),
+    [
+        ({"keep_last": 1}, [2, 6, 8]),  # 4 is the first of the best
+        ({"keep_last": 5}, []),
+        ({"keep_last": 2, "keep_every": 6}, [2]),
+        ({"keep_last": 1, "keep_every": 2}, []),
+    ],
+)
+def test_what_is_kept(rules: dict[str, int], gone: list[int]) -> None:
+    assert superseded(STEPS, **rules) == gone
+    unmeasured = dict.fromkeys(STEPS)
+    assert superseded(unmeasured, keep_last=2) == [2, 4, 6]
+
+
+def a_checkpoint(folder: Path, step: int = 3) -> Path:
+    """A checkpoint of two files."""
+    checkpoint = folder_of(folder, step)
+    checkpoint.mkdir(parents=True)
+    files = {name: write_json(checkpoint / name, [name] * 50) for name in ("a.json", "b.json")}
+    Manifest(
+        step=step, num_ranks=2, configuration={"x": 0.1}, versions={}, metrics={"eval/reward": 1 / 3}, files=files
+    ).write(checkpoint)
+    return checkpoint
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    manifest = Manifest.read(a_checkpoint(tmp_path))
+    assert (manifest.configuration, manifest.metrics) == ({"x": 0.1}, {"eval/reward": 1 / 3})
+    assert list(manifest.problems(folder_of(tmp_path, 3), manifest.files)) == []
+
+
+def flipped(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_and_every_missing_byte_is_noticed(tmp_path: Path) -> None:
+    checkpoint = a_checkpoint(tmp_path)
+    file, manifest = checkpoint / "a.json", Manifest.read(checkpoint)
+    content = file.read_bytes()
+
+    def problems() -> list[str]:
+        return list(manifest.problems(checkpoint, manifest.files))
+
+    for place in (0, len(content) // 2, len(content) - 1):
+        flipped(file, place)
+        assert problems() == ["a.json was changed: its content is not what was written"]
+        file.write_bytes(content)
+    file.write_bytes(content[:-1])
+    assert problems() == [f"a.json is truncated: it has {len(content) - 1} of {len(content)} bytes"]
+    file.unlink()
+    assert problems() == ["a.json is missing"]
+
+
+def test_a_manifest_checks_itself(tmp_path: Path) -> None:
+    checkpoint = a_checkpoint(tmp_path)
+    path = checkpoint / MANIFEST
+    content = path.read_bytes()
+    for damaged in (content[:-9], b"", b"[]", content.replace(b"0.1", b"0.2")):
+        path.write_bytes(damaged)
+        with pytest.raises(BrokenManifest, match=MANIFEST):
+            Manifest.read(checkpoint)
+    path.unlink()
+    with pytest.raises(BrokenManifest, match=r"manifest\.json is missing"):
+        Manifest.read(checkpoint)
+
+
+def test_only_what_has_its_last_name_counts(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        a_checkpoint(tmp_path, step)
+    folder_of(tmp_path, 11).with_suffix(".unfinished").mkdir()
+    (tmp_path / "step-notes").mkdir()
+    (note,) = unfinished(tmp_path, 10)
+    assert "step-00000011.unfinished; going on from step 10" in note
+    assert (saved_steps(tmp_path), newest_step(tmp_path)) == ([1, 2, 10], 10)
+    remove(folder_of(tmp_path, 10))
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_changes_are_told_apart(tmp_path: Path) -> None:
+    before = resolved(config())
+    now = config(optim={"lr": 0.002}, run={"num_steps": 9}, parallel={"dp_shard": 2}, loss={"clip_low": 0.1})
+    found = changes(before, now)
+    assert [change.name for change in found] == ["loss.clip_low", "optim.lr", "parallel.dp_shard", "run.num_steps"]
+    assert found[1].sentence == "optim.lr was 0.001 and is 0.002"
+    assert found[0].sentence == "loss.clip_low was not set and is 0.1"
+    assert [change.name for change in found if not change.is_in(harmless(now))] == ["loss.clip_low", "optim.lr"]
+    assert all(change.is_in(("loss", "optim.lr", "parallel", "run")) for change in found)
+    assert changes(resolved(now), now) == []
+
+
+def test_the_number_of_steps_matters_to_a_schedule_that_ends_with_them() -> None:
+    assert "run.num_steps" in harmless(config())
+    assert "run.num_steps" not in harmless(config(optim={"schedule": "cosine"}))
+
+
+def test_a_setting_that_the_checkpoint_does_not_know_had_its_default() -> None:
+    older = resolved(config())
+    del older["optim"]["eps"], older["loss"]
+    assert changes(older, config()) == []
+    assert [change.name for change in changes(older, config(optim={"eps": 1e-6}))] == ["optim.eps"]
+
+
+def test_every_harmless_setting_exists() -> None:
+    known = [name for kind in (Config, SftConfig) for name, _ in settings(kind)]
+    for name in HARMLESS:
+        assert any(setting == name or setting.startswith(f"{name}.") for setting in known), name
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("the checkpoint ran this",))
+
+
+def test_the_table_of_tensors_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
+        Reader(tmp_path).read_metadata()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([torch.float32, torch.Size([1]), torch.nn.Linear]))
+    with pytest.raises(pickle.UnpicklingError, match=r"torch\.nn"):
+        Reader(tmp_path).read_metadata()
+    assert capsys.readouterr().out == ""
+
+
+def test_digests_are_of_the_whole_file(tmp_path: Path) -> None:
+    assert write_json(tmp_path / "x", {}) == Digest(
+        2, "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    )

@@ -1,0 +1,342 @@
+"""One cause for every failure, who holds up whom, and when to stop: the parts that need no other rank."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spmdrl.faults.cause import OomKills, hints_of, is_secondary
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.posts import Post, describe_hang, furthest_behind, has_ended, own_host, read_posts, silent, stuck
+from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
+from spmdrl.faults.verdict import (
+    EXIT_CODES,
+    EXIT_REQUEUE,
+    ErrorReport,
+    Requeue,
+    claim,
+    read_error,
+    read_requeue,
+    write_requeue,
+)
+from spmdrl.faults.watch import Stop, Watch, Wish
+from spmdrl.supervise import conclude, supervise
+from spmdrl.supervise import main as supervise_main
+from spmdrl.tools import ps
+from spmdrl.types import UserError
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FaultFiles:
+    for folder in ("ranks", "logs"):
+        (tmp_path / folder).mkdir()
+    return FaultFiles(tmp_path)
+
+
+def post(rank: int, **changes: Any) -> Post:
+    settings = {
+        "launch": "one",
+        "rank": rank,
+        "num_ranks": 3,
+        "host": "here",
+        "pid": 100 + rank,
+        "step": 2,
+        "phase": "update",
+        "phases_entered": 7,
+        "moved_at": 50.0,
+    }
+    return Post(**(settings | changes))
+
+
+def error_report(rank: int = 0, **changes: Any) -> ErrorReport:
+    settings = {
+        "launch": "one",
+        "kind": "error",
+        "rank": rank,
+        "num_ranks": 3,
+        "host": "here",
+        "pid": 100 + rank,
+        "step": 2,
+        "phase": "update",
+        "message": "ValueError: no",
+        "traceback": "Traceback (most recent call last):\nValueError: no\n",
+    }
+    return ErrorReport(**(settings | changes))
+
+
+def test_only_one_of_many_is_the_cause(files: FaultFiles) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        claims = list(pool.map(lambda rank: claim(files, error_report(rank)), range(8)))
+    assert sorted(claims) == ["first"] + ["late"] * 7
+    found = read_error(files)
+    assert found == error_report(claims.index("first"), time=found.time)
+    assert read_error(files, launch="another") is None
+
+
+def test_a_cause_that_cannot_be_written_is_still_told(tmp_path: Path) -> None:
+    assert claim(FaultFiles(tmp_path / "absent"), error_report()) == "unwritten"
+    (tmp_path / "error.json").write_text('{"launch": "on')
+    assert read_error(FaultFiles(tmp_path)) is None
+
+
+def test_what_only_follows_from_another_failure_is_no_cause() -> None:
+    assert is_secondary(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"))
+    assert is_secondary(dist.DistBackendError("NCCL error: remote process exited or there was a network error"))
+    assert not is_secondary(RuntimeError("Connection closed by peer"))  # of a judge's server, say
+    assert not is_secondary(RuntimeError("[gloo/transport/tcp] Timed out waiting 1800000ms for recv"))
+
+
+def test_a_full_disk_is_named_wherever_it_shows() -> None:
+    none = OomKills.now()
+    full = OSError(errno.ENOSPC, "No space left on device", "/runs/x")
+    outer = ValueError("could not save")
+    outer.__cause__ = full
+    for error in (full, outer):
+        assert hints_of(error, none) == ["the disk is full, writing /runs/x: make room and start again"]
+    assert hints_of(RuntimeError("rank 3: [Errno 28] No space left on device"), none)[0].startswith("the disk is full")
+    assert hints_of(OSError(errno.EFBIG, "File too large"), none)[0].startswith("a file is too large")
+    assert hints_of(ValueError("no"), none) == []
+
+
+def test_memory_is_named_by_what_the_kernel_did() -> None:
+    before = OomKills(of_group=1, of_host=5)
+    assert OomKills(of_group=1, of_host=5).since(before) == []
+    assert "killed a process of this job's memory cgroup" in OomKills(of_group=2, of_host=6).since(before)[0]
+    assert "killed 2 processes of this host" in OomKills(of_group=1, of_host=7).since(before)[0]
+    assert hints_of(MemoryError(), OomKills.now()) == [
+        "host memory is used up: this process could not allocate any more"
+    ]
+
+
+def test_a_run_is_stuck_when_no_rank_gets_on() -> None:
+    posts = [post(0, moved_at=10.0), post(1, moved_at=20.0), post(2, moved_at=99.0, ended=True)]
+    assert stuck(posts, now=51.0, timeout_s=30.0)
+    assert not stuck(posts, now=49.0, timeout_s=30.0)
+    assert not stuck([post(2, ended=True, moved_at=0.0)], now=100.0, timeout_s=30.0)
+
+
+def test_who_holds_up_the_others_is_named_with_its_phase() -> None:
+    before = [post(0, beat=1), post(1, beat=4), post(2, beat=9, ended=True)]
+    after = [post(0, beat=2), post(1, beat=4, phase="rollout"), post(2, beat=9, ended=True)]
+    assert [one.rank for one in silent(before, after)] == [1]
+    assert describe_hang(after, {1}, timeout_s=8.0) == (
+        "no rank has got on for 8 s: rank 1 (here, pid 101) does not answer, it is in step 2, rollout"
+    )
+    behind = [post(0, phases_entered=7), post(1, phases_entered=6, phase="reward"), post(2, phases_entered=7)]
+    assert furthest_behind(behind) == [behind[1]]
+    assert "rank 1 (here, pid 101) is behind the others, in step 2, reward" in describe_hang(behind, (), timeout_s=8.0)
+    assert describe_hang([post(0), post(1)], (), timeout_s=8.0).endswith("all of them are in step 2, update")
+
+
+def test_posts_are_read_as_they_were_written_and_only_those_of_the_launch(files: FaultFiles) -> None:
+    for one in (post(10), post(2), post(0, launch="before")):
+        one.write(files)
+    files.post_of(5).write_text('{"rank": 5')
+    assert read_posts(files, launch="one") == [post(2), post(10)]
+    files.clear()
+    assert read_posts(files) == []
+
+
+def test_a_process_that_is_gone_is_seen_on_its_own_host_only() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert has_ended(post(0, pid=ended.pid), "here")
+    assert not has_ended(post(0, pid=ended.pid), "there")
+    assert not has_ended(post(0, pid=ended.pid, ended=True), "here")
+    assert not has_ended(post(0, pid=os.getpid()), "here")
+
+
+def test_stopping_waits_for_no_step_that_would_end_too_late() -> None:
+    deadline = datetime(2026, 11, 21, 8, 0)
+    at = deadline.timestamp()
+    stop = Stop(before=deadline)
+    stop.end_step(at - 100)
+    assert stop.wish(at - 99) is None
+    stop.end_step(at - 70)
+    assert stop.wish(at - 31) is None
+    assert stop.wish(at - 30) == Wish("run.stop_before = 2026-11-21T08:00", again=False)
+    stop.ask(Wish("SIGTERM", again=True))
+    stop.ask(Wish("SIGUSR1", again=True))
+    assert stop.wish(at) == Wish("SIGTERM", again=True)
+    assert Stop().wish(at) is None
+
+
+def test_stacks_of_ranks_in_the_same_place_are_told_once() -> None:
+    text = """\
+12:00:00 step 3
+--- stacks of rank 0 in step 3, update
+Thread 0x00007f01 (most recent call first):
+  File "threading.py", line 1 in wait
+
+Thread 0x00007f02 [python] (most recent call first):
+  File "collectives.py", line 31 in any_rank
+  File "train.py", line 1 in train
+--- end of stacks
+Current thread 0x00007f03 (most recent call first):
+  File "scheduler.py", line 2 in loop
+"""
+    main = '  File "collectives.py", line 31 in any_rank\n  File "train.py", line 1 in train'
+    assert main_stack(text) == main
+    assert main_stack("12:00:00 step 3\n") == ""
+    told = grouped({0: main, 1: main, 2: "", 3: main})
+    assert told.count("any_rank") == 1
+    assert "ranks 0-1, 3" in told and "main thread of rank 2 (most recent call first):\n  it has not answered" in told
+    assert ranks_phrase([4]) == "rank 4"
+
+
+def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
+    assert conclude(files, 0) == ("", 0)
+    assert conclude(files, 1) == ("", 1)
+    post(1).write(files)
+    assert conclude(files, 137) == (
+        "the ranks have ended without a word: rank 1 (here, pid 101) was in step 2, update",
+        137,
+    )
+    for again, code in ((True, EXIT_REQUEUE), (False, 0)):
+        requeue = Requeue(launch="one", step=3, num_steps=9, reason="SIGTERM", again=again)
+        files.stop.touch()
+        write_requeue(files, requeue)
+        assert read_requeue(files) == requeue and not files.stop.exists()
+        words, found = conclude(files, 1)
+        assert "stopped after step 3 of 9 (SIGTERM)" in words and found == code
+    claim(files, error_report(1, hints=["the disk is full"]))
+    words, found = conclude(files, 1)
+    assert found == EXIT_CODES["error"]
+    assert words.splitlines() == [
+        "rank 1 of 3 (here, pid 101) failed in step 2, update:",
+        "Traceback (most recent call last):",
+        "ValueError: no",
+        "the disk is full",
+    ]
+    assert error_report(kind="user", message="a\nb").text() == "cannot start:\n  - a\n  - b"
+
+
+def test_a_signal_to_the_supervisor_becomes_a_file_and_not_torchruns_end(tmp_path: Path) -> None:
+    # The command stands for torchrun: it would die by the signal, and ends when the file is there.
+    waits = f"while [ ! -e {tmp_path}/run/stop ]; do sleep 0.02; done; cat {tmp_path}/run/stop"
+    command = [sys.executable, "-m", "spmdrl.supervise", str(tmp_path / "run"), "sh", "-c", f"echo up; {waits}"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None and started.stdout.readline() == "up\n"
+    started.send_signal(signal.SIGUSR1)
+    assert started.communicate(timeout=30)[0] == "SIGUSR1"
+    assert started.returncode == 0
+
+
+def test_the_command_is_told_that_the_supervisor_will_speak(tmp_path: Path) -> None:
+    assert supervise(FaultFiles(tmp_path), ["sh", "-c", 'exit "$((SPMDRL_SUPERVISED + 2))"'], os.environ) == 3
+    assert supervise(FaultFiles(tmp_path), ["sh", "-c", "kill -9 $$"], os.environ) == 137
+
+
+def make_watch(files: FaultFiles, **changes: Any) -> Watch:
+    return Watch(files, launch="one", rank=0, num_ranks=1, **changes)
+
+
+def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
+    files: FaultFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    watch = make_watch(files)
+    watch.start()
+    try:
+        watch.begin_step(3)
+        watch.enter("rollout")
+        deadline = time.monotonic() + 5
+        while [(one.step, one.phase) for one in read_posts(files)] != [(3, "rollout")]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert ps.main([str(files.folder)]) == 0
+        header, row = capsys.readouterr().out.splitlines()
+        assert header.split() == ["rank", "host", "pid", "step", "phase", "for", "state"]
+        assert row.split() == ["0", own_host(), str(os.getpid()), "3", "rollout", "0:00", "running"]
+        assert listens(os.getpid())
+        assert ps.main([str(files.folder), "dump"]) == 0
+        assert "in test_a_watch_shows_where_the_rank_is_and_writes_its_stacks" in capsys.readouterr().out
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while watch.wish_to_stop() is None:
+            assert time.monotonic() < deadline + 5
+            time.sleep(0.01)
+        assert watch.wish_to_stop() == Wish("SIGUSR1", again=True)
+    finally:
+        watch.close()
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    assert not listens(os.getpid())
+    assert [one.ended for one in read_posts(files)] == [True]
+
+
+def test_sigterm_is_no_wish_to_stop_when_another_rank_is_gone(files: FaultFiles) -> None:
+    """torchrun ends the ranks that are left with it."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    post(1, pid=gone.pid, host=own_host()).write(files)
+    watch = make_watch(files)
+    watch.start()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while "SIGTERM, and another rank has ended" not in files.log_of(0).read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert watch.wish_to_stop() is None
+    finally:
+        watch.close()
+
+
+def test_the_file_stop_asks_the_run_to_stop(files: FaultFiles) -> None:
+    files.stop.write_text("maintenance\n")
+    watch = make_watch(files)
+    watch.start()
+    try:
+        deadline = time.monotonic() + 5
+        while watch.wish_to_stop() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert watch.wish_to_stop() == Wish("maintenance", again=True)
+    finally:
+        watch.close()
+
+
+def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = make_watch(files)
+    watch.begin_step(4)
+    watch.enter("update")
+    with (
+        pytest.raises(Exception, match=r"rank 0 of 1 .* failed in step 4, update:\n(?s:.*)in_here") as raised,
+        watch.reporting(),
+    ):
+        raise KeyError("in_here")
+    found = json.loads(files.error.read_text())
+    assert (found["kind"], found["step"], found["phase"], found["message"]) == (
+        "error",
+        4,
+        "update",
+        "KeyError: 'in_here'",
+    )
+    assert found["log_lines"][-1].endswith("step 4")
+    assert raised.value.exit_code == EXIT_CODES["error"]
+    # The second one is written down, and says nothing.
+    with pytest.raises(Exception, match=r"^$") as raised, watch.reporting():
+        raise UserError("also wrong")
+    assert raised.value.exit_code == EXIT_CODES["user"]
+    assert "also wrong" in files.log_of(0).read_text()
+    watch._log.close()
+
+
+@pytest.mark.parametrize(("reason", "requeues"), [("SIGUSR1", True), ("SIGTERM", False)])
+def test_only_the_signal_before_the_time_limit_requeues_the_job(files: FaultFiles, reason: str, requeues: bool) -> None:
+    requeue = json.dumps({"launch": "one", "step": 3, "num_steps": 9, "reason": reason, "again": True})
+    stands_for_the_run = ["sh", "-c", f"echo '{requeue}' > {files.requeue}"]
+    again = files.folder / "again"
+    assert supervise_main(["--requeue", f"touch {again}", str(files.folder), *stands_for_the_run]) == EXIT_REQUEUE
+    assert again.exists() == requeues
