@@ -182,8 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = "cannot replay" if isinstance(error, UserError) else "training diverges"
             print(f"{what}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_DIVERGED
-    if is_first:
-        print("\n".join(lines(found, arguments.step)))
+    if not is_first:
+        return 0  # the first speaks for all: torchrun would end it when another one fails
+    print("\n".join(lines(found, arguments.step)))
     differs = found.before is not None and not difference(found.before, found.now).is_none
     return EXIT_DIFFERENT if differs else 0
 
