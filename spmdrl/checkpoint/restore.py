@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.checkpoint.storage import LoadPlanner, Reader
 from spmdrl.checkpoint.tensors import LearnerState, in_chunks, tree_of
 from spmdrl.checkpoint.write import COLLECTOR, STATE, kind_of_optimizer
+from spmdrl.model.policy import PackedModel
 from spmdrl.types import UserError
 from spmdrl.update import Learner
 
@@ -43,6 +44,14 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
         if not saved[name]["has_state"]:  # what was saved is torch's invention
             learner.optimizer.state.clear()
         _restore_numbers(learner, saved[name])
+
+
+def restore_weights(checkpoint: Path, model: PackedModel, mesh: DeviceMesh, *, name: str) -> None:
+    """Load the weights of one learner and nothing else; every rank of the mesh must call this."""
+    weights = get_model_state_dict(model)
+    tree = in_chunks({name: {"weights": weights}})
+    dcp.load(tree, storage_reader=Reader(checkpoint), planner=LoadPlanner(), process_group=mesh.get_group())
+    set_model_state_dict(model, weights)
 
 
 def _refuse_other_state(saved: Mapping[str, Any], learners: Mapping[str, Learner], step: int) -> None:

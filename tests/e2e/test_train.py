@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.tools.evaluate import evaluate_export
+from spmdrl.tools.export import export_checkpoint
+from spmdrl.tools.export import main as export
 from spmdrl.tools.tiny_model import save_tiny_model
+from tests.spmd.ranks import run_ranks
 
 CONFIG = """\
 [run]
@@ -162,8 +165,34 @@ def test_the_export_is_the_model_that_was_evaluated(whole: Path) -> None:
         assert exported[name] == pytest.approx(last[name], abs=1e-9)
 
 
+def _export(run: Path, to: Path) -> None:
+    export_checkpoint(run, to=to)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_is_exported_as_the_run_exports_itself(
+    folder: Path, whole: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    run_ranks(num_ranks, _export, whole, tmp_path / "hf")
+    run, checkpoint = (load_file(path / "model.safetensors") for path in (whole / "hf", tmp_path / "hf"))
+    assert run.keys() == checkpoint.keys() and all(torch.equal(run[name], checkpoint[name]) for name in run)
+    for name in ("config.json", "tokenizer.json"):
+        assert (whole / "hf" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_a_checkpoint_that_cannot_be_exported_is_told(
+    whole: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export([str(whole), "--step", "3"]) == 2
+    assert "cannot export: --step 3: there is no such checkpoint; there are 2, 4" in capsys.readouterr().err
+    assert export([str(whole), "--to", str(folder / "model")]) == 2
+    assert "is where this run would export its own model" in capsys.readouterr().err
+
+
 def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole: Path) -> None:
-    torchrun(folder, 2, "run.name=stopped", "run.num_steps=2")
+    torchrun(folder, 2, "run.name=stopped", "run.num_steps=2", "export.every=1", "export.at_end=false")
+    exported = folder / "runs/stopped"
+    assert sorted(path.name for path in exported.glob("hf*")) == ["hf-00000001", "hf-00000002"]
     done = torchrun(folder, 2, "run.name=stopped")
     assert "3/4" in done.stdout and "2/4" not in done.stdout
     one, other = (load_file(run / "hf/model.safetensors") for run in (whole, folder / "runs/stopped"))

@@ -14,8 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.export import export_hf
+from spmdrl.model.load import load_policy
 from spmdrl.rollout.sglang_cpu import child_environment
-from tests.tiny import save_qwen3
+from spmdrl.tools.tiny_model import character_tokenizer
+from tests.engine.setup import change, trainer_logprobs
+from tests.spmd.ranks import run_ranks
+from tests.tiny import model_config, save_qwen3
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is not None, reason="triton is installed, as SGLang's CUDA packages are, and needs no stub"
@@ -81,16 +88,33 @@ def test_processes_of_the_engine_see_none_before_sglang(tmp_path: Path) -> None:
     assert python("-c", code + SEEN, **environment) == ["the other one", "True", "[]"]
 
 
-def test_greedy_tokens_are_those_of_a_forward(tmp_path: Path) -> None:
-    path, prompts, num_tokens = save_qwen3(tmp_path), [[5, 6, 7], [9]], 12
-    answers = json.loads(python("-m", "tests.engine.generate", path, json.dumps(prompts), str(num_tokens))[-1])
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = [token for token, _ in answer]
+def _changed(path: str, export: Path | None, sequences: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Export a policy whose weights were changed since it was loaded; its log-probabilities of the sequences."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
+        change(policy, 0.01)
+        if export:
+            sizes = {"bucket_bytes": 2**14, "file_bytes": 2**16}
+            export_hf(policy, character_tokenizer(), export, meshes, dtype=torch.float32, **sizes)
+        return trainer_logprobs(policy, sequences)
+
+
+def test_an_export_gives_the_trainers_log_probabilities(tmp_path: Path) -> None:
+    path, export, prompts = save_qwen3(tmp_path / "model"), tmp_path / "hf", [[5, 6, 7], [9]]
+    run_ranks(2, _changed, path, export, [])
+    answers = json.loads(python("-m", "tests.engine.generate", str(export), json.dumps(prompts), "12")[-1])
+    sequences = [(*prompt, *(token for token, _ in answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+    expected, _ = run_ranks(2, _changed, path, None, sequences)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    for prompt, answer, ids, of_trainer in zip(prompts, answers, sequences, expected, strict=True):
         with torch.no_grad():
-            logprobs = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert tokens == logprobs.argmax(-1).tolist()
-        torch.testing.assert_close(torch.tensor([lp for _, lp in answer]), logprobs.amax(-1), atol=1e-5, rtol=0)
+            of_transformers = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        assert ids[len(prompt) :] == tuple(of_transformers.argmax(-1)[len(prompt) - 1 :].tolist()), "greedy"
+        chosen = of_transformers.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(chosen, of_trainer, atol=1e-5, rtol=0)
+        of_sglang = torch.tensor([logprob for _, logprob in answer])
+        torch.testing.assert_close(of_sglang, of_trainer[len(prompt) - 1 :], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rank_lives", [True, False])

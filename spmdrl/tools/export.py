@@ -1,0 +1,102 @@
+"""`python -m spmdrl.tools.export RUN [--step N] [--to DIR]`: a checkpoint of a run as a Hugging Face directory.
+
+It needs no GPU, and no memory for the optimizer. With several ranks, `torchrun --nproc-per-node N -m
+spmdrl.tools.export RUN`, each holds a part of the model and writes some of its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdrl.checkpoint.manifest import BrokenManifest, Manifest
+from spmdrl.checkpoint.places import folder_of, saved_steps
+from spmdrl.checkpoint.restore import restore_weights
+from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
+from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.export import export_hf, refuse_overwriting
+from spmdrl.faults.verdict import EXIT_USER_ERROR
+from spmdrl.learners import POLICY
+from spmdrl.model.load import DTYPES, load_model_config, load_policy
+from spmdrl.report import RunFolder
+from spmdrl.types import UserError
+
+
+def export_checkpoint(run: Path, *, step: int | None = None, to: Path | None = None, dtype: str | None = None) -> Path:
+    """Write the policy as it was after `step`, else after the newest one; returns the directory.
+
+    Raises UserError when there is no such checkpoint, or when it is not whole.
+    """
+    folder = RunFolder(run)
+    cfg = read_run_config(str(folder.config), [])
+    step = _step(folder, step)
+    destination = to or folder.hf_after(step)
+    refuse_overwriting(cfg.model.path, destination)
+    model = cfg.model.model_copy(update={"attention": "auto", "cpu_offload": False})
+    load_model_config(model)
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    with spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=False) as world:
+        meshes = build_meshes(world, ParallelConfig())
+        with failing_together(meshes.training):
+            _require_whole(folder_of(folder.checkpoints, step), part=world.rank, num_parts=world.num_ranks)
+        policy = load_policy(model, meshes.model, temperature=1.0)
+        restore_weights(folder_of(folder.checkpoints, step), policy, meshes.training, name=POLICY)
+        export_hf(policy, tokenizer, destination, meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
+    return destination
+
+
+def _step(folder: RunFolder, wanted: int | None) -> int:
+    steps = saved_steps(folder.checkpoints)
+    if not steps:
+        raise UserError(f"{folder.checkpoints} holds no checkpoint; set checkpoint.every in a run to get some")
+    if wanted is not None and wanted not in steps:
+        raise UserError(f"--step {wanted}: there is no such checkpoint; there are {', '.join(map(str, steps))}")
+    return steps[-1] if wanted is None else wanted
+
+
+def _require_whole(checkpoint: Path, *, part: int, num_parts: int) -> None:
+    try:
+        manifest = Manifest.read(checkpoint)
+        problems = list(manifest.problems(checkpoint, sorted(manifest.files)[part::num_parts]))
+    except BrokenManifest as error:
+        problems = [str(error)]
+    if problems:
+        raise UserError(f"{checkpoint} cannot be loaded: {', '.join(problems)}; name another by --step")
+
+
+def _dtype_of_run(cfg: Config | SftConfig, folder: RunFolder) -> str:
+    """That of the weights which the run sampled with: where "auto" has chosen, by the devices it ran on."""
+    if cfg.model.compute_dtype != "auto":
+        return cfg.model.compute_dtype
+    versions: dict[str, Any] = json.loads(folder.versions.read_text(encoding="utf-8"))
+    return "bfloat16" if versions["cuda_devices"] else "float32"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("--step", type=int, help="of the checkpoint; else the newest")
+    parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- and the step")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
+    arguments = parser.parse_args(argv)
+    try:
+        written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
+    except UserError as error:
+        print(f"cannot export: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if os.environ.get("RANK", "0") == "0":
+        print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
