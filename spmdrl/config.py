@@ -651,6 +651,21 @@ class DebugConfig(Section):
     assert_on_policy: bool = False
     """End the run unless, in each step's first update, every ratio is exactly 1 and the KL to the old policy exactly 0.
     With `correction.old = "rollout"` that says that engine and trainer agree to the last bit."""
+    save_rollouts: Count | Literal["all"] | None = None
+    """Write each step's scored rollouts, and what the step computed from them, to `rollouts/` in the run's folder, and
+    keep those of the last so many steps, or `"all"`. `python -m spmdrl.tools.replay` computes a step again: see
+    `docs/replay.md`."""
+    load_rollouts: str | None = None
+    """Train on the rollouts and rewards in this folder, the `rollouts/` of another run, instead of sampling: no engine
+    is started."""
+
+    @model_validator(mode="after")
+    def _what_was_read_is_not_written_again(self) -> DebugConfig:
+        if self.load_rollouts is not None and self.save_rollouts is not None:
+            raise ValueError(
+                "load_rollouts reads what save_rollouts would write, and it is on the disk already; remove one of them"
+            )
+        return self
 
 
 def _with_defaults(section: Section, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -1075,6 +1090,22 @@ class Config(Section):
             raise ValueError(
                 f'correction.old = "rollout" needs tokens that the weights before the update sampled, but with {why} '
                 'older weights sample some of them; set correction.old = "trainer"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_read_needs_no_engine(self) -> Config:
+        if self.debug.load_rollouts is None:
+            return self
+        if self.eval is not None:
+            raise ValueError(
+                "debug.load_rollouts starts no engine, so nobody can answer the held-out prompts of [eval]; remove "
+                "[eval], or evaluate the exported model"
+            )
+        if self.rollout.placement == "disaggregated":
+            raise ValueError(
+                'debug.load_rollouts starts no engine, so that the ranks which rollout.placement = "disaggregated" '
+                'gives to engines would have nothing to do; set placement = "colocated"'
             )
         return self
 

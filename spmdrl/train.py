@@ -38,6 +38,7 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.phases import Phases
 from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
+from spmdrl.record import start_recorder
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
@@ -145,6 +146,7 @@ def train(
         at_the_end.callback(saver.close)
         objectives = objectives_of(cfg, learners)
         guards = {POLICY: Guard.of(cfg, meshes.training)}
+        recorder = start_recorder(cfg, plan, learners, meshes.training, folder.rollouts)
         trainer = TrainerMemory(list(learners.values()), world.device, moves=cfg.offload.trainer)
         trainer.sleep()  # an engine may take its share of what is free when it starts
         watch.enter("start engine")
@@ -207,6 +209,7 @@ def train(
                 collected = sampler.collect(step)
             with report.span("reward"):
                 scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+            recorder.save_rollouts(step, collected)
             for failure in map(watch.explained, failure_lines(step, scored)):
                 watch.note(failure)
                 report.message(failure)
@@ -226,6 +229,7 @@ def train(
                         update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
                         for name, learner in learners.items()
                     ]
+            recorder.save_findings(step, mini_batches, merge_all(updated))
             with report.span("refit"):
                 phases.refit(version=step)
             with report.span("eval"):

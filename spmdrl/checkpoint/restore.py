@@ -31,7 +31,7 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
     checkpoint = folder_of(folder, step)
     saved = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["learners"]
     _refuse_other_state(saved, learners, step)
-    states = {name: LearnerState.of(learner) for name, learner in learners.items()}
+    states = {name: LearnerState.to_fill(learner) for name, learner in learners.items()}
     tree = in_chunks(tree_of(states))
     dcp.load(tree, storage_reader=Reader(checkpoint), planner=LoadPlanner(), process_group=mesh.get_group())
     for name, learner in learners.items():

@@ -38,6 +38,15 @@ class LearnerState:
             learner.optimizer.state.clear()
         return state
 
+    @classmethod
+    def to_fill(cls, learner: Learner) -> LearnerState:
+        """To be loaded into: of an optimizer that has taken no step the state that torch makes up, which it keeps.
+
+        Were it dropped, torch would make it up once more when it is set, and an optimizer with its state on the host
+        has one memory for it: that would overwrite what was loaded.
+        """
+        return cls(*get_state_dict(learner.model, learner.optimizer))
+
 
 def tree_of(states: Mapping[str, LearnerState]) -> Tree:
     """What a checkpoint holds of learners: not the optimizer's settings, which are the launch's and may be changed on

@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def rollouts(self) -> Path:
+        """One directory per step whose rollouts were kept; if asked for."""
+        return self.path / "rollouts"
+
+    @property
     def hf(self) -> Path:
         """The final model as a Hugging Face directory."""
         return self.path / "hf"

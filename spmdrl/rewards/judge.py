@@ -43,6 +43,13 @@ class Judge:
         self._scorer.close()
 
 
+def judged(rollout: Rollout, outcome: RewardOutcome) -> Pending:
+    """A rollout whose reward is known already."""
+    future: Future[RewardOutcome] = Future()
+    future.set_result(outcome)
+    return rollout, future
+
+
 def _item(prompt: Prompt, response: str) -> RewardItem:
     return RewardItem(
         prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata, task=prompt.task

@@ -12,7 +12,6 @@ The other end is `rollout/serve.py`. What goes which way:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from spmdrl.metrics import Metrics, merge_all
 from spmdrl.plan import Plan
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.judge import Pending
+from spmdrl.rewards.judge import Pending, judged
 from spmdrl.rollout.collect import Collected
 from spmdrl.types import RewardOutcome, Rollout
 
@@ -227,7 +226,7 @@ class RemoteSampler:
             self._tell(message)
         outcomes = [outcome for part in parts for outcome in part.outcomes]
         return Collected(
-            pending=[_done(*outcome) for outcome in outcomes],
+            pending=[judged(*outcome) for outcome in outcomes],
             metrics=merge_all([part.metrics for part in parts]),
             places=parts[0].places,
             group_size=parts[0].group_size,
@@ -237,7 +236,7 @@ class RemoteSampler:
 
     def sample_held_out(self) -> list[Pending]:
         """See `Sampler.sample_held_out`; the engines do it by themselves, right after the refit."""
-        return [_done(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
+        return [judged(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
 
     def state(self) -> Mapping[str, Any] | None:
         """See `Sampler.state`: it came with the step's rollouts."""
@@ -255,9 +254,3 @@ class RemoteSampler:
                 while not isinstance(link.receive(source=rank), Farewell):
                     pass
         self._orders.settle()
-
-
-def _done(rollout: Rollout, outcome: RewardOutcome) -> Pending:
-    future: Future[RewardOutcome] = Future()
-    future.set_result(outcome)
-    return rollout, future

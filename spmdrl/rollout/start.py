@@ -1,4 +1,4 @@
-"""Which engine `rollout.engine` names, and who samples with it."""
+"""Which engine `rollout.engine` names, and who samples with it; or that rollouts are read from files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from spmdrl.refit.digest import digest
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.listen import ListeningTorchEngine
+from spmdrl.rollout.recorded import NoEngine, RecordedSampler, check_recorded
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
 from spmdrl.rollout.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler, Sampler
@@ -32,6 +33,8 @@ def check_engine(
 
     `stop_token_ids` are those that end a response, None when they could not be found.
     """
+    if cfg.debug.load_rollouts is not None:
+        return check_recorded(cfg)
     if cfg.rollout.engine == "torch":
         return check_model(model_config)
     from spmdrl.rollout.sglang_options import sglang_problems
@@ -55,6 +58,8 @@ def start_engine(
     On ranks that hold none: what stands for the engines of other ranks.
     `tell` gets what the user should know and can do without. Raises UserError when refits could not reach the engine.
     """
+    if cfg.debug.load_rollouts is not None:
+        return NoEngine(world.device)
     if not meshes.samples:
         return _remote_engine(cfg, model_config, plan, world, meshes)
     if cfg.rollout.engine == "sglang":
@@ -130,8 +135,10 @@ def start_sampler(
     heed: Callable[[Wish | None], None],
     restarts: Restarts,
 ) -> Sampler:
-    """Who samples for this rank, which trains: its own engine, or those of other ranks. See `LocalSampler` and
-    `RemoteSampler`."""
+    """Who samples for this rank, which trains: its own engine, those of other ranks, or a run before this one. See
+    `LocalSampler`, `RemoteSampler` and `RecordedSampler`."""
+    if cfg.debug.load_rollouts is not None:
+        return RecordedSampler(cfg, plan, meshes.training)
     if meshes.samples:
         return LocalSampler(
             cfg, plan, engine, submit, prompts, held_out, stop_token_ids, meshes, tell=tell, restarts=restarts

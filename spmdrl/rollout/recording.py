@@ -1,0 +1,248 @@
+"""The scored rollouts of a step as files, from which it can be computed again: `debug.save_rollouts`.
+
+    RUN/rollouts/step-00000012/rank-0.safetensors    of each rank that trains, as it had them before packing
+
+A folder appears under its final name when every rank has written its part. Numbers are tensors; texts are JSON in a
+tensor of bytes, because the header of a safetensors file, which says where it comes from, is limited.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.dist.collectives import failing_together
+from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
+
+Outcome = tuple[Rollout, RewardOutcome]
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What one rank had of a step when its rollouts were scored. Prompts are without metadata: only rewards read it."""
+
+    step: int
+    num_ranks: int  # that train: as many recordings has the step
+    config: Mapping[str, Any]  # the run's settings, in JSON's types; among them run.seed
+    plan: Mapping[str, Any]  # what they implied
+    places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
+    outcomes: tuple[Outcome, ...]  # whole groups in order, with their baselines
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Where the recordings of a step are."""
+    return folder / f"{_PREFIX}{step:08d}"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps that were recorded whole, in order."""
+    names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def write(folder: Path, recording: Recording, mesh: DeviceMesh, *, keep_last: int | None) -> None:
+    """Write this rank's part of a step; every rank of the mesh must call this. Older steps than the `keep_last` newest
+    are removed. Raises UserError on every rank when one of them cannot write."""
+    final = folder_of(folder, recording.step)
+    unfinished = final.with_suffix(".unfinished")
+    is_first = mesh.get_local_rank() == 0
+    with failing_together(mesh), told_of_the_disk(final):
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+    with failing_together(mesh), told_of_the_disk(final):
+        write_part(_part_of(unfinished, mesh.get_local_rank()), recording)
+    with failing_together(mesh), told_of_the_disk(final):
+        if is_first:
+            shutil.rmtree(final, ignore_errors=True)
+            unfinished.rename(final)
+            for step in recorded_steps(folder)[: -keep_last if keep_last else 0]:
+                shutil.rmtree(folder_of(folder, step))
+
+
+@contextmanager
+def told_of_the_disk(path: Path) -> Iterator[None]:
+    """What the disk refuses becomes a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"debug.save_rollouts: {path} cannot be written ({error}); make room there, or remove the setting"
+        ) from error
+
+
+def read_parts(folder: Path, step: int, *, index: int = 0, count: int = 1) -> list[Recording]:
+    """The recordings of ranks index, index + count, ... of a step: all of them, or one reader's share.
+
+    Raises UserError, naming the file, when one is missing or damaged.
+    """
+    place = folder_of(folder, step)
+    if not place.is_dir():
+        have = ", ".join(map(str, recorded_steps(folder))) or "none"
+        raise UserError(f"{folder} holds no rollouts of step {step}; the steps it holds: {have}")
+    num_ranks = int(read_header(_part_of(place, 0))["num_ranks"])
+    return [read_part(_part_of(place, rank)) for rank in range(index, num_ranks, count)]
+
+
+def _part_of(place: Path, rank: int) -> Path:
+    return place / f"rank-{rank}.safetensors"
+
+
+def write_part(path: Path, recording: Recording) -> None:
+    """One rank's file."""
+    header = {
+        "step": str(recording.step),
+        "num_ranks": str(recording.num_ranks),
+        "config": json.dumps(recording.config),
+        "plan": json.dumps(recording.plan),
+    }
+    save_file(_tensors(recording), path, metadata=header)
+
+
+def read_part(path: Path) -> Recording:
+    """What `write_part` was given, prompts without their metadata. Raises UserError when the file is damaged."""
+    header, tensors = read_header(path), read_tensors(path)
+    return Recording(
+        step=int(header["step"]),
+        num_ranks=int(header["num_ranks"]),
+        config=json.loads(header["config"]),
+        plan=json.loads(header["plan"]),
+        places=dict(tensors["places"].tolist()),
+        outcomes=tuple(_outcomes(tensors)),
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); it is missing or damaged") from error
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """What a file says of itself. Raises UserError when it is missing or damaged."""
+    with _opened(path) as file:
+        return file.metadata()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file. Raises UserError when it is missing or damaged."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+
+
+def as_bytes(value: Any) -> Tensor:
+    """[n] uint8: the JSON of a value."""
+    return torch.frombuffer(bytearray(json.dumps(value), encoding="utf-8"), dtype=torch.uint8)
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    """The value that `as_bytes` was given."""
+    return json.loads(tensor.numpy().tobytes())
+
+
+def _tensors(recording: Recording) -> dict[str, Tensor]:
+    """N rollouts of P prompts: flat columns, and how many entries of each belong to whom."""
+    rollouts = [rollout for rollout, _ in recording.outcomes]
+    outcomes = [outcome for _, outcome in recording.outcomes]
+    responses = [rollout.response for rollout in rollouts]
+    prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in rollouts}
+    spans = [span for response in responses for span in response.spans]
+
+    def whole(numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    def real(numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64)  # what Python has, to the last bit
+
+    return {
+        "places": whole([number for place in recording.places.items() for number in place]).view(-1, 2),
+        "prompt_id": whole(list(prompts)),  # [P]
+        "prompt_tokens": whole([len(prompt.token_ids) for prompt in prompts.values()]),  # [P]
+        "prompt_token_ids": whole([token for prompt in prompts.values() for token in prompt.token_ids]),
+        "prompt_of": whole([rollout.prompt.prompt_id for rollout in rollouts]),  # [N], as are the next five
+        "sample_index": whole([rollout.sample_index for rollout in rollouts]),
+        "seed": whole([rollout.seed for rollout in rollouts]),
+        "is_baseline": whole([rollout.is_baseline for rollout in rollouts]),
+        "reward": real([outcome.reward for outcome in outcomes]),
+        "response_tokens": whole([len(response.token_ids) for response in responses]),
+        "token_ids": whole([token for response in responses for token in response.token_ids]),
+        "logprobs": real([logprob for response in responses for logprob in response.logprobs]),  # nats
+        "num_spans": whole([len(response.spans) for response in responses]),  # [N]
+        "spans": whole([number for span in spans for number in (span.version, span.num_tokens)]).view(-1, 2),
+        "texts": as_bytes(
+            {
+                "prompts": [{"text": p.text, "answer": p.answer, "task": p.task} for p in prompts.values()],
+                "finish_reasons": [response.finish_reason for response in responses],
+                "parts": [outcome.parts for outcome in outcomes],
+                "failures": [outcome.failure for outcome in outcomes],
+            }
+        ),
+    }
+
+
+def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Outcome]:
+    texts = from_bytes(tensors["texts"])
+    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "texts"}
+    prompts = {
+        prompt_id: Prompt(prompt_id=prompt_id, token_ids=tuple(token_ids), metadata={}, **words)
+        for prompt_id, token_ids, words in zip(
+            columns["prompt_id"],
+            _cut(columns["prompt_token_ids"], columns["prompt_tokens"]),
+            texts["prompts"],
+            strict=True,
+        )
+    }
+    responses = [
+        Response(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason=finish_reason,
+            spans=tuple(Span(*span) for span in spans),
+        )
+        for token_ids, logprobs, finish_reason, spans in zip(
+            _cut(columns["token_ids"], columns["response_tokens"]),
+            _cut(columns["logprobs"], columns["response_tokens"]),
+            texts["finish_reasons"],
+            _cut(columns["spans"], columns["num_spans"]),
+            strict=True,
+        )
+    ]
+    rollouts = [
+        Rollout(
+            prompt=prompts[prompt_id],
+            sample_index=sample_index,
+            seed=seed,
+            response=response,
+            is_baseline=bool(is_baseline),
+        )
+        for prompt_id, sample_index, seed, is_baseline, response in zip(
+            *(columns[name] for name in ("prompt_of", "sample_index", "seed", "is_baseline")), responses, strict=True
+        )
+    ]
+    outcomes = [
+        RewardOutcome(reward=reward, parts=parts, failure=failure)
+        for reward, parts, failure in zip(columns["reward"], texts["parts"], texts["failures"], strict=True)
+    ]
+    return zip(rollouts, outcomes, strict=True)
+
+
+def _cut(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    """The entries of each, where the first counts[0] are the first one's."""
+    edges = itertools.accumulate(counts, initial=0)
+    return [flat[start:end] for start, end in itertools.pairwise(edges)]

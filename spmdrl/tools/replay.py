@@ -1,0 +1,193 @@
+"""`python -m spmdrl.tools.replay RUN --step N`: compute a recorded step again, without an engine.
+
+From the rollouts that `debug.save_rollouts` kept and the weights before the step come advantages, loss and gradients;
+what differs from those of the run is told. Under torchrun on as many ranks as trained, and on the same machine, nothing
+does. The run's folder is only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers.utils import logging as transformers_logging
+
+from spmdrl import checkpoint
+from spmdrl.batch import build_batch, to_sequence
+from spmdrl.config import Config
+from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import World, launched_ranks, spmd_session
+from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
+from spmdrl.findings import Findings, Witness, advantages_of_all, difference
+from spmdrl.guard import Guard
+from spmdrl.learners import POLICY, objectives_of, start_learners
+from spmdrl.metrics import merge_all
+from spmdrl.model.load import compute_dtype, load_policy, load_reference
+from spmdrl.model.operators import kernel_of_run
+from spmdrl.plan import Plan, parallel_problems
+from spmdrl.prepare import prepare
+from spmdrl.record import read_findings
+from spmdrl.report import RunFolder
+from spmdrl.rollout.recorded import as_collected
+from spmdrl.rollout.recording import Recording, read_parts, recorded_steps
+from spmdrl.score import score_groups
+from spmdrl.types import TrainingDiverged, UserError
+from spmdrl.update import update
+
+EXIT_DIFFERENT = 1
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A step as the run found it and as it is found now, of all ranks."""
+
+    before: list[Findings] | None  # None when the run did not get to the end of the step
+    now: list[Findings]
+
+
+def replay(run: Path, step: int) -> Replay:
+    """Compute the step again on the ranks that torchrun started; every one of them must call this.
+
+    Raises UserError when the step, or the weights before it, were not kept, and TrainingDiverged as the run did.
+    """
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no config.toml")
+    parts = read_parts(folder.rollouts, step)
+    if step > 1 and step - 1 not in checkpoint.saved_steps(folder.checkpoints):
+        raise UserError(_no_weights(folder, step))
+    cfg, plan = _settings(parts[0])
+    if problems := list(parallel_problems(cfg.parallel, launched_ranks())):
+        raise UserError("\n".join(problems))
+    before = read_findings(folder.rollouts, step, num_ranks=parts[0].num_ranks)
+    with spmd_session(
+        threads_per_rank=cfg.run.threads_per_rank,
+        deterministic=cfg.run.deterministic,
+        patience_minutes=cfg.run.patience_minutes,
+    ) as world:
+        return Replay(before, _compute(cfg, plan, folder, parts, world, step=step))
+
+
+def _compute(
+    cfg: Config, plan: Plan, folder: RunFolder, parts: Sequence[Recording], world: World, *, step: int
+) -> list[Findings]:
+    """The phases of the step between sampling and refit; what every rank found."""
+    meshes = build_meshes(world, cfg.parallel)
+    dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
+    scoring: dict[str, Any] = {
+        "temperature": cfg.rollout.temperature,
+        "kernel": kernel_of_run(cfg, world.device.type, dtype),
+    }
+    policy = load_policy(cfg.model, meshes.model, **scoring)
+    reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
+    learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
+    checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step - 1)
+    objectives = objectives_of(cfg, learners)
+    guards = {POLICY: Guard.of(cfg, meshes.training)}
+    witness = Witness(learners)
+
+    # On as many ranks as trained, each takes what it had then.
+    collected = as_collected(parts[world.rank :: world.num_ranks], group_size=cfg.rollout.group_size)
+    outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
+    scored = score_groups(outcomes, cfg, meshes.training)
+    with failing_together(meshes.training):
+        sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+    batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
+    mini_batches, _ = prepare(learners, reference, batch.mini_batches, cfg, plan, meshes, step=step)
+    updated = [
+        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+        for name, learner in learners.items()
+    ]
+    return gather_objects(meshes.training, witness.take(mini_batches, merge_all(updated)))
+
+
+def _settings(part: Recording) -> tuple[Config, Plan]:
+    """Those of the run when it took the step."""
+    try:
+        return Config.model_validate_json(json.dumps(part.config)), Plan(**part.plan)
+    except (ValidationError, TypeError) as error:
+        raise UserError(
+            f"step {part.step} was recorded by a version of spmdrl with other settings, so it cannot be computed "
+            f"again by this one: {error}"
+        ) from error
+
+
+def _no_weights(folder: RunFolder, step: int) -> str:
+    saved = checkpoint.saved_steps(folder.checkpoints)
+    can = [s for s in recorded_steps(folder.rollouts) if s == 1 or s - 1 in saved]
+    steps = f"steps that can be: {', '.join(map(str, can))}" if can else "no other recorded step has them either"
+    return (
+        f"step {step} cannot be replayed: {folder.checkpoints} has no checkpoint of step {step - 1}, whose weights it "
+        f"began with; {steps}"
+    )
+
+
+def lines(found: Replay, step: int) -> Iterator[str]:
+    """What a user wants to know of it."""
+    numbers = found.now[0].numbers
+    if found.before is None:
+        yield f"the run did not get to the end of step {step}; there is nothing to compare with"
+        yield from (f"{name}: {value:.9g}" for name, value in sorted(numbers.items()))
+        return
+    apart = difference(found.before, found.now)
+    num_tokens = sum(len(advantages) for advantages in advantages_of_all(found.now).values())
+    if apart.same_parts:
+        yield from _told("weights before the step", len(found.now[0].weights), apart.weights)
+    yield f"advantages of {num_tokens} tokens: largest difference {apart.advantages:g}"
+    for name, distance in apart.numbers.items():
+        before = found.before[0].numbers.get(name)
+        yield f"{name}: {before} in the run, {numbers.get(name)} now: difference {distance:g}"
+    if apart.same_parts:
+        worst = sorted(apart.gradients, key=lambda name: -apart.gradients[name])
+        sizes = [f"{name} by about {apart.gradients[name]:.1e} of its norm" for name in worst]
+        yield from _told("gradients", len(found.now[0].gradients), sizes)
+    else:
+        yield (
+            f"{len(found.before)} ranks trained, and here are {len(found.now)}: each has other parts of weights and "
+            "gradients, of which only the norm of all gradients is compared"
+        )
+    yield f"step {step}: no difference" if apart.is_none else f"step {step}: different"
+
+
+def _told(what: str, count: int, differing: Sequence[str]) -> Iterator[str]:
+    if not differing:
+        yield f"{what}: all {count} the same to the last bit"
+        return
+    more = f" and {len(differing) - NAMES_SHOWN} more" if len(differing) > NAMES_SHOWN else ""
+    yield f"{what}: {len(differing)} of {count} differ: {', '.join(differing[:NAMES_SHOWN])}{more}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 1 when something differs, 2 when the user must change something, 3 when the
+    step diverges."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("--step", type=int, required=True, help="the step to compute again")
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        found = replay(arguments.run, arguments.step)
+    except (UserError, TrainingDiverged) as error:
+        if is_first:
+            what = "cannot replay" if isinstance(error, UserError) else "training diverges"
+            print(f"{what}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_DIVERGED
+    if not is_first:
+        return 0  # the first speaks for all: torchrun would end it when another one fails
+    print("\n".join(lines(found, arguments.step)))
+    differs = found.before is not None and not difference(found.before, found.now).is_none
+    return EXIT_DIFFERENT if differs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
