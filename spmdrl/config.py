@@ -335,7 +335,45 @@ class FunctionReward(Section):
     """Factor of this term in the reward."""
 
 
-RewardTerm = Annotated[ExactReward | MathReward | ReasoningGymReward | FunctionReward, Field(discriminator="kind")]
+class CodeReward(Section):
+    kind: Literal["code"]
+    """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox. See
+    `docs/data.md`."""
+    tests: str = "tests"
+    """The column that holds a prompt's tests."""
+    score: Literal["share", "all"] = "share"
+    """The share of tests that pass, or 1 when all of them do."""
+    tests_timeout_s: Positive = 5.0
+    """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+RewardTerm = Annotated[
+    ExactReward | MathReward | ReasoningGymReward | FunctionReward | CodeReward, Field(discriminator="kind")
+]
+
+
+class SandboxConfig(Section):
+    mode: Literal["auto", "strict", "off"] = "auto"
+    """What reward processes may do. `auto`: no network, no environment variables, no files to write but in a directory of
+    their own, no sight of other processes, nothing printed; what the machine cannot keep from them is told. `strict`
+    refuses to start there. `off`: whatever you may, for functions of yours that need it. See `docs/security.md`."""
+    max_memory_gib: Positive = 8.0
+    """Address space of each process."""
+    max_processes: Count = 64
+    """Processes and threads of one reward process, itself included. Linux does not hold root to it."""
+    max_file_gib: Positive = 0.125
+    """Size of each file, and of the directory of a reward process."""
+    max_open_files: Annotated[int, Field(ge=16)] = 256
+    """Files that a process has open."""
+
+    @model_validator(mode="after")
+    def _off_has_no_limits(self) -> SandboxConfig:
+        for setting in ("max_memory_gib", "max_processes", "max_file_gib", "max_open_files"):
+            if self.mode == "off" and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ValueError(f'{setting} has no meaning with mode = "off"; remove one of them')
+        return self
 
 
 class RewardConfig(Section):
@@ -345,6 +383,8 @@ class RewardConfig(Section):
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
     """Reward processes of each rank."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """What these processes may do."""
     overlong_tokens: Annotated[int, Field(ge=0)] = 0
     """Training only: over the last so many tokens before `rollout.max_response_tokens` the reward falls linearly, by
     `overlong_penalty` at the limit (DAPO). 0: it does not."""
@@ -370,6 +410,21 @@ class RewardConfig(Section):
         ):
             if is_off and getattr(self, setting) != type(self).model_fields[setting].default:
                 raise ValueError(f"{setting} has no meaning without {other}; set both or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _code_is_contained(self) -> RewardConfig:
+        for term in self.terms:
+            if isinstance(term, CodeReward) and self.sandbox.mode == "off":
+                raise ValueError(
+                    'the term of kind "code" runs what the model wrote, which sandbox.mode = "off" would let do anything; '
+                    'set it to "auto" or "strict"'
+                )
+            if isinstance(term, CodeReward) and term.tests_timeout_s >= self.timeout_s:
+                raise ValueError(
+                    f"tests_timeout_s = {term.tests_timeout_s:g} must be below timeout_s = {self.timeout_s:g}, which "
+                    "also covers what is done before and after the tests; raise timeout_s or lower tests_timeout_s"
+                )
         return self
 
     @model_validator(mode="after")
