@@ -337,8 +337,8 @@ class FunctionReward(Section):
 
 class CodeReward(Section):
     kind: Literal["code"]
-    """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox. See
-    `docs/data.md`."""
+    """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox.
+    See `docs/data.md`."""
     tests: str = "tests"
     """The column that holds a prompt's tests."""
     score: Literal["share", "all"] = "share"
@@ -356,9 +356,9 @@ RewardTerm = Annotated[
 
 class SandboxConfig(Section):
     mode: Literal["auto", "strict", "off"] = "auto"
-    """What reward processes may do. `auto`: no network, no environment variables, no files to write but in a directory of
-    their own, no sight of other processes, nothing printed; what the machine cannot keep from them is told. `strict`
-    refuses to start there. `off`: whatever you may, for functions of yours that need it. See `docs/security.md`."""
+    """`auto`: no network, no environment variables, no files to write but in a directory of their own, no other
+    processes in reach, nothing printed; what the machine cannot keep from them is told. `strict` refuses to start
+    there. `off`: whatever you may do, for functions of yours that need it. See `docs/security.md`."""
     max_memory_gib: Positive = 8.0
     """Address space of each process."""
     max_processes: Count = 64
@@ -417,8 +417,8 @@ class RewardConfig(Section):
         for term in self.terms:
             if isinstance(term, CodeReward) and self.sandbox.mode == "off":
                 raise ValueError(
-                    'the term of kind "code" runs what the model wrote, which sandbox.mode = "off" would let do anything; '
-                    'set it to "auto" or "strict"'
+                    'the term of kind "code" runs what the model wrote, and sandbox.mode = "off" would let that do '
+                    'anything; set it to "auto" or "strict"'
                 )
             if isinstance(term, CodeReward) and term.tests_timeout_s >= self.timeout_s:
                 raise ValueError(

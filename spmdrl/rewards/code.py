@@ -1,4 +1,4 @@
-"""The response is a Python program that passes the prompt's tests. It runs in the worker's sandbox, not in the worker."""
+"""The response holds a Python program that passes the prompt's tests: a process of its own in the worker's sandbox."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def _require_arguments(function: Callable[..., Any]) -> None:
         inspect.signature(function).bind(prompt="", response="", answer=None, metadata={})
     except TypeError as error:
         raise ValueError(
-            f"{getattr(function, '__name__', 'it')} must take the keyword arguments prompt, response, answer and metadata: {error}"
+            f"{getattr(function, '__name__', 'it')} must take the keyword arguments prompt, response, answer and "
+            f"metadata: {error}"
         ) from error
 
 

@@ -10,6 +10,7 @@ import ctypes
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -68,6 +69,15 @@ def limit_cpu(limit_s: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     until_s = math.ceil(min(time.process_time() + limit_s, 2**31)) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (until_s if hard == resource.RLIM_INFINITY else min(until_s, hard), hard))
+
+
+def empty(sandbox: Sandbox) -> None:
+    """Remove what one rollout left in the folder, so that it cannot fill it for those that follow."""
+    for entry in list(os.scandir(sandbox.folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
 
 
 def die_with_parent() -> None:

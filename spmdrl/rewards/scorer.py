@@ -94,9 +94,8 @@ class Scorer:
                 f"the reward took more than reward.timeout_s = {self._timeout_s:g} seconds on a first sample"
             )
         if outcome.failure is not None:
-            raise UserError(
-                f"the reward failed on a first sample{_hint(self._sandbox)}: {outcome.failure}\n{task.traceback}".rstrip()
-            )
+            where = f"on a first sample{_hint(self._sandbox)}"
+            raise UserError(f"the reward failed {where}: {outcome.failure}\n{task.traceback}".rstrip())
         return outcome
 
     def close(self) -> None:
@@ -140,8 +139,6 @@ class Scorer:
     def _weigh(self, reply: Reply) -> RewardOutcome:
         if reply.failure is not None:
             return RewardOutcome(reward=0.0, parts={}, failure=reply.failure)
-        if reply.parts.keys() != self._weights.keys():
-            return RewardOutcome(reward=0.0, parts={}, failure=_NONSENSE)
         reward = sum(self._weights[name] * part for name, part in reply.parts.items())
         if not math.isfinite(reward):
             return RewardOutcome(reward=0.0, parts=reply.parts, failure=f"the weighted sum of the terms is {reward}")
@@ -173,6 +170,7 @@ class _Worker:
         environment: Mapping[str, str],
     ) -> None:
         self._closed, self._limit_s = closed, limit_s
+        self._names = {term.name for term in terms}
         self._folder = None if sandbox.mode == "off" else tempfile.mkdtemp(prefix="spmdrl-reward-")
         places = {} if self._folder is None else {"HOME": self._folder, "TMPDIR": self._folder}
         output = None if self._folder is None else subprocess.DEVNULL
@@ -211,7 +209,7 @@ class _Worker:
     def ask(self, item: RewardItem) -> Reply:
         """The worker's reply; a failed one when there is none, and then the worker is dead."""
         try:
-            return self._exchange(item, self._limit_s, _reply)
+            return self._exchange(item, self._limit_s, self._reply)
         except _NoAnswer as reason:
             return Reply(parts={}, failure=str(reason))
 
@@ -258,6 +256,16 @@ class _Worker:
             self.kill()
             raise _NoAnswer(_NONSENSE) from None
 
+    def _reply(self, answer: Any) -> Reply:
+        """ValueError for what no worker of ours says."""
+        match answer:
+            case {"parts": {}, "failure": str(failure), "traceback": str(traceback)}:
+                return Reply(parts={}, failure=failure, traceback=traceback)
+            case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._names:
+                if all(isinstance(part, float) and math.isfinite(part) for part in parts.values()):
+                    return Reply(parts=parts)
+        raise ValueError(_NONSENSE)
+
     def _receive_line(self, deadline: float) -> bytes:
         """What the worker writes up to the end of a line; TimeoutError at the deadline or the end of the scorer."""
         received = b""
@@ -274,15 +282,6 @@ class _Worker:
             if len(received) > _MAX_ANSWER_BYTES:
                 raise ValueError(_NONSENSE)
         return received
-
-
-def _reply(answer: Any) -> Reply:
-    """ValueError for what no worker of ours says."""
-    match answer:
-        case {"parts": dict(parts), "failure": None | str() as failure, "traceback": str(traceback)}:
-            if all(isinstance(part, float) for part in parts.values()):
-                return Reply(parts=parts, failure=failure, traceback=traceback)
-    raise ValueError(_NONSENSE)
 
 
 def _start(answer: Any) -> Start:

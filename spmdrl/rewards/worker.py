@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
 from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.sandbox import Sandbox, die_with_parent, enter, limit_cpu
+from spmdrl.rewards.sandbox import Sandbox, die_with_parent, empty, enter, limit_cpu
 
 # What a worker runs; its arguments are the trainer's process id, the socket's descriptor, and the trainer's sys.path.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from spmdrl.rewards.worker import main; main()"
@@ -67,8 +67,11 @@ class Start:
 
 
 def main() -> None:
-    """Serve until the socket closes. Messages to a worker are pickles, and its answers lines of JSON: what runs here may
-    have been written by the model, and must not choose what the trainer unpickles."""
+    """Serve until the socket closes.
+
+    Messages to a worker are pickles, and its answers lines of JSON: what runs here may have been written by the model,
+    and must not choose what the trainer unpickles.
+    """
     die_with_parent()
     if os.getppid() != int(sys.argv[1]):  # it died before we asked
         os._exit(1)
@@ -92,7 +95,10 @@ def main() -> None:
     while message := _receive(messages):
         if job.sandbox:
             limit_cpu(job.limit_s)
-        _send(trainer, _reply(verifiers, message))
+        reply = _reply(verifiers, message)
+        if job.sandbox:
+            empty(job.sandbox)
+        _send(trainer, reply)
 
 
 def _receive(messages: BinaryIO) -> bytes:
