@@ -1056,10 +1056,14 @@ def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Se
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read the configuration {path}: {reason}") from error
+    if text.startswith("\ufeff"):
+        raise UserError(f"{path} begins with a byte order mark, which TOML does not know; save it as UTF-8 without one")
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid TOML: lists or tables are nested too deeply") from error
     lines = _key_lines(text)
     overridden: set[str] = set()
     problems = [problem for override in overrides for problem in _override(values, override, overridden)]
@@ -1076,6 +1080,7 @@ def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Se
                 return "on the command line: "
         return f"{path}: "
 
+    problems += [where(location) + sentence for location, sentence in _beyond_toml(values)]
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
@@ -1083,6 +1088,20 @@ def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Se
     if problems:
         raise UserError("\n".join(problems))
     return config
+
+
+def _beyond_toml(value: Any, location: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """What Python's reader of TOML and overrides let pass: whole numbers of more than 64 bits, NUL in text."""
+    name = ".".join(map(str, location))
+    match value:
+        case dict() | list():
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in entries:
+                yield from _beyond_toml(inner, (*location, key))
+        case int() if not -(2**63) <= value < 2**63:
+            yield location, f"{name}: whole numbers have 64 bits, and this one needs {value.bit_length() + 1}"
+        case str() if "\0" in value:
+            yield location, f"{name}: text must not hold the character NUL"
 
 
 def _override(values: dict[str, Any], override: str, overridden: set[str]) -> Iterator[str]:
@@ -1096,6 +1115,9 @@ def _override(values: dict[str, Any], override: str, overridden: set[str]) -> It
         value = tomllib.loads(f"value = {written}")["value"]
     except tomllib.TOMLDecodeError:
         value = written
+    except RecursionError:
+        yield f"{dotted} on the command line is nested too deeply"
+        return
     table = values
     for key in keys[:-1]:
         table = table.setdefault(key, {})
@@ -1137,6 +1159,10 @@ def _sentences(kind: type[Section], error: ValidationError) -> Iterator[tuple[tu
                 yield location, f"{name}: {problem['ctx']['error']}" if name else str(problem["ctx"]["error"])
             case "too_short" if problem["input"]:
                 pass  # its entries are wrong, and have sentences of their own
+            case "too_short":
+                yield location, f"{name} is empty; it needs at least one entry"
+            case "model_type" | "model_attributes_type" | "dict_type":
+                yield location, f"{name} = {_toml_like(problem['input'])}: must be a table of settings"
             case "union_tag_not_found" | "union_tag_invalid":
                 known = ", ".join(_tags_at(kind, problem["loc"]))
                 yield location, f"{name}.kind: must be one of {known}"

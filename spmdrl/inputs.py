@@ -18,7 +18,13 @@ from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan, engine_problems, memory_problems
 from spmdrl.model import invariant
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, model_without_memory, parallel_model_problems
+from spmdrl.model.load import (
+    check_weight_files,
+    compute_dtype,
+    load_model_config,
+    model_without_memory,
+    parallel_model_problems,
+)
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory, phase_memory
 from spmdrl.plan import Plan, make_plan, make_sft_plan
@@ -70,6 +76,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems = _Problems()
     plan = problems.attempt(lambda: _plan(cfg, num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
+    problems.attempt(lambda: check_weight_files(cfg.model.path))
     problems.attempt(lambda: check_optimizer(cfg.optim))
     if isinstance(cfg, Config):
         loss = cfg.loss

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -38,6 +39,7 @@ from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.types import UserError
 
+_INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,6 +56,30 @@ def load_model_config(cfg: ModelConfig) -> Any:
     if not any(Path(cfg.path).glob("*.safetensors")):
         raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
     return config
+
+
+def check_weight_files(path: str) -> None:
+    """Read the head of every weight file of a model directory, and the index of several. Raises UserError for what is
+    cut off, no safetensors file, or missing; whether the weights are the right ones is seen when they are loaded."""
+    folder = Path(path)
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f'model.path = "{path}": {file.name} cannot be read: {error}') from error
+    index = folder / _INDEX
+    if not index.exists():
+        return
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f'model.path = "{path}": {_INDEX} is no index of weights: {error}') from error
+    if absent := sorted(str(name) for name in named if not (folder / str(name)).is_file()):
+        raise UserError(
+            f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are not there; the '
+            f"first is {absent[0]}"
+        )
 
 
 def read_model_config(cfg: ModelConfig) -> Any:
@@ -156,11 +182,16 @@ def load_policy(
         policies.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
-    if problems["missing_keys"] or problems["mismatched_keys"]:
-        wrong = sorted({*problems["missing_keys"], *(key for key, *_ in problems["mismatched_keys"])})
+    if missing := sorted(problems["missing_keys"]):
         raise UserError(
-            f'model.path = "{cfg.path}" lacks {len(wrong)} of the weights its config.json asks for, '
-            f"the first is {wrong[0]}"
+            f'model.path = "{cfg.path}" lacks {len(missing)} of the weights its config.json asks for, '
+            f"the first is {missing[0]}"
+        )
+    if mismatched := sorted((name, list(held), list(wanted)) for name, held, wanted in problems["mismatched_keys"]):
+        name, held, wanted = mismatched[0]
+        raise UserError(
+            f'model.path = "{cfg.path}" holds {len(mismatched)} weights of another shape than its config.json asks '
+            f"for, the first is {name}: {held} instead of {wanted}"
         )
     (policy,) = policies
     own_memory(policy, torch.device("cpu") if offload else device)
@@ -213,6 +244,7 @@ def _from_pretrained(
             attn_implementation=IMPLEMENTATION,
             distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be named by us, instead of a traceback
             trust_remote_code=cfg.trust_remote_code,
         )
     except (SafetensorError, OSError) as error:
