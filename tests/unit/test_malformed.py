@@ -96,21 +96,21 @@ def nothing(folder: Path) -> None:
 
 TOML = {
     "syntax": Case(replaced("num_steps = 1", "num_steps = "), "c.toml is not valid TOML: Invalid value (at line 4"),
-    "a table twice": Case(replaced("[optim]", "[run]"), "Cannot declare ('run',) twice (at line 17"),
-    "a key twice": Case(replaced("lr = 1e-2", "lr = 1e-2\nlr = 1.0"), "Cannot overwrite a value (at line 19"),
+    "a table twice": Case(replaced("[optim]", "[run]"), "Cannot declare ('run',) twice (at line 16"),
+    "a key twice": Case(replaced("lr = 1e-2", "lr = 1e-2\nlr = 1.0"), "Cannot overwrite a value (at line 18"),
     "nested without end": Case(written("c.toml", "x = " + "[" * 9999), "nested too deeply"),
     "a byte order mark": Case(as_bytes(lambda text: b"\xef\xbb\xbf" + text), "begins with a byte order mark"),
     "Latin-1": Case(as_bytes(lambda text: text + b"# \xe9"), "it is not UTF-8 text"),
     "UTF-16": Case(as_bytes(lambda text: text.decode().encode("utf-16")), "it is not UTF-8 text"),
-    "NUL": Case(as_bytes(lambda text: text + b"\0"), "is not valid TOML: Invalid statement (at line 21"),
+    "NUL": Case(as_bytes(lambda text: text + b"\0"), "is not valid TOML: Invalid statement (at line 20"),
     "empty": Case(written("c.toml", ""), "c.toml: optim: required, not set"),
     "absent": Case(removed("c.toml"), "c.toml: No such file or directory"),
     "a directory": Case(instead_of_file("c.toml"), "c.toml: Is a directory"),
-    "an unknown key": Case(replaced("lr = 1e-2", "lrr = 1e-2"), "c.toml:18: optim.lrr: no such setting; did you mean"),
+    "an unknown key": Case(replaced("lr = 1e-2", "lrr = 1e-2"), "c.toml:17: optim.lrr: no such setting; did you mean"),
     "an unknown table": Case(replaced("[pack]", "[packs]"), "packs: no such setting; did you mean pack?"),
     "a value for a table": Case(replaced("[optim]\nlr = 1e-2", ""), "optim = 3: must be a table", ("optim=3",)),
     "an array for a table": Case(replaced("[optim]", "[[optim]]"), "must be a table of settings"),
-    "text for a number": Case(replaced("lr = 1e-2", 'lr = "1e-2"'), 'c.toml:18: optim.lr = "1e-2": input should be'),
+    "text for a number": Case(replaced("lr = 1e-2", 'lr = "1e-2"'), 'c.toml:17: optim.lr = "1e-2": input should be'),
     "a date for a number": Case(replaced("lr = 1e-2", "lr = 2026-11-21"), "optim.lr = 2026-11-21: input should be"),
     "a fraction for a count": Case(replaced("num_steps = 1", "num_steps = 1.5"), "c.toml:4: run.num_steps = 1.5"),
     "a truth for a count": Case(replaced("num_steps = 1", "num_steps = true"), "run.num_steps = true: input should be"),
@@ -238,9 +238,7 @@ def tensors(change: Callable[[dict[str, Any]], object]) -> Change:
 MODEL = {
     "absent": Case(lambda folder: shutil.rmtree(folder / "model"), "is not a model directory: it has no config.json"),
     "a file": Case(replaced("/model", "/rows.jsonl"), "is not a model directory: it has no config.json"),
-    "a name on a hub": Case(
-        replaced("{folder}/model", ""), "is not a model directory", ("model.path=Qwen/Qwen3-0.6B",)
-    ),
+    "a name on a hub": Case(nothing, "is not a model directory", ("model.path=Qwen/Qwen3-0.6B",)),
     "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
     "a config that is not JSON": Case(written("model/config.json", "{"), "is not a valid JSON file"),
     "a list for a config": Case(written("model/config.json", "[]"), "Should have a `model_type` key"),
@@ -362,13 +360,12 @@ def test_the_good_folder_is_good(folder: Path) -> None:
 def test_one_sentence_and_the_exit_code(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES[name]
     case.change(folder)
-    before = sorted(folder.rglob("runs/run/**/*"))
     assert main([str(folder / "c.toml"), *case.overrides, *(["--dry-run"] if case.dry_run else [])]) == 2
     said = capsys.readouterr().err
     assert said.count("cannot start:") == 1 and case.sentence in said
     # A traceback only of code of the user's own.
     assert "Traceback" not in said or name.startswith("function: ")
-    assert all(path.is_dir() for path in {*folder.rglob("runs/run/**/*")} - {*before})  # at most empty folders
+    assert not case.dry_run or not (folder / "runs").exists()
 
 
 # What a reward function does in the middle of a run. The function is told by the response what to do.
@@ -448,7 +445,7 @@ SURVIVED: dict[str, str | None] = {  # what is done: the failure that is counted
 def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
     path = tmp_path_factory.mktemp("functions") / "misbehaviour.py"
     path.write_text(MISBEHAVIOUR)
-    sandbox = SandboxConfig(max_memory_gib=1.0, max_file_gib=2**-10, max_open_files=64)
+    sandbox = SandboxConfig(max_memory_gib=0.25, max_file_gib=2**-10, max_open_files=64)
     term = FunctionReward(kind="function", function=f"{path}:f")
     with Scorer(RewardConfig(terms=(term,), timeout_s=0.8, num_workers=2, sandbox=sandbox)) as scorer:
         yield scorer
