@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
+from spmdrl.checkpoint_reader import load_data_only
 from spmdrl.dist.collectives import barrier
 from spmdrl.types import UserError
 from spmdrl.update import Learner
@@ -145,7 +146,7 @@ def restore(folder: Path, learner: Learner, mesh: DeviceMesh, *, step: int) -> N
             "set it back, or start a new run from the exported model"
         )
     weights, optimizer = get_state_dict(learner.policy, learner.optimizer)
-    dcp.load(_parts(weights, optimizer), checkpoint_id=checkpoint, process_group=mesh.get_group())  # in place
+    load_data_only(_parts(weights, optimizer), checkpoint, mesh.get_group())
     set_state_dict(learner.policy, learner.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]

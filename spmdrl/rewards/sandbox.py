@@ -1,17 +1,20 @@
-"""What a reward process cannot do: use more than its limits, reach the network, write files, see other processes.
+"""What a reward process cannot do: use more than its limits, open sockets, write files, reach other processes.
 
-Linux has namespaces for the last three, where it lets a process make them; the limits work everywhere. What they stop
-and what they do not is written in docs/security.md.
+The limits work everywhere, the filter of system calls on Linux, and the rest where Linux lets a process make
+namespaces. What they stop and what they do not is written in docs/security.md.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
+import platform
 import resource
 import shutil
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +27,11 @@ _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
 _SYS_MOUNT_SETATTR = 442  # on every architecture
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_FILTER_LOAD, _FILTER_EQUAL, _FILTER_AT_LEAST, _FILTER_RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES
+_SOCKET_CALL = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # audit architecture, number of socket()
+_FIRST_X32_CALL, _IO_URING_SETUP = 0x40000000, 425
 _CAPABILITY_VERSION_3 = 0x20080522
 _MAX_CAPABILITIES = 64
 _SHARED_MEMORY = "/dev/shm"
@@ -49,7 +57,7 @@ def enter(sandbox: Sandbox, pipe: int) -> list[str]:
     It goes on as another process, which alone holds `pipe`, the only descriptor it may have besides the standard ones.
     Returns what this machine cannot protect, in words. Under `is_strict` that is a ValueError instead.
     """
-    missing = _separate_as_far_as_possible(sandbox, pipe)
+    missing = _separate_as_far_as_possible(sandbox, pipe) + _without_sockets()
     if missing and sandbox.is_strict:
         raise ValueError(f'reward.sandbox.mode = "strict", but {"; ".join(missing)}; set it to "auto" to accept that')
     limits = {
@@ -99,10 +107,10 @@ def _limit(name: str, limit: int) -> list[str]:
 
 def _separate_as_far_as_possible(sandbox: Sandbox, pipe: int) -> list[str]:
     if sys.platform != "linux":
-        return ["network, files and other processes are within reach (only Linux has namespaces)"]
+        return ["files and other processes are within reach (only Linux has namespaces)"]
     if problem := _problem_of(_separate):
         _drop_privileges()
-        return [f"network, files and other processes are within reach (no user namespace: {problem})"]
+        return [f"files and other processes are within reach (no user namespace: {problem})"]
 
     def separate_files_too() -> None:
         _separate()
@@ -190,6 +198,32 @@ def _drop_privileges() -> None:
     _call("capset", header, (ctypes.c_uint32 * 6)())
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _without_sockets() -> list[str]:
+    """Let the kernel refuse to make sockets: those of networks and, which no namespace hides, those in the file system,
+    behind which other processes take orders. A pair of connected ones can be made."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in _SOCKET_CALL:
+        return [f"sockets can be opened (no filter of system calls for {sys.platform} on {machine})"]
+    architecture, number = _SOCKET_CALL[machine]
+    steps = [  # (what, where to go if so, and if not, in steps from the next; operand)
+        (_FILTER_LOAD, 0, 0, 4),  # the architecture
+        (_FILTER_EQUAL, 0, 5, architecture),
+        (_FILTER_LOAD, 0, 0, 0),  # the number of the call
+        (_FILTER_AT_LEAST, 3, 0, _FIRST_X32_CALL),
+        (_FILTER_EQUAL, 2, 0, number),
+        (_FILTER_EQUAL, 1, 0, _IO_URING_SETUP),  # it makes sockets without a call
+        (_FILTER_RETURN, 0, 0, _ALLOW),
+        (_FILTER_RETURN, 0, 0, _REFUSE),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    described = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(program)))
+    try:
+        _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0)
+    except OSError as error:
+        return [f"sockets can be opened (no filter of system calls: {error.strerror})"]
+    return []
 
 
 def _call(name: str, *arguments: Any) -> None:
