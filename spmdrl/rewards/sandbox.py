@@ -37,6 +37,7 @@ _MAX_CAPABILITIES = 64
 _SHARED_MEMORY = "/dev/shm"
 _MAX_FILES = 4096  # of the temporary directory
 _NO_ERRNO = 255
+_KEEPERS = 2  # processes around the sandboxed one: see _continue_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ def enter(sandbox: Sandbox, pipe: int) -> list[str]:
     }
     if not any("processes" in sentence for sentence in missing):
         # Outside a namespace of its own, all processes of the user would count, the trainer's threads among them.
-        limits["RLIMIT_NPROC"] = sandbox.max_processes
+        limits["RLIMIT_NPROC"] = sandbox.max_processes + _KEEPERS
     return missing + [sentence for name, limit in limits.items() for sentence in _limit(name, limit)]
 
 

@@ -134,9 +134,36 @@ def test_what_detaches_itself_ends_too(sandboxed: Scorer) -> None:
     assert wait_for(lambda: not running("sleep", "600.3"))
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="Linux does not hold root to a number of processes")
-def test_number_of_processes(sandboxed: Scorer) -> None:
-    assert given(sandboxed, "[subprocess.Popen(['sleep', '1']) for _ in range(9)]") == "BlockingIOError"
+PROCESSES = """
+import ctypes, os, platform, resource, socket, sys, time
+from spmdrl.rewards.sandbox import Sandbox, enter
+if os.getuid() == 0:  # whom Linux does not hold to a number of processes
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is ours again
+pipe, _ = socket.socketpair()
+limits = {"max_memory_bytes": 2**31, "max_processes": 9, "max_file_bytes": 2**20, "max_open_files": 32}
+print(enter(Sandbox(folder=sys.argv[1], is_strict=False, **limits), pipe.fileno()), flush=True)
+started = 0
+try:
+    while started < 100:
+        if os.fork() == 0:
+            time.sleep(60)
+        started += 1
+except BlockingIOError:
+    print(started, flush=True)
+os._exit(0)
+"""
+
+
+def test_number_of_processes(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    command = [sys.executable, "-c", PROCESSES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | python_path())
+    assert done.stderr == ""
+    missing, *started = done.stdout.splitlines()
+    if "processes" in missing:
+        pytest.skip(missing)
+    assert started == ["8"]
 
 
 def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: Scorer) -> None:
