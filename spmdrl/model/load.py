@@ -67,7 +67,7 @@ def check_weight_files(path: str) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f'model.path = "{path}": {file.name} cannot be read: {error}') from error
+            raise UserError(f'model.path = "{path}": its weights cannot be read: {file.name}: {error}') from error
     index = folder / _INDEX
     if not index.exists():
         return

@@ -255,9 +255,11 @@ MODEL = {
     "pickled weights only": Case(
         lambda folder: (folder / WEIGHTS).rename(folder / "model/pytorch_model.bin"), "holds no *.safetensors weights"
     ),
-    "empty weights": Case(written(WEIGHTS, b""), "model.safetensors cannot be read"),
-    "weights cut off": Case(as_bytes(lambda held: held[: len(held) // 2], WEIGHTS), "model.safetensors cannot be read"),
-    "no safetensors file": Case(written(WEIGHTS, b"\xff" * 999), "model.safetensors cannot be read"),
+    "empty weights": Case(written(WEIGHTS, b""), "its weights cannot be read: model.safetensors"),
+    "weights cut off": Case(
+        as_bytes(lambda held: held[: len(held) // 2], WEIGHTS), "its weights cannot be read: model.safetensors"
+    ),
+    "no safetensors file": Case(written(WEIGHTS, b"\xff" * 999), "its weights cannot be read: model.safetensors"),
     "an index that is not JSON": Case(written(f"{WEIGHTS}.index.json", "{"), "is no index of weights"),
     "an index without a map": Case(written(f"{WEIGHTS}.index.json", "{}"), "is no index of weights"),
     "an index of absent files": Case(
