@@ -36,7 +36,6 @@ _NONSENSE = "the worker's answer is not one of ours"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # all that a sandbox sees of the environment
 
-
 T = TypeVar("T")
 
 
@@ -192,7 +191,8 @@ class _Worker:
             raise UserError(f"the reward cannot be loaded{_hint(sandbox)}: {reason}") from reason
         if start.problem is not None:
             self.kill()
-            raise UserError(f"the reward cannot be loaded{_hint(sandbox)}: {start.problem}")
+            hint = _hint(sandbox) if "\n" in start.problem else ""  # there is a traceback: code of the user's has run
+            raise UserError(f"the reward cannot be loaded{hint}: {start.problem}")
         self.unprotected = start.unprotected
 
     def is_ready(self) -> bool:

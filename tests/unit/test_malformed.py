@@ -416,7 +416,7 @@ SURVIVED: dict[str, str | None] = {  # what is done: the failure that is counted
     "os.abort()": "the worker was killed by SIGABRT",
     "ctypes.string_at(0)": "the worker was killed by SIGSEGV",
     "time.sleep(600)": "timeout",
-    "[None for _ in iter(int, 1)]": "timeout",
+    "any(0 for _ in iter(int, 1))": "timeout",
     "threading.Event().wait()": "timeout",
     "subprocess.run(['sleep', '600'])": "timeout",
     "bomb()": "timeout",
@@ -449,7 +449,7 @@ def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
     path.write_text(MISBEHAVIOUR)
     sandbox = SandboxConfig(max_memory_gib=0.25, max_file_gib=2**-10, max_open_files=64)
     term = FunctionReward(kind="function", function=f"{path}:f")
-    with Scorer(RewardConfig(terms=(term,), timeout_s=0.8, num_workers=2, sandbox=sandbox)) as scorer:
+    with Scorer(RewardConfig(terms=(term,), timeout_s=2.0, num_workers=4, sandbox=sandbox)) as scorer:
         yield scorer
 
 
