@@ -338,7 +338,45 @@ class FunctionReward(Section):
     """Factor of this term in the reward."""
 
 
-RewardTerm = Annotated[ExactReward | MathReward | ReasoningGymReward | FunctionReward, Field(discriminator="kind")]
+class CodeReward(Section):
+    kind: Literal["code"]
+    """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox.
+    See `docs/data.md`."""
+    tests: str = "tests"
+    """The column that holds a prompt's tests."""
+    score: Literal["share", "all"] = "share"
+    """The share of tests that pass, or 1 when all of them do."""
+    tests_timeout_s: Positive = 5.0
+    """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+RewardTerm = Annotated[
+    ExactReward | MathReward | ReasoningGymReward | FunctionReward | CodeReward, Field(discriminator="kind")
+]
+
+
+class SandboxConfig(Section):
+    mode: Literal["auto", "strict", "off"] = "auto"
+    """`auto`: no network, no environment variables, no files to write but in a directory of their own, no other
+    processes in reach, nothing printed; what the machine cannot keep from them is told. `strict` refuses to start
+    there. `off`: whatever you may do, for functions of yours that need it. See `docs/security.md`."""
+    max_memory_gib: Positive = 8.0
+    """Address space of each process."""
+    max_processes: Count = 64
+    """Processes and threads of one reward process, itself included. Linux does not hold root to it."""
+    max_file_gib: Positive = 0.125
+    """Size of each file, and of the directory of a reward process."""
+    max_open_files: Annotated[int, Field(ge=16)] = 256
+    """Files that a process has open."""
+
+    @model_validator(mode="after")
+    def _off_has_no_limits(self) -> SandboxConfig:
+        for setting in ("max_memory_gib", "max_processes", "max_file_gib", "max_open_files"):
+            if self.mode == "off" and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ValueError(f'{setting} has no meaning with mode = "off"; remove one of them')
+        return self
 
 
 class RewardConfig(Section):
@@ -348,6 +386,8 @@ class RewardConfig(Section):
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
     """Reward processes of each rank."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """What these processes may do."""
     overlong_tokens: Annotated[int, Field(ge=0)] = 0
     """Training only: over the last so many tokens before `rollout.max_response_tokens` the reward falls linearly, by
     `overlong_penalty` at the limit (DAPO). 0: it does not."""
@@ -373,6 +413,21 @@ class RewardConfig(Section):
         ):
             if is_off and getattr(self, setting) != type(self).model_fields[setting].default:
                 raise ValueError(f"{setting} has no meaning without {other}; set both or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _code_is_contained(self) -> RewardConfig:
+        for term in self.terms:
+            if isinstance(term, CodeReward) and self.sandbox.mode == "off":
+                raise ValueError(
+                    'the term of kind "code" runs what the model wrote, and sandbox.mode = "off" would let that do '
+                    'anything; set it to "auto" or "strict"'
+                )
+            if isinstance(term, CodeReward) and term.tests_timeout_s >= self.timeout_s:
+                raise ValueError(
+                    f"tests_timeout_s = {term.tests_timeout_s:g} must be below timeout_s = {self.timeout_s:g}, which "
+                    "also covers what is done before and after the tests; raise timeout_s or lower tests_timeout_s"
+                )
         return self
 
     @model_validator(mode="after")
@@ -1210,6 +1265,7 @@ def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Se
                 return "on the command line: "
         return f"{path}: "
 
+    problems += [where(location) + sentence for location, sentence in _beyond_toml(values)]
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
@@ -1221,10 +1277,13 @@ def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Se
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read the configuration {path}: {reason}") from error
+    if text.startswith("\ufeff"):
+        raise UserError(f"{path} begins with a byte order mark, which TOML does not know; save it as UTF-8 without one")
+    return text
 
 
 def _parse(path: str, text: str) -> dict[str, Any]:
@@ -1232,6 +1291,22 @@ def _parse(path: str, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid TOML: lists or tables are nested too deeply") from error
+
+
+def _beyond_toml(value: Any, location: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """What Python's reader of TOML and overrides let pass: whole numbers of more than 64 bits, NUL in text."""
+    name = ".".join(map(str, location))
+    match value:
+        case dict() | list():
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in entries:
+                yield from _beyond_toml(inner, (*location, key))
+        case int() if not -(2**63) <= value < 2**63:
+            yield location, f"{name}: whole numbers have 64 bits, and this one needs {value.bit_length() + 1}"
+        case str() if "\0" in value:
+            yield location, f"{name}: text must not hold the character NUL"
 
 
 def _override(values: dict[str, Any], override: str, overridden: set[str]) -> Iterator[str]:
@@ -1245,6 +1320,9 @@ def _override(values: dict[str, Any], override: str, overridden: set[str]) -> It
         value = tomllib.loads(f"value = {written}")["value"]
     except tomllib.TOMLDecodeError:
         value = written
+    except RecursionError:
+        yield f"{dotted} on the command line is nested too deeply"
+        return
     table = values
     for key in keys[:-1]:
         table = table.setdefault(key, {})
@@ -1286,6 +1364,10 @@ def _sentences(kind: type[Section], error: ValidationError) -> Iterator[tuple[tu
                 yield location, f"{name}: {problem['ctx']['error']}" if name else str(problem["ctx"]["error"])
             case "too_short" if problem["input"]:
                 pass  # its entries are wrong, and have sentences of their own
+            case "too_short":
+                yield location, f"{name} is empty; it needs at least one entry"
+            case "model_type" | "model_attributes_type" | "dict_type":
+                yield location, f"{name} = {_toml_like(problem['input'])}: must be a table of settings"
             case "union_tag_not_found" | "union_tag_invalid":
                 known = ", ".join(_tags_at(kind, problem["loc"]))
                 yield location, f"{name}.kind: must be one of {known}"

@@ -19,6 +19,7 @@ from spmdrl.memory import MemoryPlan
 from spmdrl.model import invariant
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
+    check_weight_files,
     compute_dtype,
     load_critic_config,
     load_model_config,
@@ -76,6 +77,7 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     problems = _Problems()
     plan = problems.attempt(lambda: plan_run(cfg, num_ranks=num_ranks))
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
+    problems.attempt(lambda: check_weight_files(cfg.model.path))
     critic_config = problems.attempt(lambda: _critic_config(cfg, model_config))
     problems.attempt(lambda: check_optimizer(cfg.optim))
     if isinstance(cfg, Config):

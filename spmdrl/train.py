@@ -124,6 +124,8 @@ def train(
         ExitStack() as at_the_end,
         watch.reporting(),
     ):
+        for sentence in judge.unprotected:
+            report.message(f"reward.sandbox: {sentence}")
         dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
         scoring: dict[str, Any] = {
             "temperature": cfg.rollout.temperature,
@@ -278,11 +280,13 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
     prompt = inputs.prompts.take(0, 1)[0]
     with Judge(cfg.reward, inputs.tokenizer) as judge:
         outcome = judge.check(prompt)
+        unprotected = judge.unprotected
     return [
         f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
         f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
+        *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in (SWITCHES if cfg.true_on_policy else ())),
     ]

@@ -101,7 +101,9 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{Path(path).name} line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+            if b"\\u" in line:
+                json.dumps(record, ensure_ascii=False).encode()  # an escape may be half a character, which is no text
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not valid JSON: {error}") from error
         if not isinstance(record, dict):
             raise UserError(f"{where} is not a JSON object but {type(record).__name__}")

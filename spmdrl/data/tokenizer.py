@@ -21,8 +21,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise UserError(f"model.path = {path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UserError(f"model.path = {path}: its tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # whatever its files can hold: transformers raises all kinds
+        reason = " ".join(str(error).split())
+        raise UserError(f"model.path = {path}: its tokenizer cannot be loaded: {reason}") from error
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"model.path = {path} has no tokenizer; copy the tokenizer files of the model into it")
@@ -86,6 +87,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str) -> frozen
             raise UserError(f"{path} is not a JSON object: {error}") from error
         stops.update(listed if isinstance(listed, list) else [listed])
     stops.discard(None)
+    if strange := [stop for stop in stops if not isinstance(stop, int)]:
+        raise UserError(f"{path}: eos_token_id must be a token id or a list of them, not {strange[0]!r}")
     if not stops:
         raise UserError(
             f"neither the tokenizer nor generation_config.json in {model_dir} names an end-of-sequence token; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,22 @@ def local_rank() -> int:
 def shared_store() -> dist.Store:
     """The key-value store that all ranks of the process group reach, for counters that need no collective."""
     return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())
+
+
+def listening_store(interface: str, address: str) -> dist.TCPStore:
+    """A new store that others reach under `address`, at its `port`. It listens on one interface, or on all for "".
+
+    torch alone would listen on all of them, whatever the address, and a store asks nobody who they are.
+    """
+    listener = socket.create_server((interface, 0))
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=dist.default_pg_timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _keep_gloo_single_threaded(num_threads: int) -> None:

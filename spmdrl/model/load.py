@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -42,6 +43,7 @@ from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
+_INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,6 +60,30 @@ def load_model_config(cfg: ModelConfig) -> Any:
     if not any(Path(cfg.path).glob("*.safetensors")):
         raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
     return config
+
+
+def check_weight_files(path: str) -> None:
+    """Read the head of every weight file of a model directory, and the index of several. Raises UserError for what is
+    cut off, no safetensors file, or missing; whether the weights are the right ones is seen when they are loaded."""
+    folder = Path(path)
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f'model.path = "{path}": its weights cannot be read: {file.name}: {error}') from error
+    index = folder / _INDEX
+    if not index.exists():
+        return
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f'model.path = "{path}": {_INDEX} is no index of weights: {error}') from error
+    if absent := sorted(str(name) for name in named if not (folder / str(name)).is_file()):
+        raise UserError(
+            f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are not there; the '
+            f"first is {absent[0]}"
+        )
 
 
 def read_model_config(cfg: ModelConfig) -> Any:
@@ -237,11 +263,16 @@ def _load(
         built.append(policy)
 
     model, problems = _from_pretrained(cfg, shard)
-    if problems["missing_keys"] or problems["mismatched_keys"]:
-        wrong = sorted({*problems["missing_keys"], *(key for key, *_ in problems["mismatched_keys"])})
+    if missing := sorted(problems["missing_keys"]):
         raise UserError(
-            f'model.path = "{cfg.path}" lacks {len(wrong)} of the weights its config.json asks for, '
-            f"the first is {wrong[0]}"
+            f'model.path = "{cfg.path}" lacks {len(missing)} of the weights its config.json asks for, '
+            f"the first is {missing[0]}"
+        )
+    if mismatched := sorted((name, list(held), list(wanted)) for name, held, wanted in problems["mismatched_keys"]):
+        name, held, wanted = mismatched[0]
+        raise UserError(
+            f'model.path = "{cfg.path}" holds {len(mismatched)} weights of another shape than its config.json asks '
+            f"for, the first is {name}: {held} instead of {wanted}"
         )
     (policy,) = built
     own_memory(policy, torch.device("cpu") if offload else device)
@@ -294,6 +325,7 @@ def _from_pretrained(
             attn_implementation=IMPLEMENTATION,
             distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be named by us, instead of a traceback
             trust_remote_code=cfg.trust_remote_code,
         )
     except (SafetensorError, OSError) as error:

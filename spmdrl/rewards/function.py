@@ -17,25 +17,25 @@ from typing import Any
 from spmdrl.rewards.item import RewardItem
 
 
-def load(reference: str) -> Callable[[RewardItem], Any]:
-    """The function that `package.module:function` or `path/to/file.py:function` names, as a verifier.
+def load(function: str) -> Callable[[RewardItem], Any]:
+    """The function that `function`, `package.module:function` or `path/to/file.py:function`, names, as a verifier.
 
     It is called with the keyword arguments prompt, response, answer and metadata; if it is async, it is awaited.
     """
-    module_name, _, function_name = reference.rpartition(":")
+    module_name, _, function_name = function.rpartition(":")
     if not module_name:
         raise ValueError("must look like package.module:function or path/to/file.py:function")
     module = _import(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
+    found = getattr(module, function_name, None)
+    if not callable(found):
         callables = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         near = difflib.get_close_matches(function_name, callables, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{module_name} has no function {function_name}{hint}")
-    _require_arguments(function)
+    _require_arguments(found)
 
     def score(item: RewardItem) -> Any:
-        value = function(prompt=item.prompt, response=item.response, answer=item.answer, metadata=item.metadata)
+        value = found(prompt=item.prompt, response=item.response, answer=item.answer, metadata=item.metadata)
         return asyncio.run(_result(value)) if inspect.isawaitable(value) else value
 
     return score
@@ -70,7 +70,8 @@ def _require_arguments(function: Callable[..., Any]) -> None:
         inspect.signature(function).bind(prompt="", response="", answer=None, metadata={})
     except TypeError as error:
         raise ValueError(
-            f"{function.__name__} must take the keyword arguments prompt, response, answer and metadata: {error}"
+            f"{getattr(function, '__name__', 'it')} must take the keyword arguments prompt, response, answer and "
+            f"metadata: {error}"
         ) from error
 
 

@@ -24,6 +24,11 @@ class Judge:
         self._scorer = Scorer(cfg)
         self._tokenizer = tokenizer
 
+    @property
+    def unprotected(self) -> list[str]:
+        """What the sandbox of the reward processes does not stop on this machine, in words."""
+        return self._scorer.unprotected
+
     def submit(self, rollout: Rollout) -> Pending:
         """Start scoring a finished rollout."""
         return rollout, self._scorer.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-import multiprocessing
 import os
+import pickle
 import queue
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from spmdrl.config import FunctionReward, RewardConfig, RewardTerm
+from spmdrl.config import RewardConfig, RewardTerm, SandboxConfig
 from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.worker import PROGRAM, Reply, Term
+from spmdrl.rewards.sandbox import Sandbox
+from spmdrl.rewards.worker import PROGRAM, SIZE, Job, Reply, Start, Term
 from spmdrl.types import RewardOutcome, UserError
 
 START_LIMIT_S = 300.0  # to import the verifiers
 _POLL_S = 0.1  # how soon a busy worker's thread sees that the scorer was closed
+_END_S = 2.0  # for a process that has closed its socket to end
+_MAX_ANSWER_BYTES = 2**20
+_NONSENSE = "the worker's answer is not one of ours"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # all that a sandbox sees of the environment
+
+T = TypeVar("T")
 
 
 class Scorer:
@@ -36,14 +47,16 @@ class Scorer:
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
-        self._terms = _named(cfg.terms)
+        self._terms = _named(cfg)
         self._weights = {term.name: written.weight for term, written in zip(self._terms, cfg.terms, strict=True)}
         self._timeout_s = cfg.timeout_s
+        self._sandbox = cfg.sandbox
+        self.unprotected: list[str] = []  # what the sandbox of the workers does not stop on this machine
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         # As it is now: while an engine is started again, in another thread, it holds what is meant for the engine.
-        self._environment = os.environ | _ONE_THREAD
-        started: list[Future[None]] = [Future() for _ in range(cfg.num_workers)]
+        self._environment = _environment(cfg.sandbox)
+        started: list[Future[list[str]]] = [Future() for _ in range(cfg.num_workers)]
         # A worker lives as long as the thread that started it: Linux's parent-death signal is about threads.
         self._threads = [
             threading.Thread(target=self._serve, args=(future,), name="reward", daemon=True) for future in started
@@ -52,7 +65,7 @@ class Scorer:
             thread.start()
         try:
             for future in started:
-                future.result()
+                self.unprotected = future.result()
         except BaseException:
             self.close()
             raise
@@ -80,7 +93,8 @@ class Scorer:
                 f"the reward took more than reward.timeout_s = {self._timeout_s:g} seconds on a first sample"
             )
         if outcome.failure is not None:
-            raise UserError(f"the reward failed on a first sample: {outcome.failure}\n{task.traceback}".rstrip())
+            where = f"on a first sample{_hint(self._sandbox)}"
+            raise UserError(f"the reward failed {where}: {outcome.failure}\n{task.traceback}".rstrip())
         return outcome
 
     def close(self) -> None:
@@ -98,25 +112,28 @@ class Scorer:
         self._tasks.put(task)
         return task
 
-    def _serve(self, started: Future[None]) -> None:
+    def _serve(self, started: Future[list[str]]) -> None:
         """The life of one thread: keep one worker, which nobody else touches, and hand it one item at a time."""
         try:
-            worker = _Worker(self._terms, self._closed, self._environment)
+            worker = self._start_worker()
         except Exception as error:
             started.set_exception(error)
             return
-        started.set_result(None)
+        started.set_result(worker.unprotected)
         while (task := self._tasks.get()) is not None:
             try:
                 if not worker.is_ready() and not self._closed.is_set():
                     worker.kill()
-                    worker = _Worker(self._terms, self._closed, self._environment)
-                reply = worker.ask(task.item, self._timeout_s)
+                    worker = self._start_worker()
+                reply = worker.ask(task.item)
             except Exception as error:  # the item cannot be pickled, or no worker can be started
                 reply = Reply(parts={}, failure=f"{type(error).__name__}: {error}")
             task.traceback = reply.traceback
             task.outcome.set_result(self._weigh(reply))
         worker.kill()
+
+    def _start_worker(self) -> _Worker:
+        return _Worker(self._terms, self._timeout_s, self._sandbox, self._closed, self._environment)
 
     def _weigh(self, reply: Reply) -> RewardOutcome:
         if reply.failure is not None:
@@ -136,42 +153,65 @@ class _Task:
     traceback: str = ""  # set before the outcome
 
 
+class _NoAnswer(Exception):
+    """Why a worker, which is dead now, has not answered."""
+
+
 class _Worker:
     """One reward process, seen from the thread that owns it."""
 
-    def __init__(self, terms: Sequence[Term], closed: threading.Event, environment: Mapping[str, str]) -> None:
-        self._closed = closed
-        self._connection, theirs = multiprocessing.Pipe()
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        limit_s: float,
+        sandbox: SandboxConfig,
+        closed: threading.Event,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._closed, self._limit_s = closed, limit_s
+        self._names = {term.name for term in terms}
+        self._folder = None if sandbox.mode == "off" else tempfile.mkdtemp(prefix="spmdrl-reward-")
+        places = {} if self._folder is None else {"HOME": self._folder, "TMPDIR": self._folder}
+        output = None if self._folder is None else subprocess.DEVNULL
+        self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", PROGRAM, str(os.getpid()), str(theirs.fileno()), *sys.path],
+                [sys.executable, "-u", "-c", PROGRAM, str(os.getpid()), str(theirs.fileno()), *_import_path()],
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=environment,
+                env={**environment, **places},
                 start_new_session=True,  # a terminal's Ctrl-C stays away, and its own children can be killed with it
             )
-        problem = self.ask(list(terms), START_LIMIT_S)
-        if problem is not None:
+        job = Job(terms=list(terms), limit_s=limit_s, sandbox=_limits(sandbox, self._folder))
+        try:
+            start = self._exchange(job, START_LIMIT_S, _start)
+        except _NoAnswer as reason:
+            raise UserError(f"the reward cannot be loaded{_hint(sandbox)}: {reason}") from reason
+        if start.problem is not None:
             self.kill()
-            reason = problem.failure if isinstance(problem, Reply) else problem
-            raise UserError(f"the reward cannot be loaded: {reason}")
+            hint = _hint(sandbox) if "\n" in start.problem else ""  # there is a traceback: code of the user's has run
+            raise UserError(f"the reward cannot be loaded{hint}: {start.problem}")
+        self.unprotected = start.unprotected
 
     def is_ready(self) -> bool:
         """Whether it can take an item. An idle worker has nothing to say: what there is to read is its end."""
-        return not self._connection.closed and not self._connection.poll()
-
-    def ask(self, message: object, limit_s: float) -> Any:
-        """Send something and receive the reply; a failed Reply when there is none, and then the worker is dead."""
-        if self._closed.is_set():
-            return Reply(parts={}, failure="closed")
         try:
-            self._connection.send(message)
-            if self._has_answered(limit_s):
-                return self._connection.recv()
-        except (EOFError, OSError):
-            return Reply(parts={}, failure=f"the worker {self.kill()}")
-        self.kill()
-        return Reply(parts={}, failure="closed" if self._closed.is_set() else "timeout")
+            self._socket.settimeout(0)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:  # it was killed
+            return False
+        return False
+
+    def ask(self, item: RewardItem) -> Reply:
+        """The worker's reply; a failed one when there is none, and then the worker is dead."""
+        try:
+            return self._exchange(item, self._limit_s, self._reply)
+        except _NoAnswer as reason:
+            return Reply(parts={}, failure=str(reason))
 
     def kill(self) -> str:
         """End the process and those it started; returns how it ended."""
@@ -180,26 +220,118 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when it is already gone
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        self._connection.close()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self._socket.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        number = -code if code < 0 else code - 128  # a sandbox hands a signal on as a shell does
+        if number in set(signal.Signals):
+            return f"was killed by {signal.Signals(number).name}"
+        return f"exited with code {code}"
 
-    def _has_answered(self, limit_s: float) -> bool:
-        """Wait for the worker, the limit, or the end of the scorer."""
+    def _let_end(self) -> None:
+        """Wait a moment for a process that has closed its socket, so that its own end is the one that is told."""
+        deadline = time.monotonic() + _END_S
+        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_END_S / 1000)
+
+    def _exchange(self, message: object, limit_s: float, read: Callable[[Any], T]) -> T:
+        """Send something and `read` the answer, parsed JSON. Whatever the worker does, this ends within the limit."""
+        if self._closed.is_set():
+            raise _NoAnswer("closed")
+        content = pickle.dumps(message)
         deadline = time.monotonic() + limit_s
-        while (left_s := deadline - time.monotonic()) > 0 and not self._closed.is_set():
-            if self._connection.poll(min(left_s, _POLL_S)):
-                return True
-        return False
+        try:
+            self._socket.settimeout(limit_s)
+            self._socket.sendall(SIZE.pack(len(content)) + content)
+            return read(json.loads(self._receive_line(deadline)))
+        except TimeoutError:
+            self.kill()
+            raise _NoAnswer("closed" if self._closed.is_set() else "timeout") from None
+        except (EOFError, OSError):
+            self._let_end()
+            raise _NoAnswer(f"the worker {self.kill()}") from None
+        except (ValueError, RecursionError):
+            self.kill()
+            raise _NoAnswer(_NONSENSE) from None
+
+    def _reply(self, answer: Any) -> Reply:
+        """ValueError for what no worker of ours says."""
+        match answer:
+            case {"parts": {}, "failure": str(failure), "traceback": str(traceback)}:
+                return Reply(parts={}, failure=failure, traceback=traceback)
+            case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._names:
+                if all(isinstance(part, float) and math.isfinite(part) for part in parts.values()):
+                    return Reply(parts=parts)
+        raise ValueError(_NONSENSE)
+
+    def _receive_line(self, deadline: float) -> bytes:
+        """What the worker writes up to the end of a line; TimeoutError at the deadline or the end of the scorer."""
+        received = b""
+        while not received.endswith(b"\n"):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._closed.is_set():
+                raise TimeoutError
+            self._socket.settimeout(min(left_s, _POLL_S))
+            with contextlib.suppress(TimeoutError):
+                part = self._socket.recv(_MAX_ANSWER_BYTES)
+                if not part:
+                    raise EOFError
+                received += part
+            if len(received) > _MAX_ANSWER_BYTES:
+                raise ValueError(_NONSENSE)
+        return received
 
 
-def _named(terms: Sequence[RewardTerm]) -> list[Term]:
+def _start(answer: Any) -> Start:
+    match answer:
+        case {"problem": None | str() as problem, "unprotected": list(unprotected)}:
+            return Start(problem=problem, unprotected=unprotected)
+    raise ValueError(_NONSENSE)
+
+
+def _limits(cfg: SandboxConfig, folder: str | None) -> Sandbox | None:
+    if folder is None:
+        return None
+    return Sandbox(
+        folder=folder,
+        is_strict=cfg.mode == "strict",
+        max_memory_bytes=round(cfg.max_memory_gib * 2**30),
+        max_processes=cfg.max_processes,
+        max_file_bytes=round(cfg.max_file_gib * 2**30),
+        max_open_files=cfg.max_open_files,
+    )
+
+
+def _environment(cfg: SandboxConfig) -> dict[str, str]:
+    if cfg.mode == "off":
+        return {**os.environ, **_ONE_THREAD}
+    return {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD
+
+
+def _hint(cfg: SandboxConfig) -> str:
+    if cfg.mode == "off":
+        return ""
+    return " (in a sandbox, without network, environment variables and files to write: see reward.sandbox)"
+
+
+def _import_path() -> list[str]:
+    """Where modules come from, wherever the worker's own directory is."""
+    return [os.path.abspath(place) for place in sys.path]
+
+
+def _named(cfg: RewardConfig) -> list[Term]:
     """Terms are named by their kind, the second of a kind with _2, and so on."""
     seen: Counter[str] = Counter()
     named = []
-    for term in terms:
+    for term in cfg.terms:
         seen[term.kind] += 1
         name = term.kind if seen[term.kind] == 1 else f"{term.kind}_{seen[term.kind]}"
-        named.append(
-            Term(name=name, kind=term.kind, function=term.function if isinstance(term, FunctionReward) else None)
-        )
+        named.append(Term(name=name, kind=term.kind, settings=_settings(term)))
     return named
+
+
+def _settings(term: RewardTerm) -> dict[str, Any]:
+    """What the verifier's `load` is called with: all settings of the kind but those of every kind."""
+    return {name: value for name, value in term.model_dump().items() if name not in ("kind", "weight")}

@@ -6,26 +6,29 @@ with it torch and the model code, into every worker.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
+import json
 import math
 import numbers
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
 
 from spmdrl.rewards.item import RewardItem
+from spmdrl.rewards.sandbox import Sandbox, die_with_parent, empty, enter, limit_cpu
 
-# What a worker runs; its arguments are the trainer's process id, the pipe's descriptor, and the trainer's sys.path.
+# What a worker runs; its arguments are the trainer's process id, the socket's descriptor, and the trainer's sys.path.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from spmdrl.rewards.worker import main; main()"
-_PR_SET_PDEATHSIG = 1
+SIZE = struct.Struct("<Q")  # what precedes each pickled message to a worker
 _MAX_REASON_CHARACTERS = 200
+_MAX_TRACEBACK_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,16 @@ class Term:
 
     name: str
     kind: str
-    function: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # the arguments of the verifier's `load`, where it has one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker is for: the first message it gets."""
+
+    terms: list[Term]
+    limit_s: float  # for each item
+    sandbox: Sandbox | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,39 +58,62 @@ class Reply:
     traceback: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A worker's answer to its job: why it cannot do it, and what its sandbox does not protect."""
+
+    problem: str | None = None
+    unprotected: list[str] = field(default_factory=list)
+
+
 def main() -> None:
-    """Serve until the pipe closes. The first message is the list of terms; the reply is what is wrong with them."""
-    _die_with(int(sys.argv[1]))
+    """Serve until the socket closes.
+
+    Messages to a worker are pickles, and its answers lines of JSON: what runs here may have been written by the model,
+    and must not choose what the trainer unpickles.
+    """
+    die_with_parent()
+    if os.getppid() != int(sys.argv[1]):  # it died before we asked
+        os._exit(1)
     # The trainer decides when its workers end (with SIGKILL): signals to a whole job must not fail its last rewards.
     # Handlers that do nothing, and not SIG_IGN, which programs started by a reward function would inherit.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    connection = Connection(int(sys.argv[2]))
+    trainer = socket.socket(fileno=int(sys.argv[2]))
+    messages = trainer.makefile("rb")
+    job = pickle.loads(_receive(messages))
     try:
-        verifiers = {term.name: _verifier(term) for term in connection.recv()}
+        unprotected = enter(job.sandbox, trainer.fileno()) if job.sandbox else []
+        verifiers = {term.name: _verifier(term) for term in job.terms}
     except Exception as error:
-        connection.send(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        _send(trainer, Start(problem=problem))
         return
-    connection.send(None)
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send(_reply(verifiers, message))
+    if job.sandbox:
+        os.chdir(job.sandbox.folder)  # only now: a function's file is named relative to the trainer's
+    _send(trainer, Start(unprotected=unprotected))
+    while message := _receive(messages):
+        if job.sandbox:
+            limit_cpu(job.limit_s)
+        reply = _reply(verifiers, message)
+        if job.sandbox:
+            empty(job.sandbox)
+        _send(trainer, reply)
 
 
-def _die_with(trainer_pid: int) -> None:
-    """Ask Linux to kill us when the trainer dies; elsewhere the closed pipe ends us after the current item."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != trainer_pid:  # it died before we asked
-        os._exit(1)
+def _receive(messages: BinaryIO) -> bytes:
+    """The next message, empty when the trainer has gone."""
+    size = messages.read(SIZE.size)
+    return messages.read(SIZE.unpack(size)[0]) if size else b""
+
+
+def _send(trainer: socket.socket, answer: Reply | Start) -> None:
+    trainer.sendall(json.dumps(asdict(answer)).encode() + b"\n")
 
 
 def _verifier(term: Term) -> Callable[[RewardItem], Any]:
     module = importlib.import_module(f"spmdrl.rewards.{term.kind}")
-    return module.score if term.function is None else module.load(term.function)
+    return module.load(**term.settings) if term.settings else module.score
 
 
 def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) -> Reply:
@@ -90,7 +125,7 @@ def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) ->
             parts[name] = _number(verifier(item))
     except BaseException as error:  # whatever a reward function raises, SystemExit included, is about this item only
         reason = f"{name}: {type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON_CHARACTERS]
-        return Reply(parts={}, failure=reason, traceback=traceback.format_exc())
+        return Reply(parts={}, failure=reason, traceback=traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:])
     return Reply(parts=parts)
 
 

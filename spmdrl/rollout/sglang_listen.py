@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
+from spmdrl.dist.session import listening_store
 from spmdrl.plan import Plan
 from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_process
@@ -81,7 +82,7 @@ def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:
         return None
     one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(plan.num_ranks)
     address = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]  # torchrun's: that of its first machine
-    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=dist.default_pg_timeout)
+    store = listening_store("127.0.0.1" if one_machine else "", address)
     for rank in range(plan.training_ranks, plan.num_ranks):
         link.send((address, store.port), to=rank)
     group = sglang_process.update_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,11 +15,20 @@ from typing import Any
 import numpy
 import pytest
 
-from spmdrl.config import ExactReward, FunctionReward, MathReward, ReasoningGymData, ReasoningGymReward, RewardConfig
+from spmdrl.config import (
+    ExactReward,
+    FunctionReward,
+    MathReward,
+    ReasoningGymData,
+    ReasoningGymReward,
+    RewardConfig,
+    SandboxConfig,
+)
 from spmdrl.data.sources import ReasoningGymSource
 from spmdrl.rewards import exact, math, reasoning_gym
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
 
 FUNCTIONS = '''
@@ -41,17 +51,13 @@ def misbehave(prompt, response, answer, metadata):
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(os.getpid(), number)
         case "child":
-            child = subprocess.Popen(["sleep", "600"])
-            Path(metadata["pid_file"]).write_text(str(child.pid))
+            subprocess.Popen(["sleep", metadata["seconds"]], start_new_session=metadata["detached"])
             time.sleep(600)
     return len(response)
 
 async def slowly(prompt, response, answer, metadata):
     await asyncio.sleep(0.01)
     return metadata["value"] if response == answer else -1.0
-
-def process(prompt, response, answer, metadata):
-    return os.getpid()
 
 def meet(prompt, response, answer, metadata):
     """1 when `metadata["party"]` workers are here at the same time."""
@@ -88,9 +94,12 @@ def function(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Function
     return lambda name, **changes: FunctionReward(kind="function", function=f"{path}:{name}", **changes)
 
 
-@pytest.fixture(scope="module")
-def misbehaving(function: Callable[..., FunctionReward]) -> Iterator[Scorer]:
-    with Scorer(RewardConfig(terms=(function("misbehave"),), timeout_s=0.7, num_workers=2)) as scorer:
+@pytest.fixture(scope="module", params=["auto", "off"])
+def misbehaving(function: Callable[..., FunctionReward], request: pytest.FixtureRequest) -> Iterator[Scorer]:
+    cfg = RewardConfig(
+        terms=(function("misbehave"),), timeout_s=0.7, num_workers=2, sandbox=SandboxConfig(mode=request.param)
+    )
+    with Scorer(cfg) as scorer:
         yield scorer
 
 
@@ -98,19 +107,21 @@ def item(response: str, answer: str | None = None, *, task: str = "default", **m
     return RewardItem(prompt="prompt", response=response, answer=answer, metadata=metadata, task=task)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def running(*arguments: str) -> list[int]:
+    """Processes, zombies aside, whose command line has all of these arguments."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if {*arguments} <= {*(place / "cmdline").read_bytes().decode(errors="replace").split("\0")}:
+                found.append(int(place.name))
+    return found
 
 
-def wait_until_gone(pids: list[int], limit_s: float = 10.0) -> bool:
+def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
     deadline = time.monotonic() + limit_s
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not any(map(is_running, pids))
+    return condition()
 
 
 # Verifiers
@@ -212,10 +223,11 @@ def test_items_that_cannot_be_sent_are_counted(misbehaving: Scorer) -> None:
     assert outcomes[1].reward == 4.0
 
 
-def test_a_timeout_ends_what_the_function_started(misbehaving: Scorer, tmp_path: Path) -> None:
-    outcome = misbehaving.score([item("child", pid_file=str(tmp_path / "pid"))])[0]
-    assert outcome.failure == "timeout"
-    assert wait_until_gone([int((tmp_path / "pid").read_text())])
+def test_a_timeout_ends_what_the_function_started(misbehaving: Scorer) -> None:
+    future = misbehaving.submit(item("child", seconds="600.1", detached=False))
+    assert wait_for(lambda: bool(running("sleep", "600.1")))
+    assert future.result().failure == "timeout"
+    assert wait_for(lambda: not running("sleep", "600.1"))
 
 
 def test_check_raises_with_the_traceback(misbehaving: Scorer) -> None:
@@ -278,7 +290,8 @@ def test_a_file_does_not_hide_a_module_of_python(function: Callable[..., Functio
 
 
 def test_workers_score_at_the_same_time(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
-    with Scorer(RewardConfig(terms=(function("meet"),), num_workers=3)) as scorer:
+    cfg = RewardConfig(terms=(function("meet"),), num_workers=3, sandbox=SandboxConfig(mode="off"))
+    with Scorer(cfg) as scorer:
         futures = [scorer.submit(item(str(i), place=str(tmp_path), party=3)) for i in range(3)]
         assert [future.result().reward for future in futures] == [1.0, 1.0, 1.0]
 
@@ -297,45 +310,43 @@ def test_a_worker_that_died_idle_costs_no_item(function: Callable[..., FunctionR
         assert scorer.score([item("next")])[0] == RewardOutcome(reward=1.0, parts={"function": 1.0})
 
 
-def test_closing_does_not_wait_and_leaves_nothing(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
-    scorer = Scorer(RewardConfig(terms=(function("process"), function("misbehave")), timeout_s=60.0))
-    pid = int(scorer.check(item("who")).parts["function"])
-    assert is_running(pid)
-    waiting = [scorer.submit(item("child", pid_file=str(tmp_path / "pid"))) for _ in range(3)]
-    while not (tmp_path / "pid").exists():  # the first of them is under way
-        time.sleep(0.01)
+def test_closing_does_not_wait_and_leaves_nothing(function: Callable[..., FunctionReward]) -> None:
+    scorer = Scorer(RewardConfig(terms=(function("misbehave"),), timeout_s=60.0))
+    assert running(PROGRAM, str(os.getpid()))
+    waiting = [scorer.submit(item("child", seconds="600.2", detached=False)) for _ in range(3)]
+    assert wait_for(lambda: bool(running("sleep", "600.2")))  # the first of them is under way
     began = time.monotonic()
     scorer.close()
     assert time.monotonic() - began < 10
     assert [future.result().failure for future in waiting] == ["closed"] * 3
-    assert wait_until_gone([pid])
+    assert wait_for(lambda: not running("sleep", "600.2"))
     with pytest.raises(RuntimeError, match="closed"):
         scorer.submit(item("late"))
     scorer.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward]) -> None:
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward], mode: str) -> None:
     program = f"""
-from spmdrl.config import FunctionReward, RewardConfig
+from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.worker import PROGRAM
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
-pid = FunctionReward(kind="function", function={function("process").function!r})
-scorer = Scorer(RewardConfig(terms=(pid, term)))
-item = RewardItem(prompt="", response="", answer=None, metadata={{}}, task="")
-print(int(scorer.score([item])[0].parts["function"]), flush=True)
+scorer = Scorer(RewardConfig(terms=(term,), sandbox=SandboxConfig(mode={mode!r})))
+print("started", flush=True)
 scorer.score([RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task="")])
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | python_path())
     assert trainer.stdout is not None
-    worker = int(trainer.stdout.readline())
-    assert is_running(worker)
-    time.sleep(0.3)  # so that it is busy
+    assert trainer.stdout.readline()
+    assert running(PROGRAM, str(trainer.pid))
+    time.sleep(0.3)  # so that they are busy
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     trainer.stdout.close()
-    assert wait_until_gone([worker])
+    assert wait_for(lambda: not running(PROGRAM, str(trainer.pid)))
 
 
 def python_path() -> dict[str, str]:

@@ -1,0 +1,106 @@
+"""The response holds a Python program that passes the prompt's tests: a process of its own in the worker's sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from spmdrl.rewards.item import RewardItem
+
+_BLOCK = re.compile(r"^```[ \t]*(?:python|python3|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+_MAX_OUTPUT_BYTES = 2**20
+_POLL_S = 0.002
+
+
+def load(*, tests: str, score: Literal["share", "all"], tests_timeout_s: float) -> Callable[[RewardItem], float]:
+    """A verifier that runs the response's last code block with each of the tests in the metadata column `tests`."""
+
+    def verify(item: RewardItem) -> float:
+        cases = _tests(item.metadata, tests)
+        blocks = _BLOCK.findall(item.response)
+        if not blocks:
+            return 0.0
+        deadline = time.monotonic() + tests_timeout_s
+        passed = (_passes(blocks[-1], case, deadline) for case in cases)  # run as they are asked for
+        return sum(passed) / len(cases) if score == "share" else float(all(passed))
+
+    return verify
+
+
+def _tests(metadata: dict[str, Any], column: str) -> list[Any]:
+    """The tests of a prompt, which files may hold as JSON text: statements, or pairs of input and output."""
+    cases = metadata.get(column)
+    if isinstance(cases, str):
+        with contextlib.suppress(ValueError):
+            cases = json.loads(cases)
+    if not isinstance(cases, list) or not cases or not all(map(_is_test, cases)):
+        raise ValueError(
+            f'the column "{column}" must hold a list of tests, each a Python statement such as an assert, or '
+            f'{{"input": ..., "output": ...}}, but it is {str(cases)[:80]}'
+        )
+    return cases
+
+
+def _is_test(case: Any) -> bool:
+    if isinstance(case, dict):
+        return isinstance(case.get("input"), str) and isinstance(case.get("output"), str)
+    return isinstance(case, str)
+
+
+def _passes(program: str, case: str | dict[str, str], deadline: float) -> bool:
+    if isinstance(case, dict):
+        output = _run(program, case["input"], deadline)
+        return output is not None and _lines(output) == _lines(case["output"])
+    # Only a program that comes to the end of the test knows the word: leaving early, even without an error, is no pass.
+    word = secrets.token_hex(16)
+    output = _run(f"{program}\n{case}\nimport os\nos.write(1, b'{word}')\n", "", deadline)
+    return output is not None and output.endswith(word)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _run(program: str, given: str, deadline: float) -> str | None:
+    """What the program writes; None when it fails, or has not ended by the deadline."""
+    if time.monotonic() >= deadline:
+        return None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "program.py").write_text(program, encoding="utf-8", errors="surrogatepass")
+        (folder / "input").write_text(given, encoding="utf-8", errors="surrogatepass")
+        with (folder / "input").open("rb") as source, (folder / "output").open("w+b") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "program.py"],
+                cwd=folder,
+                env=os.environ | {"HOME": name, "TMPDIR": name},
+                stdin=source,
+                stdout=sink,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            _wait(process.pid, deadline)
+            os.killpg(process.pid, signal.SIGKILL)  # not yet collected, so that its id is no stranger's
+            code = process.wait()
+            sink.seek(0)
+            written = sink.read(_MAX_OUTPUT_BYTES + 1)
+    if code != 0 or len(written) > _MAX_OUTPUT_BYTES:
+        return None
+    return written.decode(errors="replace")
+
+
+def _wait(pid: int, deadline: float) -> None:
+    """Until a child has ended, which stays to be collected, or until the deadline."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

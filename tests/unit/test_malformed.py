@@ -1,0 +1,471 @@
+"""The table of malformed inputs: each ends with one sentence and exit code 2 before anything is touched, or, where a
+reward function misbehaves in the middle of a run, is counted and survived."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from safetensors.torch import load_file, save_file
+
+from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
+from spmdrl.metrics import Total
+from spmdrl.rewards.scorer import Scorer
+from spmdrl.score import failures, rollout_metrics
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.train import main
+from spmdrl.types import Prompt, Response, Rollout, ScoredRollout, Span
+from tests.unit.test_rewards import item, running, wait_for
+
+CONFIG = """\
+[run]
+name = "run"
+dir = "{folder}/runs"
+num_steps = 1
+[model]
+path = "{folder}/model"
+[data]
+max_prompt_tokens = 24
+sources = [{{ kind = "jsonl", path = "{folder}/rows.jsonl" }}]
+[rollout]
+prompts_per_step = 2
+group_size = 2
+max_response_tokens = 6
+[reward]
+terms = [{{ kind = "exact" }}]
+[optim]
+lr = 1e-2
+[pack]
+max_tokens_per_micro_batch = 64
+"""
+GOOD_ROW = '{"prompt": "1 + 1 =", "answer": "2"}\n'
+Change = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder that was good, what is done to it, and what must be said."""
+
+    change: Change
+    sentence: str
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = True
+
+
+def written(name: str, content: str | bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def removed(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def replaced(old: str, new: str) -> Change:
+    """In the configuration."""
+
+    def change(folder: Path) -> None:
+        text = (folder / "c.toml").read_text()
+        assert old in text
+        (folder / "c.toml").write_text(text.replace(old, new))
+
+    return change
+
+
+def as_bytes(change: Callable[[bytes], bytes], name: str = "c.toml") -> Change:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def instead_of_file(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+TOML = {
+    "syntax": Case(replaced("num_steps = 1", "num_steps = "), "c.toml is not valid TOML: Invalid value (at line 4"),
+    "a table twice": Case(replaced("[optim]", "[run]"), "Cannot declare ('run',) twice (at line 16"),
+    "a key twice": Case(replaced("lr = 1e-2", "lr = 1e-2\nlr = 1.0"), "Cannot overwrite a value (at line 18"),
+    "nested without end": Case(written("c.toml", "x = " + "[" * 9999), "nested too deeply"),
+    "a byte order mark": Case(as_bytes(lambda text: b"\xef\xbb\xbf" + text), "begins with a byte order mark"),
+    "Latin-1": Case(as_bytes(lambda text: text + b"# \xe9"), "it is not UTF-8 text"),
+    "UTF-16": Case(as_bytes(lambda text: text.decode().encode("utf-16")), "it is not UTF-8 text"),
+    "NUL": Case(as_bytes(lambda text: text + b"\0"), "is not valid TOML: Invalid statement (at line 20"),
+    "empty": Case(written("c.toml", ""), "c.toml: optim: required, not set"),
+    "absent": Case(removed("c.toml"), "c.toml: No such file or directory"),
+    "a directory": Case(instead_of_file("c.toml"), "c.toml: Is a directory"),
+    "an unknown key": Case(replaced("lr = 1e-2", "lrr = 1e-2"), "c.toml:17: optim.lrr: no such setting; did you mean"),
+    "an unknown table": Case(replaced("[pack]", "[packs]"), "packs: no such setting; did you mean pack?"),
+    "a value for a table": Case(replaced("[optim]\nlr = 1e-2", ""), "optim = 3: must be a table", ("optim=3",)),
+    "an array for a table": Case(replaced("[optim]", "[[optim]]"), "must be a table of settings"),
+    "text for a number": Case(replaced("lr = 1e-2", 'lr = "1e-2"'), 'c.toml:17: optim.lr = "1e-2": input should be'),
+    "a date for a number": Case(replaced("lr = 1e-2", "lr = 2026-11-21"), "optim.lr = 2026-11-21: input should be"),
+    "a fraction for a count": Case(replaced("num_steps = 1", "num_steps = 1.5"), "c.toml:4: run.num_steps = 1.5"),
+    "a truth for a count": Case(replaced("num_steps = 1", "num_steps = true"), "run.num_steps = true: input should be"),
+    "not a number": Case(replaced("lr = 1e-2", "lr = nan"), "optim.lr = nan: input should be a finite number"),
+    "infinity": Case(replaced("lr = 1e-2", "lr = inf"), "optim.lr = inf: input should be a finite number"),
+    "negative": Case(replaced("lr = 1e-2", "lr = -1.0"), "optim.lr = -1.0: input should be greater than 0"),
+    "no steps": Case(replaced("num_steps = 1", "num_steps = 0"), "run.num_steps = 0: input should be greater"),
+    "more than 64 bits": Case(replaced("num_steps = 1", f"num_steps = {2**63}"), "c.toml:4: run.num_steps: whole numb"),
+    "NUL in a path": Case(replaced('dir = "', 'dir = "\\u0000'), "c.toml:3: run.dir: text must not hold the character"),
+    "an empty list": Case(replaced('[{ kind = "exact" }]', "[]"), "c.toml:15: reward.terms is empty"),
+    "an unknown kind": Case(replaced('"exact"', '"exactly"'), 'reward.terms.0.kind: must be one of "exact", "math"'),
+    "nothing to win": Case(replaced('"exact"', '"exact", weight = -1.0'), "no term has a positive weight"),
+    "a contradiction": Case(
+        nothing, "max_draw_ratio has no meaning without dynamic_sampling", ("rollout.max_draw_ratio=2.0",)
+    ),
+    "code outside a sandbox": Case(
+        replaced('"exact"', '"code"'), "reward: the term of kind", ('reward.sandbox.mode="off"',)
+    ),
+    "tests longer than the reward": Case(
+        replaced('"exact"', '"code"'), "tests_timeout_s = 5 must be below timeout_s = 5", ("reward.timeout_s=5.0",)
+    ),
+    "an override of no form": Case(nothing, "'optim.lr' on the command line is not of the form", ("optim.lr",)),
+    "an override below a value": Case(nothing, "lr is a value, not a table of settings", ("optim.lr.x=1",)),
+    "a deep override": Case(nothing, "data.sources on the command line is nested", ("data.sources=" + "[" * 9999,)),
+    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be made (Not a directory)", dry_run=False),
+}
+
+
+def row(text: str) -> Change:
+    """A bad row after a good one."""
+    return written("rows.jsonl", GOOD_ROW + text)
+
+
+def parquet(**columns: Any) -> Change:
+    def change(folder: Path) -> None:
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "rows.parquet")
+        replaced('"jsonl"', '"parquet"')(folder)
+        replaced("rows.jsonl", "rows.parquet")(folder)
+
+    return change
+
+
+def template(text: str) -> Change:
+    source = f'kind = "reasoning_gym", task = "chain_sum", prompt_template = "{text}"'
+    return lambda folder: replaced(f'kind = "jsonl", path = "{folder}/rows.jsonl"', source)(folder)
+
+
+DATA = {
+    "absent": Case(removed("rows.jsonl"), "rows.jsonl: No such file or directory"),
+    "a directory": Case(instead_of_file("rows.jsonl"), "rows.jsonl: Is a directory"),
+    "empty": Case(written("rows.jsonl", ""), "rows.jsonl has no rows"),
+    "blank lines only": Case(written("rows.jsonl", "\n\n"), "rows.jsonl has no rows"),
+    "half a row": Case(row('{"prompt": "a"\n'), "rows.jsonl line 2 is not valid JSON: Expecting ',' delimiter"),
+    "not UTF-8": Case(written("rows.jsonl", GOOD_ROW.encode() + b'{"prompt": "\xc3"}'), "line 2 is not valid JSON"),
+    "NUL": Case(row("\0\n"), "rows.jsonl line 2 is not valid JSON"),
+    "half a character": Case(
+        row('{"prompt": "\\ud800", "answer": "1"}'), "line 2 is not valid JSON: 'utf-8' codec can't"
+    ),
+    "nested without end": Case(row('{"prompt": ' + "[" * 99999), "rows.jsonl line 2 is not valid JSON: maximum recurs"),
+    "a list for a row": Case(row('["a", "b"]'), "rows.jsonl line 2 is not a JSON object but list"),
+    "no prompt": Case(
+        row('{"promt": "a", "answer": "1"}'), 'has no column "prompt" (prompt_column); it has promt, ans'
+    ),
+    "no answer": Case(row('{"prompt": "a"}'), 'line 2 has no column "answer" (answer_column)'),
+    "null for a prompt": Case(row('{"prompt": null, "answer": "1"}'), "but it is NoneType: None"),
+    "an empty prompt": Case(row('{"prompt": "", "answer": "1"}'), "but it is empty"),
+    "a number for a prompt": Case(row('{"prompt": 3, "answer": "1"}'), "but it is int: 3"),
+    "text for messages": Case(row('{"prompt": ["a"], "answer": "1"}'), "but it is list: ['a']"),
+    "messages without a template": Case(
+        row('{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}'), "the tokenizer has no chat template"
+    ),
+    "null for an answer": Case(row('{"prompt": "a", "answer": null}'), "a string or a whole number, not NoneType"),
+    "a fraction for an answer": Case(row('{"prompt": "a", "answer": 0.5}'), "a string or a whole number, not float"),
+    "too long": Case(
+        row(json.dumps({"prompt": "1" * 99, "answer": "1"})), "line 2: the prompt has 99 tokens, more than"
+    ),
+    "all too long": Case(
+        written("rows.jsonl", json.dumps({"prompt": "1" * 99, "answer": "1"})),
+        "has 1 rows, and every one of them is held out or too long",
+        ("data.overlong=drop",),
+    ),
+    "text for parquet": Case(replaced('"jsonl"', '"parquet"'), "rows.jsonl is not a parquet file"),
+    "parquet without the column": Case(parquet(question=["a"], answer=["1"]), 'row 1 has no column "prompt"'),
+    "parquet with a null": Case(parquet(prompt=["a", None], answer=["1", "2"]), "rows.parquet row 2"),
+    "parquet of bytes": Case(parquet(prompt=[b"a"], answer=["1"]), "but it is bytes: b'a'"),
+    "parquet without rows": Case(parquet(prompt=[], answer=[]), "rows.parquet has no rows"),
+    "parquet cut off": Case(
+        lambda folder: (
+            parquet(prompt=["a"], answer=["1"])(folder),
+            as_bytes(lambda b: b[:99], "rows.parquet")(folder),
+        ),
+        "rows.parquet is not a parquet file",
+    ),
+    "a template of unknown keys": Case(template("{metadata[absent]}"), "does not fit chain_sum: KeyError: 'absent'"),
+    "a template without an end": Case(template("{question"), "does not fit chain_sum: ValueError"),
+    "an empty template": Case(template(""), "chain_sum item 0: the prompt is empty"),
+}
+
+
+def json_with(name: str, **changes: Any) -> Change:
+    return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+
+
+def without_key(name: str, key: str) -> Change:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        del content[key]
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+WEIGHTS, SOME_WEIGHT = "model/model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+
+
+def tensors(change: Callable[[dict[str, Any]], object]) -> Change:
+    def change_file(folder: Path) -> None:
+        held = load_file(folder / WEIGHTS)
+        change(held)
+        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change_file
+
+
+MODEL = {
+    "absent": Case(lambda folder: shutil.rmtree(folder / "model"), "is not a model directory: it has no config.json"),
+    "a file": Case(replaced("/model", "/rows.jsonl"), "is not a model directory: it has no config.json"),
+    "a name on a hub": Case(nothing, "is not a model directory", ("model.path=Qwen/Qwen3-0.6B",)),
+    "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
+    "a config that is not JSON": Case(written("model/config.json", "{"), "is not a valid JSON file"),
+    "a list for a config": Case(written("model/config.json", "[]"), "Should have a `model_type` key"),
+    "a kind that is unknown": Case(json_with("model/config.json", model_type="none"), "does not recognize this archit"),
+    "a kind that reads both ways": Case(json_with("model/config.json", model_type="bert"), "bidirectional attention"),
+    "code of its own": Case(
+        json_with(
+            "model/config.json", model_type="own", auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+        ),
+        "custom code",
+    ),
+    "no layers": Case(json_with("model/config.json", num_hidden_layers=-1), "is not a causal language model"),
+    "no weights": Case(removed(WEIGHTS), "holds no *.safetensors weights"),
+    "pickled weights only": Case(
+        lambda folder: (folder / WEIGHTS).rename(folder / "model/pytorch_model.bin"), "holds no *.safetensors weights"
+    ),
+    "empty weights": Case(written(WEIGHTS, b""), "its weights cannot be read: model.safetensors"),
+    "weights cut off": Case(
+        as_bytes(lambda held: held[: len(held) // 2], WEIGHTS), "its weights cannot be read: model.safetensors"
+    ),
+    "no safetensors file": Case(written(WEIGHTS, b"\xff" * 999), "its weights cannot be read: model.safetensors"),
+    "an index that is not JSON": Case(written(f"{WEIGHTS}.index.json", "{"), "is no index of weights"),
+    "an index without a map": Case(written(f"{WEIGHTS}.index.json", "{}"), "is no index of weights"),
+    "an index of absent files": Case(
+        written(f"{WEIGHTS}.index.json", json.dumps({"weight_map": {"a": "model-2.safetensors"}})),
+        "names 1 files, and 1 of them are not there; the first is model-2.safetensors",
+    ),
+    "a missing tensor": Case(
+        tensors(lambda held: held.pop(SOME_WEIGHT)),
+        f"lacks 1 of the weights its config.json asks for, the first is {SOME_WEIGHT}",
+        dry_run=False,
+    ),
+    "a tensor of another shape": Case(
+        tensors(lambda held: held.update({SOME_WEIGHT: held[SOME_WEIGHT][:3].contiguous()})),
+        f"the first is {SOME_WEIGHT}: [3, 32] instead of [32, 32]",
+        dry_run=False,
+    ),
+    "no tokenizer": Case(removed("model/tokenizer.json", "model/tokenizer_config.json"), "has no tokenizer"),
+    "a tokenizer that is not JSON": Case(written("model/tokenizer.json", "{"), "its tokenizer cannot be loaded"),
+    "a list for a tokenizer": Case(written("model/tokenizer_config.json", "[1]"), "its tokenizer cannot be loaded"),
+    "a tokenizer of a larger model": Case(json_with("model/config.json", vocab_size=50), "belongs to another model"),
+    "no end of sequence": Case(
+        lambda folder: (
+            without_key("model/tokenizer_config.json", "eos_token")(folder),
+            removed("model/generation_config.json")(folder),
+        ),
+        "names an end-of-sequence token; set rollout.stop_token_ids",
+    ),
+    "a generation config that is not JSON": Case(written("model/generation_config.json", "{"), "is not a JSON object"),
+    "text for an end of sequence": Case(
+        written("model/generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id must be a token id or a list"
+    ),
+}
+
+CHECKPOINTS = {
+    "only unfinished ones": Case(
+        lambda folder: (folder / "runs/run/checkpoints/step-00000002.unfinished").mkdir(parents=True),
+        "holds only unfinished checkpoints (step-00000002.unfinished)",
+        dry_run=False,
+    ),
+    "a run that is there already": Case(
+        lambda folder: (folder / "runs/run/checkpoints/step-00000002").mkdir(parents=True),
+        "runs/run",
+        ("run.resume=never",),
+        dry_run=False,
+    ),
+}
+
+
+def function(source: str) -> Change:
+    """A reward function's file, and the term that names it."""
+
+    def change(folder: Path) -> None:
+        (folder / "reward.py").write_text(source)
+        replaced('kind = "exact"', f'kind = "function", function = "{folder}/reward.py:f"')(folder)
+
+    return change
+
+
+ARGUMENTS = "prompt, response, answer, metadata"
+FUNCTIONS = {
+    "absent": Case(replaced('"exact"', '"function", function = "absent.py:f"'), "there is no file absent.py"),
+    "an absent module": Case(replaced('"exact"', '"function", function = "absent:f"'), "there is no module absent"),
+    "no name": Case(replaced('"exact"', '"function", function = "f"'), "must look like package.module:function"),
+    "no such function": Case(function("def ff(): pass"), "reward.py has no function f"),
+    "not callable": Case(function("f = 3"), "reward.py has no function f"),
+    "another signature": Case(function("def f(x): return 0"), "f must take the keyword arguments prompt, response"),
+    "bad syntax": Case(function("def f(:"), "SyntaxError"),
+    "an import that fails": Case(function("import no_such_package"), "No module named 'no_such_package'"),
+    "an end while imported": Case(function("import sys; sys.exit(3)"), "SystemExit: 3"),
+    "a death while imported": Case(function("import os; os._exit(3)"), "cannot be loaded"),
+    "a first sample that raises": Case(
+        function(f"def f({ARGUMENTS}): return metadata['x']"), "function: KeyError: 'x'"
+    ),
+}
+
+TABLES = {"toml": TOML, "data": DATA, "model": MODEL, "checkpoint": CHECKPOINTS, "function": FUNCTIONS}
+CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save_tiny_model(folder / "model", hidden_size=32, num_layers=1)
+    (folder / "rows.jsonl").write_text(GOOD_ROW)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "c.toml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+def test_the_good_folder_is_good(folder: Path) -> None:
+    assert main([str(folder / "c.toml"), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence_and_the_exit_code(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES[name]
+    case.change(folder)
+    assert main([str(folder / "c.toml"), *case.overrides, *(["--dry-run"] if case.dry_run else [])]) == 2
+    said = capsys.readouterr().err
+    assert said.count("cannot start:") == 1 and case.sentence in said
+    # A traceback only of code of the user's own.
+    assert "Traceback" not in said or name.startswith("function: ")
+    assert not case.dry_run or not (folder / "runs").exists()
+
+
+# What a reward function does in the middle of a run. The function is told by the response what to do.
+
+MISBEHAVIOUR = '''
+import asyncio, ctypes, decimal, os, resource, signal, subprocess, sys, threading, time
+
+class Unspeakable(Exception):
+    def __str__(self): raise self
+
+class Claims:
+    def __float__(self): return 1.0
+
+def recurse(): recurse()
+
+def bomb():
+    """Children that leave the session, as many as any machine bears."""
+    for _ in range(40):
+        if os.fork() == 0:
+            os.setsid()
+            os.execvp("sleep", ["sleep", "600.4"])
+    time.sleep(600)
+
+def leak():
+    held = []
+    while True: held.append(bytearray(2**24))
+
+def raises(error): raise error
+
+def loud():
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("noise" * 100_000)
+    return 1.0
+
+def f(prompt, response, answer, metadata):
+    return eval(response)
+'''
+NOT_A_NUMBER = "function: TypeError: the reward is not a number but"
+SURVIVED: dict[str, str | None] = {  # what is done: the failure that is counted, None for a reward of 1
+    "raises(ValueError('wrong'))": "function: ValueError: wrong",
+    "raises(KeyboardInterrupt())": "function: KeyboardInterrupt: ",
+    "raises(Unspeakable())": "the worker exited with code 1",
+    "sys.exit(0)": "function: SystemExit: 0",
+    "os._exit(0)": "the worker exited with code 0",
+    "os.kill(os.getpid(), signal.SIGKILL)": "the worker was killed by SIGKILL",
+    "os.abort()": "the worker was killed by SIGABRT",
+    "ctypes.string_at(0)": "the worker was killed by SIGSEGV",
+    "time.sleep(600)": "timeout",
+    "any(0 for _ in iter(int, 1))": "timeout",
+    "threading.Event().wait()": "timeout",
+    "subprocess.run(['sleep', '600'])": "timeout",
+    "bomb()": "timeout",
+    "asyncio.sleep(600)": "timeout",
+    "leak()": "function: MemoryError: ",
+    "recurse()": "function: RecursionError: maximum recursion depth exceeded",
+    "float('nan')": "function: ValueError: the reward is nan",
+    "float('inf')": "function: ValueError: the reward is inf",
+    "10**400": "function: OverflowError: int too large to convert to float",
+    "'1.0'": f"{NOT_A_NUMBER} str",
+    "None": f"{NOT_A_NUMBER} NoneType",
+    "[1.0]": f"{NOT_A_NUMBER} list",
+    "1j": f"{NOT_A_NUMBER} complex",
+    "decimal.Decimal(1)": f"{NOT_A_NUMBER} Decimal",
+    "Claims()": f"{NOT_A_NUMBER} Claims",
+    "lambda: 1.0": f"{NOT_A_NUMBER} function",
+    "open('large', 'wb').write(bytes(2**22)) and 1.0": "function: OSError: [Errno 27] File too large",
+    "len([open('/dev/null') for _ in range(99)])": "function: OSError: [Errno 24] Too many open files: '/dev/null'",
+    "loud()": None,
+    "sys.stdin.close() or 1.0": None,
+    "os.closerange(0, 3) or 1.0": None,
+    "sys.stdout.close() or 1.0": None,
+    "True": None,
+}
+
+
+@pytest.fixture(scope="module")
+def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
+    path = tmp_path_factory.mktemp("functions") / "misbehaviour.py"
+    path.write_text(MISBEHAVIOUR)
+    sandbox = SandboxConfig(max_memory_gib=0.25, max_file_gib=2**-10, max_open_files=64)
+    term = FunctionReward(kind="function", function=f"{path}:f")
+    with Scorer(RewardConfig(terms=(term,), timeout_s=2.0, num_workers=4, sandbox=sandbox)) as scorer:
+        yield scorer
+
+
+def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: Scorer) -> None:
+    # After each a good one, which must not suffer.
+    attempts = [response for bad in SURVIVED for response in (bad, "1.0")]
+    outcomes = misbehaving.score([item(attempt) for attempt in attempts])
+    assert dict(zip(attempts, (outcome.failure for outcome in outcomes), strict=True)) == SURVIVED | {"1.0": None}
+    assert {outcome.reward for outcome in outcomes if outcome.failure is None} == {1.0}
+    assert {outcome.reward for outcome in outcomes if outcome.failure is not None} == {0.0}
+    if not misbehaving.unprotected:
+        assert wait_for(lambda: not running("sleep", "600.4"))
+    response = Response(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", spans=(Span(0, 1),))
+    prompt = Prompt(prompt_id=0, token_ids=(1,), text="", answer=None, task="", metadata={})
+    rollout = Rollout(prompt=prompt, sample_index=0, seed=0, response=response)
+    scored = [ScoredRollout(rollout=rollout, outcome=outcome, advantage=0.0) for outcome in outcomes]
+    num_failed = sum(failure is not None for failure in SURVIVED.values())
+    assert rollout_metrics(scored)["reward/failed_count"] == Total(num_failed)
+    assert failures(scored)["timeout"] == list(SURVIVED.values()).count("timeout")
