@@ -3,10 +3,10 @@
     python benchmarks/mismatch.py --model runs/demo-...-sft/hf     minutes a run; finished runs are not repeated
     python benchmarks/mismatch.py --draw-only
 
-The demo's warm start is trained with the demo's tasks by `noisy_train.py`, once for each variant and seed: an exact
-engine, and a noisy one without correction, with TIS and with MIS. Without correction is what a trainer does that knows
-nothing of the mismatch: it computes old log-probabilities itself and ignores the engine's. Writes
-benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg.
+MODEL, the warm start that `make demo` leaves, is trained with the demo's tasks by `noisy_train.py`, once for each
+variant and seed: with a noisy engine without correction, with TIS and with MIS, and with an exact one. Without
+correction is what a trainer does that knows nothing of the mismatch: it computes old log-probabilities itself and
+ignores the engine's. Writes benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def write_result(runs: Path) -> None:
     content = {
         "about": "reward and held-out accuracy of runs whose engine samples with perturbed weights",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": "python benchmarks/mismatch.py",
         "machine": machine(),
         "noise": NOISE,
         "runs": [
@@ -161,8 +160,8 @@ def draw(runs: Sequence[Json], path: Path) -> None:
     with rc_context(STYLE | {"svg.hashsalt": "mismatch"}):  # the same bytes from the same result
         figure = Figure(figsize=(10.0, 3.8), layout="constrained", facecolor="white")
         reward, accuracy = figure.subplots(1, 2, sharey=True)
-        for variant, color in COLORS.items():
-            of_variant = [run for run in runs if run["variant"] == variant]
+        for variant in dict.fromkeys(run["variant"] for run in runs):
+            color, of_variant = COLORS[variant], [run for run in runs if run["variant"] == variant]
             steps = range(1, len(of_variant[0]["reward"]) + 1)
             rewards = [smoothed(np.array(run["reward"], dtype=float)) for run in of_variant]
             draw_lines(reward, steps, rewards, color=color, label=variant)
@@ -173,7 +172,7 @@ def draw(runs: Sequence[Json], path: Path) -> None:
         reward.set_ylim(0.0, 1.0)
         for axes in (reward, accuracy):
             axes.set_xlabel("step")
-        accuracy.legend(loc="lower left", ncols=2)
+        accuracy.legend(loc="lower right", ncols=2)
         figure.savefig(path, metadata={"Date": None})
 
 
