@@ -1,50 +1,187 @@
-"""Training with an engine that disagrees: its weights carry noise, anew after every refit.
+"""What a mismatched engine does to a run, and what corrections do about it: runs, their curves, and a picture of them.
 
-    torchrun --nproc-per-node 2 benchmarks/mismatch.py NOISE CONFIG.toml [section.key=value ...]
+    python benchmarks/mismatch.py --model runs/demo-...-sft/hf     minutes a run; finished runs are not repeated
+    python benchmarks/mismatch.py --draw-only
 
-NOISE is the noise's deviation over that of each parameter. The engine's log-probabilities are those of the weights it
-samples with, so that `mismatch/...` shows the disagreement and `[correction]` can correct it.
+MODEL, the warm start that `make demo` leaves, is trained with the demo's tasks by `noisy_train.py`, once for each
+variant and seed: with a noisy engine without correction, with TIS and with MIS, and with an exact one. Without
+correction is what a trainer does that knows nothing of the mismatch: it computes old log-probabilities itself and
+ignores the engine's. Writes benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
+import workload
+from bench import RESULTS, ROOT, machine
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from spmdrl import train
-from spmdrl.rollout import start
-from spmdrl.rollout.torch_engine import TorchEngine
-from spmdrl.types import Request, Response
+from spmdrl.report.curves import FAINT_INK, RUN_COLORS, STYLE, smoothed
+from spmdrl.report.files import read_rows
+from spmdrl.report.run_folder import RunFolder
 
-NOISE = float(sys.argv[1])
+RESULT, PICTURE = RESULTS / "mismatch.json", ROOT / "docs/images/mismatch.svg"
+MAX_SEEDS = 10  # seeds are below
+NOISE = 0.5  # the deviation of the noise over that of each weight matrix
+SETTINGS = (  # over configs/demo.toml
+    "run.threads_per_rank=1",
+    "run.num_steps=160",
+    "rollout.prompts_per_step=32",
+    "optim.lr=1e-3",
+    "optim.schedule=constant",
+    "eval.every=20",
+    "report.console=plain",
+    "report.tensorboard=false",
+    "checkpoint.export=false",
+)
+BOUND = 10.0  # of the weights; 2, the default, would bound most right answers of so noisy an engine
+WHOLE_RESPONSES = ("correction.level=sequence", f"correction.high={BOUND}")
+VARIANTS: dict[str, tuple[float, tuple[str, ...]]] = {  # noise, and settings
+    "no correction": (NOISE, ()),
+    "TIS": (NOISE, ("correction.kind=tis", *WHOLE_RESPONSES)),
+    "MIS": (NOISE, ("correction.kind=mis", "correction.mode=mask", f"correction.low={1 / BOUND}", *WHOLE_RESPONSES)),
+    "exact engine": (0.0, ()),
+}
+COLORS = dict(zip(VARIANTS, (RUN_COLORS[1], RUN_COLORS[0], RUN_COLORS[2], FAINT_INK), strict=True))
+METRICS = {  # of the result: of metrics.jsonl
+    "reward": "reward/mean",
+    "k3_nats": "mismatch/k3_nats",
+    "mean_abs_nats": "mismatch/mean_abs_nats",
+    "effective_fraction": "mismatch/effective_fraction",
+    "entropy_nats": "update/entropy_nats",
+    "grad_norm": "update/grad_norm",
+}
+
+Json = dict[str, Any]
 
 
-class NoisyEngine(TorchEngine):
-    """The torch engine, which perturbs what a refit has brought, after the refit was found to be right."""
+def main() -> None:
+    """Train what was asked for and is not there yet, write the result, draw it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=ROOT / "runs/demo-sft/hf", help="the warm start of `make demo`")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/mismatch", help="where run folders are made")
+    parser.add_argument("--draw-only", action="store_true", help="draw the result that is there")
+    args = parser.parse_args()
+    if not args.draw_only:
+        for seed in args.seeds:
+            for variant in args.variants:
+                train(variant, seed, args.model.resolve(), folder_of(args.runs, variant, seed))
+        write_result(args.runs)
+    draw(json.loads(RESULT.read_text(encoding="utf-8"))["runs"], PICTURE)
 
-    clean = False
 
-    def end_update(self) -> None:
-        super().end_update()
-        self.clean = True
+def folder_of(runs: Path, variant: str, seed: int) -> RunFolder:
+    """Where a run is, or will be."""
+    return RunFolder(runs / f"{variant.replace(' ', '-')}-{seed}")
 
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
-        if self.clean:
-            self._perturb()
-        return super().generate(requests)
 
-    @torch.no_grad()
-    def _perturb(self) -> None:
-        draw = torch.Generator().manual_seed(self.version)  # the same on every rank
-        for weight in self.weights().values():
-            if weight.dim() > 1:
-                noise = torch.randn(weight.shape, generator=draw).to(weight)
-                weight.add_(noise, alpha=NOISE * float(weight.std()))
-        self.clean = False
+def train(variant: str, seed: int, model: Path, folder: RunFolder) -> None:
+    """One run, unless its folder holds it already."""
+    if not finished(folder):
+        where = (f"run.dir={folder.path.parent}", f"run.name={folder.path.name}", f"model.path={model}")
+        call(*command(variant, seed), *where, "run.resume=never")
+
+
+def command(variant: str, seed: int) -> list[str]:
+    """What to call Python with, without the places of model and run."""
+    noise, settings = VARIANTS[variant]
+    return ["benchmarks/noisy_train.py", str(noise), "configs/demo.toml", *SETTINGS, *settings, f"run.seed={seed}"]
+
+
+def finished(folder: RunFolder) -> bool:
+    """Whether the run in this folder took its last step."""
+    if not folder.plan.is_file():
+        return False
+    rows = read_rows(folder.metrics)
+    return bool(rows) and rows[-1]["step"] == json.loads(folder.plan.read_text(encoding="utf-8"))["num_steps"]
+
+
+def call(*command: str) -> None:
+    """Run Python from the repository's root; an error ends this program, too."""
+    print("python", *command, flush=True)
+    environment = {**os.environ, **workload.best_environment(threads=1), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=environment)
+
+
+def write_result(runs: Path) -> None:
+    """Write the curves of all finished runs with what they were measured on."""
+    places = [(variant, seed) for variant in VARIANTS for seed in range(MAX_SEEDS)]
+    content = {
+        "about": "reward and held-out accuracy of runs whose engine samples with perturbed weights",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "noise": NOISE,
+        "runs": [
+            curves(variant, seed, folder_of(runs, variant, seed))
+            for variant, seed in places
+            if finished(folder_of(runs, variant, seed))
+        ],
+    }
+    RESULT.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def curves(variant: str, seed: int, folder: RunFolder) -> Json:
+    """What one run showed, in each step and at each evaluation."""
+    rows = read_rows(folder.metrics)
+    steps, evaluations = [row for row in rows if "reward/mean" in row], [row for row in rows if "eval/accuracy" in row]
+    return {
+        "variant": variant,
+        "seed": seed,
+        "command": " ".join(["python", *command(variant, seed)]),
+        "versions": json.loads(folder.versions.read_text(encoding="utf-8")),
+        "eval_steps": [row["step"] for row in evaluations],
+        "accuracy": [row["eval/accuracy"] for row in evaluations],
+        **{name: [rounded(row[metric]) for row in steps] for name, metric in METRICS.items()},
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """To what a curve shows."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def draw(runs: Sequence[Json], path: Path) -> None:
+    """Reward of what was trained on, and the policy's own accuracy; a thin line for each seed, a thick one for their
+    mean."""
+    with rc_context(STYLE | {"svg.hashsalt": "mismatch"}):  # the same bytes from the same result
+        figure = Figure(figsize=(10.0, 3.8), layout="constrained", facecolor="white")
+        reward, accuracy = figure.subplots(1, 2, sharey=True)
+        for variant in dict.fromkeys(run["variant"] for run in runs):
+            color, of_variant = COLORS[variant], [run for run in runs if run["variant"] == variant]
+            steps = range(1, len(of_variant[0]["reward"]) + 1)
+            rewards = [smoothed(np.array(run["reward"], dtype=float)) for run in of_variant]
+            draw_lines(reward, steps, rewards, color=color, label=variant)
+            own = [np.array(run["accuracy"], dtype=float) for run in of_variant]
+            draw_lines(accuracy, of_variant[0]["eval_steps"], own, color=color, label=variant)
+        reward.set_title("training reward, sampled by the engine", loc="left", fontweight="bold")
+        accuracy.set_title("held-out accuracy of the policy's own weights", loc="left", fontweight="bold")
+        reward.set_ylim(0.0, 1.0)
+        for axes in (reward, accuracy):
+            axes.set_xlabel("step")
+        accuracy.legend(loc="lower right", ncols=2)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def draw_lines(axes: Axes, steps: Sequence[int], curves: Sequence[np.ndarray], *, color: str, label: str) -> None:
+    """The curves [n] of the seeds and their mean."""
+    for curve in curves:
+        axes.plot(steps, curve, color=color, linewidth=0.8, alpha=0.4)
+    axes.plot(steps, np.mean(curves, axis=0), color=color, linewidth=2.2, label=label)
 
 
 if __name__ == "__main__":
-    start.TorchEngine = NoisyEngine  # the one place that makes the engine
-    sys.exit(train.main(sys.argv[2:]))
+    main()
