@@ -220,7 +220,8 @@ def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
         "ValueError: no",
         "the disk is full",
     ]
-    assert error_report(kind="user", message="a\nb").text() == "cannot start:\n  - a\n  - b"
+    assert error_report(kind="user", message="a\nb").text() == "cannot go on:\n  - a\n  - b"
+    assert error_report(kind="user", message="a", step=0).text() == "cannot start: a"
 
 
 def test_a_signal_to_the_supervisor_becomes_a_file_and_not_torchruns_end(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.metrics import Total
 from spmdrl.rewards.scorer import Scorer
-from spmdrl.score import failures, rollout_metrics
+from spmdrl.score import failure_lines, rollout_metrics
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from spmdrl.types import Prompt, Response, Rollout, ScoredRollout, Span
@@ -294,15 +294,21 @@ MODEL = {
 }
 
 CHECKPOINTS = {
-    "only unfinished ones": Case(
-        lambda folder: (folder / "runs/run/checkpoints/step-00000002.unfinished").mkdir(parents=True),
-        "holds only unfinished checkpoints (step-00000002.unfinished)",
+    "none that can be loaded": Case(
+        lambda folder: (folder / "runs/run/checkpoints/step-00000002").mkdir(parents=True),
+        "no checkpoint can be loaded; bring one back, or set run.name to a new name to start at step 0",
+        dry_run=False,
+    ),
+    "none of that name": Case(
+        lambda folder: (folder / "elsewhere").mkdir(),
+        'resume.checkpoint = "elsewhere" is not a checkpoint; set it to "auto", "never", or a directory such as',
+        ("resume.checkpoint=elsewhere",),
         dry_run=False,
     ),
     "a run that is there already": Case(
         lambda folder: (folder / "runs/run/checkpoints/step-00000002").mkdir(parents=True),
         "runs/run",
-        ("run.resume=never",),
+        ("resume.checkpoint=never",),
         dry_run=False,
     ),
 }
@@ -468,4 +474,5 @@ def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: S
     scored = [ScoredRollout(rollout=rollout, outcome=outcome, advantage=0.0) for outcome in outcomes]
     num_failed = sum(failure is not None for failure in SURVIVED.values())
     assert rollout_metrics(scored)["reward/failed_count"] == Total(num_failed)
-    assert failures(scored)["timeout"] == list(SURVIVED.values()).count("timeout")
+    num_timeouts = list(SURVIVED.values()).count("timeout")
+    assert f"step 1: {num_timeouts} of this rank's rewards are 0: timeout" in failure_lines(1, scored)
