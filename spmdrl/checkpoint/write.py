@@ -212,6 +212,7 @@ class _Writing:
         except CheckpointException as error:  # torch's, and no Exception: what failed on some ranks, told on all
             causes = [cause for cause, _ in error.failures.values()]
             disk = [cause for cause in causes if isinstance(cause, OSError)]
+            disk.sort(key=lambda cause: cause.filename is None)  # one that says which file comes first
             self.problem = disk[0] if disk else RuntimeError(f"the checkpoint of step {self.step}: {error}")
         except OSError as error:
             self.problem = _portable(error)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from spmdrl.batch import build_batch
@@ -36,7 +39,8 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
             cuts.append((cut, scalars(batch.metrics)))
             if not num_groups:
                 empty = add_logprobs(None, None, batch.mini_batches, meshes.training)  # type: ignore[arg-type]
-                assert update(None, empty, None, meshes, step=2) == {}  # type: ignore[arg-type]
+                idle: Any = SimpleNamespace(frozen_steps=0)
+                assert update(idle, empty, None, meshes, step=2) == {}  # type: ignore[arg-type]
         return cuts
 
 
