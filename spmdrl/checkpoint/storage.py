@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,16 +42,19 @@ class _HashingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        with Path(path).open(mode) as file:
-            stream = _HashingStream(cast(io.BufferedIOBase, file))
-            try:
-                yield cast(io.IOBase, stream)
-                stream.close()
-            except Exception:
-                if stream.problem is None:
-                    raise
-            if stream.problem is not None:
-                raise OSError(stream.problem.errno, stream.problem.strerror, str(path))
+        file = Path(path).open(mode)  # noqa: SIM115  closing it may fail once more, of which nothing is new
+        stream = _HashingStream(cast(io.BufferedIOBase, file))
+        try:
+            yield cast(io.IOBase, stream)
+            stream.close()
+        except Exception:
+            if stream.problem is None:
+                raise
+        finally:
+            with suppress(OSError):  # of what a full disk has left in the buffer, once more
+                file.close()
+        if stream.problem is not None:
+            raise OSError(stream.problem.errno, stream.problem.strerror, str(path))
         self._digests[Path(path).name] = Digest(stream.num_bytes, stream.sha256.hexdigest())
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
