@@ -44,7 +44,7 @@ SETTINGS = (  # over configs/demo.toml
     "eval.every=20",
     "report.console=plain",
     "report.tensorboard=false",
-    "checkpoint.export=false",
+    "export.at_end=false",
 )
 BOUND = 10.0  # of the weights; 2, the default, would bound most right answers of so noisy an engine
 WHOLE_RESPONSES = ("correction.level=sequence", f"correction.high={BOUND}")

@@ -40,7 +40,7 @@ SETTINGS = (
     "loss.kl_coef=0.0",
     "report.tensorboard=false",
 )
-ENDLESS = ("run.num_steps=100000", "run.threads_per_rank=1", "checkpoint.export=false", "report.tensorboard=false")
+ENDLESS = ("run.num_steps=100000", "run.threads_per_rank=1", "export.at_end=false", "report.tensorboard=false")
 END_LIMIT_S = 60.0  # for an idle machine and a busy one
 
 
