@@ -280,7 +280,7 @@ def test_sigterm_to_a_launched_job_saves_and_asks_to_be_started_again(folder: Pa
     # The launch goes on there, and ends as a run that was never stopped.
     last = f"run.num_steps={requeue.step + 1}"
     for name in ("terminated", "not-terminated"):
-        launch(2, [str(folder / "c.toml"), *ENDLESS, f"run.name={name}", last, "checkpoint.export=true"])
+        launch(2, [str(folder / "c.toml"), *ENDLESS, f"run.name={name}", last, "export.at_end=true"])
     assert_same_weights(folder / "runs/not-terminated", folder / "runs/terminated")
 
 
