@@ -49,9 +49,9 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(functions: Path, name: str = "attempt", **sandbox: Any) -> RewardConfig:
+def config(functions: Path, name: str = "attempt", timeout_s: float = 2.0, **sandbox: Any) -> RewardConfig:
     term = FunctionReward(kind="function", function=f"{functions}:{name}")
-    return RewardConfig(terms=(term,), timeout_s=2.0, sandbox=SandboxConfig(**sandbox))
+    return RewardConfig(terms=(term,), timeout_s=timeout_s, sandbox=SandboxConfig(**sandbox))
 
 
 @pytest.fixture(scope="module")
@@ -166,19 +166,20 @@ def test_number_of_processes(tmp_path: Path) -> None:
     assert started == ["8"]
 
 
-def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: Scorer) -> None:
-    nonsense = "the worker's answer is not one of ours"
-    answers = {
-        b"half a line": "timeout",
-        b"no json\n": nonsense,
-        b'{"parts": {}}\n': nonsense,
-        b'{"parts": {"other": 1.0}, "failure": null, "traceback": ""}\n': nonsense,
-        b'{"parts": {"function": NaN}, "failure": null, "traceback": ""}\n': nonsense,
-        b"[" * 50_000 + b"\n": nonsense,
-    }
-    for answer, failure in answers.items():
-        assert given(sandboxed, f"(say({answer!r}), time.sleep(60))") == failure
-    assert sandboxed.score([item("1")])[0].failure == "function: RuntimeError: 1"
+def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: Scorer, functions: Path) -> None:
+    assert given(sandboxed, "(say(b'half a line'), time.sleep(60))") == "timeout"
+    answers = [
+        b"no json\n",
+        b'{"parts": {}}\n',
+        b'{"parts": {"other": 1.0}, "failure": null, "traceback": ""}\n',
+        b'{"parts": {"function": NaN}, "failure": null, "traceback": ""}\n',
+        b"[" * 50_000 + b"\n",
+    ]
+    with Scorer(config(functions, timeout_s=50.0)) as patient:
+        for answer in answers:
+            said = given(patient, f"(say({answer!r}), time.sleep(60))")
+            assert said == "the worker's answer is not one of ours", answer
+        assert patient.score([item("1")])[0].failure == "function: RuntimeError: 1"
 
 
 WITHOUT_NAMESPACES = """
