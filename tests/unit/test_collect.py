@@ -590,7 +590,7 @@ def test_a_death_ends_the_step_unless_it_shall_be_repaired_and_when_it_comes_too
         engines = [MortalEngine(responses=2, deaths=deaths), FakeEngine(max_running=2, tick_s=0.001)]
         run = start(DYNAMIC, engines, revive=revive)
         for rank in run.collectors:  # the other rank waits in a collective, which the end of this one breaks
-            rank._mesh.ranks.barrier = threading.Barrier(2, timeout=1)
+            rank._mesh.ranks.barrier = threading.Barrier(2, timeout=3)
         with pytest.raises((EngineDied, threading.BrokenBarrierError)):
             run.step(1)
         assert len(run.messages) == (MAX_RESTARTS if revive else 0)
