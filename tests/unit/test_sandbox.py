@@ -25,7 +25,7 @@ from pathlib import Path
 
 def say(answer):
     """Write to the trainer what the worker should."""
-    for fd in range(3, 20):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 os.write(fd, answer)
