@@ -263,7 +263,7 @@ def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
             row["rollout/equal_groups_count"] / (row["rollout/equal_groups_count"] + 8)
         )
         assert row["rollout/max_staleness_steps"] <= 1
-        assert 0 <= row["rollout/greedy_reward_mean"] <= 1.1
+        assert 0 <= row["rollout/greedy_reward_mean"] <= 64 / 6 + 0.1  # 64 digits
     states = [json.loads((run / f"checkpoints/step-{step:08d}/collector.json").read_text()) for step in range(1, 4)]
     assert any(state["carried"] for state in states)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
