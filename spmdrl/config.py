@@ -273,6 +273,14 @@ class RolloutConfig(Section):
 
 
 EXACT_BACKENDS = ("fa3", "triton")  # attention of SGLang whose kernels the trainer can use; the first is the default
+# Arguments of SGLang that have nothing to do with numbers.
+_SGLANG_KEEPS_EXACT = {
+    "disable_radix_cache",
+    "grammar_backend",
+    "log_level",
+    "schedule_conservativeness",
+    "schedule_policy",
+}
 _SGLANG_SETTINGS = (
     "tp_size",
     "memory_fraction",
@@ -959,8 +967,8 @@ def _broken_by_sglang(cfg: Config) -> Iterator[str]:
             "rollout.partial = true gives sampled tokens to the kernel for prompts when a response goes on, which with "
             'rollout.attention_backend = "triton" is another than the one they were sampled by, and with "fa3" is not'
         )
-    if rollout.sglang:
-        yield f"rollout.sglang sets {', '.join(sorted(rollout.sglang))}, which may change what the engine computes"
+    if risky := sorted(rollout.sglang.keys() - _SGLANG_KEEPS_EXACT):
+        yield f"rollout.sglang sets {', '.join(risky)}, which may change what the engine computes"
     if cfg.model.compute_dtype == "float32":
         yield 'model.compute_dtype = "float32" is not what SGLang computes with then, and "bfloat16" is'
     if cfg.model.gradient_checkpointing == "selective":

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.batch import lay_end_to_end
-from spmdrl.model import sglang_attention, sglang_operators
+from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel, Layout, causal_attention
@@ -141,6 +141,14 @@ def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.M
     assert not list(sglang_attention._as_many_as_fit([]))
 
 
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_every_switch_is_told(backend: str) -> None:
+    told = "\n".join(sglang_operators.switches(backend))
+    arguments = ("rl_on_policy_target", "enable_deterministic_inference", "sampling_backend", "bf16_gemm_backend")
+    for name in (*arguments, f'attention_backend = "{backend}"', *sglang_kernels.ENVIRONMENT):
+        assert name in told, name
+
+
 def test_engines_that_follow_hold_embedding_and_norms_in_float32() -> None:
     names = ("model.embed_tokens", "model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.input_layernorm")
     tensors = {f"{name}.weight": torch.ones(64, dtype=torch.bfloat16) for name in names}
@@ -174,7 +182,10 @@ def test_models_that_sglang_computes_otherwise_are_refused(tmp_path: Path) -> No
             ["rollout.attention_backend=triton", *GOING_ON],
             "rollout.partial = true",
         ),
-        (["rollout.sglang.disable_radix_cache=true"], "rollout.sglang sets disable_radix_cache"),
+        (
+            ["rollout.sglang.disable_radix_cache=true", "rollout.sglang.kv_cache_dtype=fp8_e4m3"],
+            "rollout.sglang sets kv_cache_dtype, which",
+        ),
         (["model.compute_dtype=float32"], 'compute_dtype = "float32" is not what SGLang computes with'),
         (["model.gradient_checkpointing=selective"], '"selective" keeps rotary embeddings from being compiled'),
         (["parallel.cp=2"], "parallel.cp = 2 sums in another order"),
