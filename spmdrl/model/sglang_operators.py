@@ -149,9 +149,9 @@ class _Attention(nn.Module):
     head_dim: int
     layer_idx: int
     scaling: float
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
     o_proj: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
@@ -159,9 +159,9 @@ class _Attention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, attend: Any, **_: Any
     ) -> tuple[Tensor, None]:
+        narrow = hidden_states.to(self.v_proj.weight.dtype)
         q, k, v = (
-            project(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(narrow)[0].unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (_rotated(x, *position_embeddings).to(v.dtype) for x in (self.q_norm(q), self.k_norm(k)))
         heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
