@@ -26,6 +26,7 @@ from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.restart import Restarts
+from spmdrl.types import ToldToStop
 
 
 class MemoryShortage(RuntimeError):
@@ -99,14 +100,20 @@ class Phases:
     @contextmanager
     def training(self) -> Iterator[None]:
         """The trainer is awake and the engine has given back what it was told to. Its two edges are the span
-        `switch`."""
+        `switch`. A stop, which all ranks are told of at the same place, ends the phase as its end does."""
         with self._span("switch"):
             if not self._engine_sleeps or (self._releases_weights and self._engine_has_weights):
                 self._sleep_engine()
             self._pass_edge("trainer awake", self._trainer.wake, self._to_compute)
-        yield
+        told: ToldToStop | None = None
+        try:
+            yield
+        except ToldToStop as stop:
+            told = stop
         with self._span("switch"):
             self._pass_edge("trainer asleep", self._trainer.sleep, self._to_wake_engine)
+        if told is not None:
+            raise told
 
     def refit(self, *, version: int) -> None:
         """Give the engine the trainer's weights, and the memory to hold them where it had released that."""
