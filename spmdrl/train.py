@@ -190,6 +190,7 @@ def train(
         if world.is_main:
             folder.write_launch(cfg, plan)
 
+        # The last step that is finished, and what is known of it: what a checkpoint is about.
         done, measured = step, dict(origin.metrics or {})
 
         def evaluate() -> dict[str, float]:
@@ -205,6 +206,7 @@ def train(
                 saver.save(done, metrics=measured, collector=sampler.state(done))
 
         def pass_edge() -> None:
+            """Between two phases: go on, unless a rank was told to stop."""
             if watch.agree_to_stop(meshes.training):
                 raise ToldToStop
 

@@ -519,6 +519,22 @@ def test_a_run_that_stopped_collects_what_it_would_have_collected(
         assert after.steps(stop + 1, 5) == never_stopped[stop:]
 
 
+class Unknown(Future[RewardOutcome]):
+    """A reward that nobody must wait for."""
+
+    def result(self, timeout: float | None = None) -> RewardOutcome:
+        raise AssertionError("waited for a reward")
+
+
+def test_the_state_before_a_step_that_is_given_up_waits_for_none_of_its_rewards() -> None:
+    run = start(PARTIAL, [FakeEngine()], submit=lambda rollout: (rollout, Unknown()))
+    begun = run.state(0)
+    run.steps(1, 1)
+    assert run.state(0) == begun
+    with pytest.raises(AssertionError, match="waited for a reward"):
+        run.state(1)
+
+
 def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:
     before = start(PARTIAL, fast_and_slow())
     before.steps(1, 2)
