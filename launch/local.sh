@@ -3,7 +3,7 @@
 #   usage: launch/local.sh CONFIG [section.key=value ...]
 #   NPROC=4                 another number of processes
 #   MODULE=spmdrl.sft       supervised fine-tuning instead of spmdrl.train
-# SIGTERM, SIGUSR1 or `touch RUN/stop`: the run saves after its step and stops; the same command goes on.
+# SIGTERM, SIGUSR1 or `touch RUN/stop`: the run finishes its phase, saves and stops; the same command goes on.
 # Exit codes: docs/faults.md. 2: a setting must be changed, 75: start it again.
 set -euo pipefail
 

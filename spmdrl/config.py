@@ -53,7 +53,8 @@ class RunConfig(Section):
     phase or evaluation, in which ranks that share an engine wait for the one that leads it."""
     stop_before: Annotated[datetime, Field(strict=False)] | None = None
     """Save and stop in time for this, such as `"2026-11-21T08:00"`, in local time unless it names a zone: a step is
-    not begun when one as long as the longest so far would end later. See `docs/faults.md`."""
+    not begun when one as long as the longest so far would end later, and one that has begun stops at the next edge
+    between two phases when this time has come. See `docs/faults.md`."""
     threads_per_rank: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 

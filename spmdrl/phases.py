@@ -26,6 +26,7 @@ from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.restart import Restarts
+from spmdrl.types import ToldToStop
 
 
 class MemoryShortage(RuntimeError):
@@ -99,14 +100,17 @@ class Phases:
     @contextmanager
     def training(self) -> Iterator[None]:
         """The trainer is awake and the engine has given back what it was told to. Its two edges are the span
-        `switch`."""
+        `switch`. When all ranks stop at the same place inside, it ends as it always does."""
         with self._span("switch"):
             if not self._engine_sleeps or (self._releases_weights and self._engine_has_weights):
                 self._sleep_engine()
             self._pass_edge("trainer awake", self._trainer.wake, self._to_compute)
-        yield
-        with self._span("switch"):
-            self._pass_edge("trainer asleep", self._trainer.sleep, self._to_wake_engine)
+        try:
+            yield
+        except ToldToStop:
+            self._end_training()
+            raise
+        self._end_training()
 
     def refit(self, *, version: int) -> None:
         """Give the engine the trainer's weights, and the memory to hold them where it had released that."""
@@ -129,6 +133,10 @@ class Phases:
         """The edges passed since the last call, in order."""
         edges, self._edges = self._edges, []
         return edges
+
+    def _end_training(self) -> None:
+        with self._span("switch"):
+            self._pass_edge("trainer asleep", self._trainer.sleep, self._to_wake_engine)
 
     def _sleep_engine(self) -> None:
         """The engine gives back what it holds and was told to release."""

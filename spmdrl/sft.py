@@ -59,7 +59,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 folder,
                 num_steps=plan.num_steps,
                 active=world.is_main,
-                start_step=step,
+                start_step=origin.saved_step,
                 on_phase=watch.enter,
             )
         )
@@ -86,7 +86,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         if world.is_main:
             folder.write_launch(cfg, plan)
         report.take_times()
-        stopping = watch.agree_to_stop(meshes.training)
+        stopping = watch.agree_to_stop_before_step(meshes.training)
 
         while step < plan.num_steps and not stopping:
             step += 1
@@ -118,7 +118,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
                 samples=[],
                 histograms=histograms(metrics),
             )
-            stopping = watch.agree_to_stop(meshes.training)
+            stopping = watch.agree_to_stop_before_step(meshes.training)
             if plan.saves_after(step) or stopping:
                 with report.span("save"):
                     saver.save(step, metrics=values)

@@ -50,6 +50,7 @@ from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.score import failure_lines, rollout_metrics, score_groups
+from spmdrl.types import ToldToStop
 from spmdrl.update import update
 
 
@@ -83,7 +84,7 @@ def sample_for_others(
     watch: Watch,
     origin: checkpoint.Origin,
 ) -> None:
-    """Hold an engine for the ranks that train, to the last step."""
+    """Hold an engine for the ranks that train, until they want no more."""
     with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine, watch.reporting():
         serve(
             cfg,
@@ -97,6 +98,7 @@ def sample_for_others(
             inputs.stop_token_ids,
             step=origin.step,
             saved=checkpoint.collector_state(origin.folder, step=origin.step),
+            evaluated=origin.is_evaluated,
         )
 
 
@@ -110,8 +112,9 @@ def train(
     watch: Watch,
     origin: checkpoint.Origin,
 ) -> None:
-    """Train from a checkpoint, or from the start, to the last step, and export the model; or to the step after which
-    the run is told to stop."""
+    """Train from a checkpoint, or from the start, to the last step, and export the model; or, told to stop, to the next
+    edge between two phases. Then a step that has not come to its update is given up, and one that has is finished but
+    for its evaluation, which the run that goes on makes first."""
     plan, step = inputs.plan, origin.step
     with (
         Report(
@@ -119,7 +122,7 @@ def train(
             folder,
             num_steps=plan.num_steps,
             active=world.is_main,
-            start_step=step,
+            start_step=origin.saved_step,
             on_phase=watch.enter,
         ) as report,
         ExitStack() as at_the_end,
@@ -188,6 +191,9 @@ def train(
         if world.is_main:
             folder.write_launch(cfg, plan)
 
+        # The last step that is finished, and what is known of it: what a checkpoint is about.
+        done, measured = step, dict(origin.metrics or {})
+
         def evaluate() -> dict[str, float]:
             with phases.rollout():
                 pending = sampler.sample_held_out()
@@ -196,83 +202,111 @@ def train(
             report.eval(step, evaluated)
             return evaluated
 
-        phases.refit(version=step)
-        if step == 0 and plan.evaluates_after(0):
-            evaluate()
-        report.memory(step, phases.take_edges())
-        report.take_times()
-        stopping = watch.agree_to_stop(meshes.training)
+        def save() -> None:
+            with phases.training(), report.span("save"):
+                saver.save(done, metrics=measured, collector=sampler.state(done))
 
-        while step < plan.num_steps and not stopping:
-            step += 1
-            watch.begin_step(step)
-            saved = saver.check()
-            passed_over = inputs.prompts.dropped
-            with report.span("rollout"), phases.rollout():
-                collected = sampler.collect(step)
-            with report.span("reward"):
-                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
-            recorder.save_rollouts(step, collected)
-            for failure in map(watch.explained, failure_lines(step, scored)):
-                watch.note(failure)
-                report.message(failure)
-            with report.span("pack"):
-                with failing_together(meshes.training):
-                    sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
-                batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
-            with phases.training():
-                with report.span("probe"):
-                    probed = probe_metrics(policy, collected.probes, meshes)
-                with report.span("logprobs"):
-                    mini_batches, prepared = prepare(
-                        learners, reference, batch.mini_batches, cfg, plan, meshes, step=step
-                    )
-                with report.span("update"):
-                    updated = [
-                        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
-                        for name, learner in learners.items()
-                    ]
-            recorder.save_findings(step, mini_batches, merge_all(updated))
-            with report.span("refit"):
-                phases.refit(version=step)
-            with report.span("eval"):
-                evaluated = evaluate() if plan.evaluates_after(step) else {}
-            metrics = merge_over(
-                meshes.training,
-                merge_all(
-                    [collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated, saved]
-                )
-                | drop_metrics(passed_over, inputs.prompts.dropped)
-                | time_metrics(report.take_times())
-                | resource_metrics(report.take_peaks()),
-            )
-            values = scalars(metrics)
-            for warning in exceeded(values, cfg.mismatch.warn):
-                report.message(f"step {step}: {warning}")
-            coefficients.update(next_coefficients(coefficients, values, cfg, rollouts=plan.rollouts_per_step))
-            report.step(
-                step,
-                with_speed(values),
-                samples=sample_rows(scored, inputs.tokenizer),
-                histograms=histograms(metrics),
-                worst_tokens=worst_token_rows(worst_tokens(metrics).get("mismatch/max_abs_nats", ()), inputs.tokenizer),
-            )
-            stopping = watch.agree_to_stop(meshes.training)
-            if plan.saves_after(step) or stopping:
-                with phases.training(), report.span("save"):
-                    saver.save(step, metrics=values | evaluated, collector=sampler.state())
-            if plan.exports_after(step):
-                with phases.training(), report.span("export"):
-                    export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
+        def pass_edge() -> None:
+            """Between two phases: go on, unless a rank was told to stop."""
+            if watch.agree_to_stop(meshes.training):
+                raise ToldToStop
+
+        phases.refit(version=step)
+        try:
+            if plan.evaluates_after(step) and not origin.is_evaluated:
+                pass_edge()
+                measured |= evaluate()
+                if saver.newest == step:
+                    saver.amend(metrics=measured)
             report.memory(step, phases.take_edges())
-        saver.wait()
-        if step < plan.num_steps:
-            sampler.dismiss()
+            report.take_times()
+
+            while done < plan.num_steps:
+                if watch.agree_to_stop_before_step(meshes.training):
+                    raise ToldToStop
+                step = done + 1
+                watch.begin_step(step)
+                saved = saver.check()
+                passed_over = inputs.prompts.dropped
+                # Up to the update a step changes nothing, and can be given up: it is done again from its beginning.
+                with report.span("rollout"), phases.rollout():
+                    collected = sampler.collect(step)
+                pass_edge()
+                with report.span("reward"):
+                    scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+                recorder.save_rollouts(step, collected)
+                for failure in map(watch.explained, failure_lines(step, scored)):
+                    watch.note(failure)
+                    report.message(failure)
+                pass_edge()
+                with report.span("pack"):
+                    with failing_together(meshes.training):
+                        sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+                    batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
+                pass_edge()
+                with phases.training():
+                    with report.span("probe"):
+                        probed = probe_metrics(policy, collected.probes, meshes)
+                    pass_edge()
+                    with report.span("logprobs"):
+                        mini_batches, prepared = prepare(
+                            learners, reference, batch.mini_batches, cfg, plan, meshes, step=step
+                        )
+                    pass_edge()
+                    with report.span("update"):
+                        updated = [
+                            update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+                            for name, learner in learners.items()
+                        ]
+                recorder.save_findings(step, mini_batches, merge_all(updated))
+                with report.span("refit"):
+                    phases.refit(version=step)
+                stopping = watch.agree_to_stop(meshes.training)
+                with report.span("eval"):
+                    evaluated = evaluate() if plan.evaluates_after(step) and not stopping else {}
+                metrics = merge_over(
+                    meshes.training,
+                    merge_all(
+                        [collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated, saved]
+                    )
+                    | drop_metrics(passed_over, inputs.prompts.dropped)
+                    | time_metrics(report.take_times())
+                    | resource_metrics(report.take_peaks()),
+                )
+                values = scalars(metrics)
+                for warning in exceeded(values, cfg.mismatch.warn):
+                    report.message(f"step {step}: {warning}")
+                coefficients.update(next_coefficients(coefficients, values, cfg, rollouts=plan.rollouts_per_step))
+                worst = worst_tokens(metrics).get("mismatch/max_abs_nats", ())
+                report.step(
+                    step,
+                    with_speed(values),
+                    samples=sample_rows(scored, inputs.tokenizer),
+                    histograms=histograms(metrics),
+                    worst_tokens=worst_token_rows(worst, inputs.tokenizer),
+                )
+                done, measured = step, values | evaluated
+                if plan.saves_after(step):
+                    save()
+                if plan.exports_after(step):
+                    with phases.training(), report.span("export"):
+                        export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
+                report.memory(step, phases.take_edges())
+                if stopping:
+                    raise ToldToStop
+        except ToldToStop:
+            if saver.newest != done:
+                save()
+            saver.wait()
             if world.is_main:
-                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
-        elif cfg.export.at_end:
-            with phases.training(), report.span("export"):
-                export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
+                report.message(watch.leave_requeue(step=done, num_steps=plan.num_steps))
+            sampler.dismiss()
+        else:
+            saver.wait()
+            sampler.dismiss()
+            if cfg.export.at_end:
+                with phases.training(), report.span("export"):
+                    export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)
         report.compare(scalars(merge_over(meshes.training, resource_metrics(report.take_peaks()))))
 
 

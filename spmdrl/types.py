@@ -25,6 +25,10 @@ class TrainingDiverged(RuntimeError):
     """A number that must be finite is not. No weights were changed by the update that raised it."""
 
 
+class ToldToStop(Exception):
+    """All ranks that train have agreed to stop; each of them raises it at the same place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """The tokens a rollout starts from, and what its reward needs to know."""

@@ -39,9 +39,11 @@ class Manifest:
     files: dict[str, Digest]  # by name; all but the manifest itself
 
     def write(self, checkpoint: Path) -> None:
-        """Write it into the directory of a checkpoint, onto the disk."""
+        """Write it into the directory of a checkpoint, onto the disk; where there is one, in its place."""
         content = {"format": _FORMAT} | dataclasses.asdict(self)
-        write_json(checkpoint / MANIFEST, content | {"sha256": _digest_of(content)})
+        unfinished = checkpoint / f"{MANIFEST}.unfinished"
+        write_json(unfinished, content | {"sha256": _digest_of(content)})
+        unfinished.replace(checkpoint / MANIFEST)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:

@@ -21,14 +21,14 @@ from spmdrl.update import Learner
 
 
 def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, step: int) -> None:
-    """Load the checkpoint of `step` in place; step 0 is the model as it was loaded. Every rank of the mesh must call
-    this.
+    """Load the checkpoint of `step` in place; step 0, unless it was saved, is the model as it was loaded. Every rank of
+    the mesh must call this.
 
     Random numbers need nothing: what they are for decides them. Where the prompts go on is in `collector_state`.
     """
-    if step == 0:
-        return
     checkpoint = folder_of(folder, step)
+    if step == 0 and not checkpoint.exists():
+        return
     saved = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["learners"]
     _refuse_other_state(saved, learners, step)
     states = {name: LearnerState.to_fill(learner) for name, learner in learners.items()}
@@ -76,6 +76,6 @@ def _restore_numbers(learner: Learner, saved: Mapping[str, Any]) -> None:
 
 
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
-    """What `save` was given as `collector` after `step`; None when there was nothing, as at step 0."""
+    """What `save` was given as `collector` after `step`; None when there was nothing, as where a run begins."""
     path = folder_of(folder, step) / COLLECTOR
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

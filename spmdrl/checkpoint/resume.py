@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,17 @@ class Origin:
     folder: Path  # of checkpoints
     step: int  # 0: the model as it is loaded
     notes: tuple[str, ...] = ()  # for the user
+    metrics: Mapping[str, float] | None = None  # of the step, as they were saved; None where the run begins
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the checkpoint; None where the run begins."""
+        return None if self.metrics is None else self.step
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the evaluation of the step was made before it was saved: a run that is told to stop may owe it."""
+        return any(name.startswith("eval/") for name in self.metrics or ())
 
 
 def find_origin(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) -> Origin:
@@ -46,7 +57,7 @@ def find_origin(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) ->
     if broken:
         _set_aside(folder, broken, mesh)
         notes += [f"{sentence}; set aside as {BROKEN[1:]}, going on from step {step}" for sentence in broken.values()]
-    return Origin(folder, step, tuple(notes))
+    return Origin(folder, step, tuple(notes), manifest.metrics)
 
 
 def _named(path: str) -> tuple[Path, list[int]]:

@@ -62,6 +62,7 @@ class Saver:
         self._buffers = HostBuffers(pinned=meshes.training.device_type == "cuda")
         self._writing: _Writing | None = None
         self._taken: Metrics = {}
+        self.newest = max(saved_steps(folder), default=None)  # step of the last checkpoint, saved or being written
 
     def save(self, step: int, *, metrics: Mapping[str, float], collector: Mapping[str, Any] | None = None) -> None:
         """Copy the state after `step`, and begin to write it; waits for the save before.
@@ -84,6 +85,18 @@ class Saver:
         if collector is not None:
             beside[COLLECTOR] = collector
         self._writing = _Writing(step, lambda: self._write(tree, manifest, beside), num_bytes(tree_of(states)))
+        self.newest = step
+
+    def amend(self, *, metrics: Mapping[str, float]) -> None:
+        """Put metrics in the place of those that the newest checkpoint was saved with: its evaluation came later."""
+        self.wait()
+        _refuse_unmeasured(self._cfg.keep_best, metrics)
+        assert self.newest is not None
+        checkpoint = folder_of(self._folder, self.newest)
+        try:
+            _together(self._mesh, lambda: _amend(checkpoint, metrics) if self._mesh.get_local_rank() == 0 else None)
+        except OSError as error:
+            raise self._explained(error, self.newest) from error
 
     def check(self) -> Metrics:
         """What the last save that is written has taken; nothing when that was told before."""
@@ -242,6 +255,11 @@ def _make_room(folder: Path, unfinished: Path) -> None:
     for leftover in leftovers(folder):
         shutil.rmtree(leftover)
     unfinished.mkdir(parents=True)
+
+
+def _amend(checkpoint: Path, metrics: Mapping[str, float]) -> None:
+    dataclasses.replace(Manifest.read(checkpoint), metrics=finite(metrics)).write(checkpoint)
+    sync_directory(checkpoint)
 
 
 def _publish(unfinished: Path, final: Path) -> None:

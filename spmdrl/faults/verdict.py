@@ -88,13 +88,15 @@ class Requeue:
     launch: str
     step: int  # that was saved
     num_steps: int
+    given_up: bool  # whether the step after it had begun
     reason: str
     again: bool  # whether starting again at once makes sense
 
     def text(self) -> str:
         """What the user reads."""
         again = "the same command goes on" if self.again else "the same command with a later run.stop_before goes on"
-        return f"stopped after step {self.step} of {self.num_steps} ({self.reason}); {again}"
+        given_up = f", step {self.step + 1} was given up" if self.given_up else ""
+        return f"stopped after step {self.step} of {self.num_steps} ({self.reason}){given_up}; {again}"
 
 
 def tell(what: str, problems: str) -> str:

@@ -109,7 +109,8 @@ class Stop:
     """Whether this rank wants the run to stop; ranks agree on it by `Watch.agree_to_stop`."""
 
     def __init__(self, before: datetime | None = None) -> None:
-        """`before`: steps that would not end before it are not begun; without a time zone it is local time."""
+        """`before`: steps that would not end before it are not begun, and one that has not ended then is given up;
+        without a time zone it is local time."""
         self._before = before
         self._asked: Wish | None = None
         self._last_end: float | None = None
@@ -126,12 +127,14 @@ class Stop:
         self._last_end = now
 
     def wish(self, now: float) -> Wish | None:
-        """What there is at unix time `now`: as asked, or by the clock, when a step like the longest would be late."""
-        if self._asked is not None or self._before is None:
+        """What there is at unix time `now`: as asked, or by the clock."""
+        if self._asked is not None or self._before is None or now < self._before.timestamp():
             return self._asked
-        if now + self._longest_step_s < self._before.timestamp():
-            return None
         return Wish(f"run.stop_before = {self._before.isoformat(timespec='minutes')}", again=False)
+
+    def wish_before_step(self, now: float) -> Wish | None:
+        """The same between two steps: by the clock also when a step like the longest would be late."""
+        return self.wish(now + self._longest_step_s)
 
 
 class Watch:
@@ -222,9 +225,17 @@ class Watch:
         return self._stop.wish(time.time())
 
     def agree_to_stop(self, mesh: DeviceMesh) -> bool:
-        """Whether to stop now, the same on every rank of the mesh; all of them must ask, between two steps."""
-        self._stop.end_step(time.time())
-        mine = self.wish_to_stop()
+        """Whether to stop now, at an edge between two phases, the same on every rank of the mesh; all of them must
+        ask. As long as nobody was told, it takes one all-reduce of one number on the host."""
+        return self._agree(mesh, self.wish_to_stop())
+
+    def agree_to_stop_before_step(self, mesh: DeviceMesh) -> bool:
+        """The same between two steps, where there may be no time for another one."""
+        now = time.time()
+        self._stop.end_step(now)
+        return self._agree(mesh, self._stop.wish_before_step(now))
+
+    def _agree(self, mesh: DeviceMesh, mine: Wish | None) -> bool:
         if not any_rank(mesh, mine is not None):
             return False
         wishes = [wish for wish in gather_objects(mesh, mine) if wish is not None]
@@ -233,12 +244,13 @@ class Watch:
         return True
 
     def leave_requeue(self, *, step: int, num_steps: int) -> str:
-        """After `agree_to_stop`, and once everything is saved: say that the run is to be started again. One rank calls
-        this; returns what the user should read."""
+        """After `agree_to_stop`, and once `step` is saved: say that the run is to be started again. A later step that
+        has begun is given up. One rank calls this; returns what the user should read."""
         requeue = Requeue(
             launch=self._post.launch,
             step=step,
             num_steps=num_steps,
+            given_up=self._post.step > step,
             reason=self._agreed.reason,
             again=self._agreed.again,
         )

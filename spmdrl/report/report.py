@@ -37,7 +37,7 @@ class Report:
 
     Every rank has one and measures its phases with `span`; the one with `active=True` also prints and writes, and for
     the others those methods do nothing. Without a folder nothing is written. `start_step` is the step of the checkpoint
-    that the run goes on from, 0 when it starts anew; what an earlier launch wrote for later steps is dropped.
+    that the run goes on from, None when it starts anew; what an earlier launch wrote for later steps is dropped.
     `on_phase` is told each phase as it begins.
 
     A number that is not finite is written as null to metrics.jsonl, which as JSON has no word for it.
@@ -52,7 +52,7 @@ class Report:
         *,
         num_steps: int,
         active: bool,
-        start_step: int = 0,
+        start_step: int | None = None,
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._on_phase = on_phase
@@ -67,7 +67,7 @@ class Report:
         self._display: Display | None = None
         if active:
             rows = self._files.metrics.rows_before if self._files else []
-            progress = self._progress = Progress(num_steps=num_steps, start_step=start_step, rows=rows)
+            progress = self._progress = Progress(num_steps=num_steps, start_step=start_step or 0, rows=rows)
             title = folder.path.name if folder else "spmdrl"
             self._display = open_display(cfg_report.console, progress, title=title)
 
@@ -200,9 +200,8 @@ class Report:
 class _Files:
     """What is written for one run."""
 
-    def __init__(self, cfg_report: ReportConfig, folder: RunFolder, *, start_step: int) -> None:
-        # A run that starts anew evaluates step 0 again; one that goes on from a checkpoint keeps that row.
-        last_step = start_step or -1
+    def __init__(self, cfg_report: ReportConfig, folder: RunFolder, *, start_step: int | None) -> None:
+        last_step = -1 if start_step is None else start_step
         self._samples_per_step = cfg_report.samples_per_step
         self.metrics = MetricsFile(folder.metrics, start_step=last_step)
         self._samples = StepRowsFile(folder.samples, start_step=last_step)

@@ -100,6 +100,15 @@ class _Summary:
     num_left: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where sampling is between two steps."""
+
+    cursor: int = 0  # the first prompt of the stream that no step has used
+    carried: tuple[PromptGroup, ...] = ()  # this rank's groups that go on in the next step; they stay as they are
+    num_carried: int = 0  # over all ranks
+
+
 class Collector:
     """Collects the rollouts of step after step; between steps it holds the groups that go on in the next.
 
@@ -128,16 +137,14 @@ class Collector:
         self._sampling, self._drawing, self._mesh, self._store = sampling, drawing, mesh, store
         self._engine_index, self._num_engines = engine_index, num_engines
         self._run_seed, self._tell, self._restarts = run_seed, tell, restarts
-        self._cursor = 0  # the first prompt of the stream that no step has used
-        self._carried: list[PromptGroup] = []
-        self._num_carried = 0  # over all ranks
+        self._after = {0: _Place()}  # by step: the last that was collected, and the one before
 
     def collect(self, step: int) -> Collected:
         """Sample the step's prompt groups and start their scoring; every rank must call this."""
-        drawing = self._drawing
-        first = (step - 1) * drawing.groups_per_step if drawing.moves_by_plan else self._cursor
-        tickets = self._tickets(step)
-        stale = [group for group in self._carried if _staleness(group, step) > drawing.max_staleness]
+        drawing, before = self._drawing, self._after[step - 1]
+        first = (step - 1) * drawing.groups_per_step if drawing.moves_by_plan else before.cursor
+        tickets = self._tickets(step, before.num_carried)
+        stale = [group for group in before.carried if _staleness(group, step) > drawing.max_staleness]
 
         def fresh(prompt: Prompt) -> PromptGroup:
             return PromptGroup.drawn(
@@ -155,7 +162,7 @@ class Collector:
             drawing,
             tickets,
             draw=lambda ticket: fresh(self._prompts.take(first + ticket, 1)[0]),
-            carried=[fresh(group.prompt) if group in stale else group for group in self._carried],
+            carried=[fresh(group.prompt) if group in stale else group.copy() for group in before.carried],
             max_open=self._max_open(),
         )
         self._sample(part, tickets, step)
@@ -163,9 +170,12 @@ class Collector:
         if self._engine.leads and self._engine_index == 0:
             tickets.close()
 
-        self._cursor = first + max(summary.tickets_end for summary in summaries)
-        self._carried = sorted(part.left, key=_prompt_id) if drawing.carries_over else []
-        self._num_carried = sum(summary.num_left for summary in summaries) if drawing.carries_over else 0
+        now = _Place(
+            cursor=first + max(summary.tickets_end for summary in summaries),
+            carried=tuple(sorted(part.left, key=_prompt_id)) if drawing.carries_over else (),
+            num_carried=sum(summary.num_left for summary in summaries) if drawing.carries_over else 0,
+        )
+        self._after = {step - 1: before, step: now}
         if shortfall := _shortfall(step, summaries, drawing):
             self._tell(shortfall)
         kept = sorted(part.kept, key=_prompt_id)
@@ -192,19 +202,21 @@ class Collector:
 
         self._restarts.carry(sample, during=f"step {step}", before_revival=tickets.resume)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, in JSON's types, the same on every rank; every rank must call this."""
-        groups = gather_objects(self._mesh, [group.as_json() for group in self._carried])
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint must hold to go on after `step`, the last that was collected or the one before, in JSON's
+        types, the same on every rank; every rank must call this."""
+        place = self._after[step]
+        groups = gather_objects(self._mesh, [group.as_json() for group in place.carried])
         carried = sorted((group for part in groups for group in part), key=lambda group: group["prompt_id"])
-        return {"cursor": self._cursor, "sampling": self._shared_settings(), "carried": carried}
+        return {"cursor": place.cursor, "sampling": self._shared_settings(), "carried": carried}
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """Go on after `step` from a saved state; None when none was saved, which is as if every step so far had used
         the prompts it wanted. Raises UserError when the settings no longer fit the groups that go on."""
         if saved is None:
-            self._cursor = step * self._drawing.groups_per_step
+            self._after = {step: _Place(cursor=step * self._drawing.groups_per_step)}
             return
-        self._cursor = saved["cursor"]
+        self._after = {step: _Place(cursor=saved["cursor"])}
         groups = saved["carried"]
         if not self._drawing.carries_over:
             if groups:
@@ -223,8 +235,8 @@ class Collector:
             )
         # All of them on every rank, so that what is wrong with one is told by all.
         everyones = [self._restored(group, step) for group in groups]
-        self._carried = everyones[self._engine_index :: self._num_engines] if self._engine.leads else []
-        self._num_carried = len(everyones)
+        mine = everyones[self._engine_index :: self._num_engines] if self._engine.leads else []
+        self._after = {step: _Place(cursor=saved["cursor"], carried=tuple(mine), num_carried=len(everyones))}
 
     def _restored(self, saved: Mapping[str, Any], step: int) -> PromptGroup:
         (prompt,) = self._prompts.take(saved["prompt_id"], 1)
@@ -252,7 +264,7 @@ class Collector:
             "stop_token_ids": sorted(self._sampling.stop_token_ids),
         }
 
-    def _tickets(self, step: int) -> Tickets:
+    def _tickets(self, step: int, num_carried: int) -> Tickets:
         drawing = self._drawing
         if self._store is None:
             return StaticTickets(
@@ -261,7 +273,7 @@ class Collector:
                 wanted=drawing.groups_per_step,
                 max_draws=drawing.max_draws,
             )
-        permits = drawing.groups_per_step + drawing.extra_groups - self._num_carried
+        permits = drawing.groups_per_step + drawing.extra_groups - num_carried
         return SharedTickets(
             self._store,
             step=step,

@@ -38,6 +38,10 @@ class PromptGroup:
         seeds = tuple(rollout_seed(run_seed, step, prompt.prompt_id, index) for index in range(count))
         return cls(prompt, group_size, step, seeds, [NOT_BEGUN] * count)
 
+    def copy(self) -> PromptGroup:
+        """A group that goes on by itself from where this one is."""
+        return dataclasses.replace(self, responses=list(self.responses), pending=dict(self.pending))
+
     def is_baseline(self, sample_index: int) -> bool:
         """Whether that response is the greedy one."""
         return sample_index >= self.group_size

@@ -104,7 +104,7 @@ class RecordedSampler:
         """The configuration has no evaluation."""
         raise AssertionError("rollouts are read from files, and held-out prompts have none")
 
-    def state(self) -> Mapping[str, Any] | None:
+    def state(self, step: int) -> Mapping[str, Any] | None:
         """The step says which files are next."""
         return None
 

@@ -66,7 +66,7 @@ def engine_leaders(plan: Plan, *, ranks_per_engine: int) -> range:
 
 
 class Dismissed(Exception):
-    """The run stops before its last step; sent in the place of an order, and raised where it is received."""
+    """The run ends or stops; sent in the place of an order, and raised where it is received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,13 @@ class RemoteSampler:
         self._orders, self._speaks = Link(meshes.world, ORDERS), meshes.training.get_local_rank() == 0
         self._rollouts, self._held_out = Link(meshes.world, ROLLOUTS), Link(meshes.world, HELD_OUT)
         self._probes = Link(meshes.world, PROBES)
-        self._state: Mapping[str, Any] | None = None
+        # By step: that of the last one that was collected, and of the one before.
+        self._states: dict[int, Mapping[str, Any] | None] = {0: None}
 
     def collect(self, step: int) -> Collected:
         """See `Sampler.collect`; waits until the engines have sampled the step."""
         parts: list[Delivery] = [self._rollouts.receive(source=rank) for rank in self._leaders]
-        self._state = parts[0].state
+        self._states = {step - 1: self._states[step - 1], step: parts[0].state}
         self._heed(parts[0].wish)
         for message in parts[0].messages:
             self._tell(message)
@@ -238,12 +239,13 @@ class RemoteSampler:
         """See `Sampler.sample_held_out`; the engines do it by themselves, right after the refit."""
         return [judged(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
 
-    def state(self) -> Mapping[str, Any] | None:
+    def state(self, step: int) -> Mapping[str, Any] | None:
         """See `Sampler.state`: it came with the step's rollouts."""
-        return self._state
+        return self._states[step]
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
-        """The ranks that hold the engines read it themselves."""
+        """See `Sampler.restore`; the ranks that hold the engines go on from what they read themselves."""
+        self._states = {step: saved}
 
     def dismiss(self) -> None:
         """See `Sampler.dismiss`; takes from the engines what they have sampled ahead, so that they can end."""

@@ -33,8 +33,9 @@ class Sampler(Protocol):
         """This rank's part of the responses to held-out prompts, with the weights of the last refit, being scored."""
         ...
 
-    def state(self) -> Mapping[str, Any] | None:
-        """What a checkpoint must hold to go on after the last step that was collected, at least on the first rank."""
+    def state(self, step: int) -> Mapping[str, Any] | None:
+        """What a checkpoint must hold to go on after `step`, the last that was collected or the one before; at least
+        on the first rank."""
         ...
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
@@ -42,7 +43,7 @@ class Sampler(Protocol):
         ...
 
     def dismiss(self) -> None:
-        """The run stops before its last step: nothing more will be asked for."""
+        """The run ends or stops: nothing more will be asked for."""
         ...
 
 
@@ -115,9 +116,9 @@ class LocalSampler:
 
         return self._restarts.carry(answer, during="an evaluation")
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self, step: int) -> Mapping[str, Any]:
         """See `Sampler.state`; the same on every rank."""
-        return self._collector.state()
+        return self._collector.state(step)
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """See `Sampler.restore`."""

@@ -2,9 +2,9 @@
 
     refit -> [ (refit -> (eval))... -> rollout -> reward -> deliver ] x num_steps -> (refit -> (eval))...
 
-A step is sampled as soon as the weights are fresh enough: at most `plan.steps_ahead` steps older than what a colocated
-run would use. With 0 or 1 that decides which weights sample which step; with more, a refit that is announced while
-there was something to sample is taken before the next step.
+until the ranks that train want no more. A step is sampled as soon as the weights are fresh enough: at most
+`plan.steps_ahead` steps older than what a colocated run would use. With 0 or 1 that decides which weights sample which
+step; with more, a refit that is announced while there was something to sample is taken before the next step.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def serve(
     *,
     step: int,
     saved: Mapping[str, Any] | None,
+    evaluated: bool,
 ) -> None:
-    """Sample the steps after `step`, from the state that its checkpoint holds, and the evaluations; to the last step,
-    or until the ranks that train want no more."""
+    """Sample the steps after `step`, from the state that its checkpoint holds, and the evaluations, but for that of
+    `step` where it was `evaluated`; until the ranks that train want no more."""
     messages: list[str] = []
     deliver = _Deliveries(plan, engine, meshes)
     weights = _Weights(engine, meshes)
@@ -89,7 +90,7 @@ def serve(
             watch.enter("eval")
             if engine.version < plan.num_steps:
                 deliver.probes(sampler.answer_probes())
-            if plan.evaluates_after(engine.version) and (engine.version > step or step == 0):
+            if plan.evaluates_after(engine.version) and not (evaluated and engine.version == step):
                 deliver.held_out(judge.collect(sampler.sample_held_out()))
 
         refit()
@@ -113,12 +114,10 @@ def serve(
             wishes = gather_objects(meshes.engines, watch.wish_to_stop())
             wish = next((wish for wish in wishes if wish is not None), None)
             # After every step: the ranks that train may stop, and save, after any.
-            deliver.step(collected, outcomes, metrics, sampler.state(), messages, wish)
+            deliver.step(collected, outcomes, metrics, sampler.state(number), messages, wish)
             messages.clear()
-        while engine.version < plan.num_steps:
+        while True:  # until the next order is `Dismissed`
             refit()
-        weights.settle()
-        deliver.settle()
 
 
 class _Weights:

@@ -21,18 +21,36 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl import train
+from spmdrl.checkpoint.places import folder_of, newest_step
 from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.verdict import EXIT_LOST_RANK, EXIT_REQUEUE, read_error, read_requeue
 from spmdrl.faults.watch import Stop, Watch
 from spmdrl.report import Report
 from spmdrl.sft import main as sft
 from spmdrl.train import main
+from tests.e2e.test_disaggregated import steady
 from tests.e2e.test_train import folder  # noqa: F401  (a fixture)
 from tests.spmd.ranks import run_ranks
 
-# In the order of a step; some of them: while rewards are computed, while the trainer has the device, and at the end.
-PHASES = ("rollout", "reward", "pack", "switch", "probe", "logprobs", "update", "refit", "eval", "save")
-SOME_PHASES = ("reward", "logprobs", "eval", "save")
+# Each launch goes on from the one before: where it is told to stop, and the step that is saved. Steps 2, 4, 6 and the
+# last are evaluated.
+STOPS = {
+    "some": ((1, "rollout", 0), (2, "logprobs", 1), (2, "update", 2), (3, "refit", 3)),
+    "every": (
+        (1, "rollout", 0),
+        (1, "reward", 0),
+        (2, "pack", 1),
+        (2, "switch", 1),
+        (3, "probe", 2),
+        (4, "logprobs", 3),
+        (4, "update", 4),
+        (6, "refit", 6),
+        (7, "update", 7),
+        (8, "eval", 8),
+        (9, "save", 9),
+        (11, "refit", 11),
+    ),
+}
 SETTINGS = (
     "run.threads_per_rank=1",
     "checkpoint.every=1",
@@ -45,19 +63,30 @@ END_LIMIT_S = 60.0  # for an idle machine and a busy one
 
 
 def plain(program: Any, argv: list[str]) -> int:
-    """Run one rank's program, without the seconds that drawing takes."""
-    with mock.patch.object(Report, "_write_curves", lambda *_: "no curves"):
+    """Run one rank's program, without the seconds that drawing takes; `evaluations` in the run's folder gets the step
+    of each one."""
+    tell = Report.eval
+
+    def note_and_tell(report: Report, step: int, scalars: Any) -> None:
+        if report._folder is not None:
+            with (report._folder.path / "evaluations").open("a") as file:
+                file.write(f"{step}\n")
+        tell(report, step, scalars)
+
+    with (
+        mock.patch.object(Report, "_write_curves", lambda *_: "no curves"),
+        mock.patch.object(Report, "eval", note_and_tell),
+    ):
         return program(argv)
 
 
-def signalled(program: Any, argv: list[str], step: int, phase: str) -> int:
-    """The same; the last rank gets SIGUSR1 as it enters a phase of a step."""
+def signalled(program: Any, argv: list[str], step: int, phase: str, rank: int = 1) -> int:
+    """The same; one rank gets SIGUSR1 as it enters a phase of a step."""
     enter = Watch.enter
 
     def enter_and_signal(watch: Watch, entered: str) -> None:
         enter(watch, entered)
-        here = (watch._post.step, entered) == (step, phase)
-        if here and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        if (watch._post.step, entered) == (step, phase) and os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), signal.SIGUSR1)
 
     with mock.patch.object(Watch, "enter", enter_and_signal):
@@ -73,36 +102,46 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(tensor, weights(other)[name]), name
 
 
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, samples, every metric but those of time and memory; and nothing was evaluated twice."""
+    assert_same_weights(one, other)
+    assert steady(one) == steady(other)
+    for name in ("samples.jsonl", "evaluations"):
+        assert (one / name).read_text() == (other / name).read_text(), name
+
+
 def launch(num_ranks: int, argv: list[str]) -> None:
     """A run as torchrun would start it, without the seconds that its imports take."""
     assert set(run_ranks(num_ranks, plain, main, argv, timeout_s=200.0)) == {0}
 
 
 @pytest.mark.parametrize(
-    "phases", [pytest.param(SOME_PHASES, id="some"), pytest.param(PHASES, id="every", marks=pytest.mark.slow)]
+    ("which", "saves"), [("some", 0), pytest.param("every", 1, marks=pytest.mark.slow)], ids=["some", "every"]
 )
 def test_a_run_that_is_stopped_in_any_phase_is_bitwise_the_run_that_is_not(
     folder: Path,  # noqa: F811
-    phases: tuple[str, ...],
+    which: str,
+    saves: int,
 ) -> None:
-    """One rank of two is told, in another phase in every step."""
-    argv = [str(folder / "c.toml"), *SETTINGS, f"run.num_steps={len(phases) + 2}"]
-    unstopped, run = (folder / f"runs/{name}-{len(phases)}" for name in ("unstopped", "stopped"))
+    """One rank of two is told: before the update a step is given up, later it is finished but for its evaluation. The
+    prompts of a step depend on those of the step before it."""
+    stops = STOPS[which]
+    settings = (f"run.num_steps={stops[-1][0]}", f"checkpoint.every={saves}", "rollout.dynamic_sampling=true")
+    argv = [str(folder / "c.toml"), *SETTINGS, *settings]
+    unstopped, run = (folder / f"runs/{name}-{which}" for name in ("unstopped", "stopped"))
     launch(2, [*argv, f"run.name={unstopped.name}"])
     argv.append(f"run.name={run.name}")
-    for step, phase in enumerate(phases, start=1):
+    for step, phase, saved in stops:
         codes = run_ranks(2, signalled, main, argv, step, phase, timeout_s=200.0)
         assert set(codes) == {0}, phase
         requeue = read_requeue(FaultFiles(run))
         assert requeue is not None and requeue.reason == "SIGUSR1" and requeue.again, phase
-        # Ranks agree before they save: who is told while that is done is heard a step later.
-        assert requeue.step == step + (phase == "save"), phase
-        assert not (run / "hf").exists()
+        assert (requeue.step, requeue.given_up) == (saved, saved < step), phase
+        assert newest_step(run / "checkpoints") == saved and folder_of(run / "checkpoints", saved).is_dir(), phase
+        assert not (run / "hf").exists(), phase
     launch(2, argv)
     assert read_requeue(FaultFiles(run)) is None
-    assert_same_weights(unstopped, run)
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(len(phases) + 3))
+    assert_same_run(unstopped, run)
 
 
 def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:  # noqa: F811
@@ -113,9 +152,13 @@ def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:  # noq
     stopped = [*argv, "run.name=apart-stopped"]
     assert set(run_ranks(2, signalled, main, stopped, 2, "reward", timeout_s=200.0)) == {0}
     requeue = read_requeue(FaultFiles(run))
-    assert requeue is not None and requeue.step == 2
+    assert requeue is not None and requeue.step == 1 and requeue.given_up
+    # A rank that trains, when the engine has nothing more to sample and its evaluation is not waited for.
+    assert set(run_ranks(2, signalled, main, stopped, 4, "refit", 0, timeout_s=200.0)) == {0}
+    requeue = read_requeue(FaultFiles(run))
+    assert requeue is not None and requeue.step == 4 and not requeue.given_up
     launch(2, stopped)
-    assert_same_weights(folder / "runs/apart-unstopped", run)
+    assert_same_run(folder / "runs/apart-unstopped", run)
 
 
 def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:  # noqa: F811
@@ -124,7 +167,7 @@ def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:  # noqa: F8
     argv.append("run.name=ahead-stopped")
     assert set(run_ranks(2, signalled, main, argv, 2, "rollout", timeout_s=200.0)) == {0}
     requeue = read_requeue(FaultFiles(folder / "runs/ahead-stopped"))
-    assert requeue is not None and 1 <= requeue.step <= 3
+    assert requeue is not None and requeue.step == 1 and requeue.given_up
     launch(2, argv)
     assert read_requeue(FaultFiles(folder / "runs/ahead-stopped")) is None
 
@@ -292,7 +335,7 @@ def test_sigusr1_to_one_rank_under_bare_torchrun_ends_all_with_0(folder: Path) -
         assert run.process.wait(END_LIMIT_S) == 0, run.output
         assert gone(processes), "processes are left"
     requeue = read_requeue(run.files)
-    assert requeue is not None and requeue.reason == "SIGUSR1" and requeue.step >= 2
+    assert requeue is not None and requeue.reason == "SIGUSR1" and requeue.step >= 1
 
 
 def test_a_rank_that_is_stopped_in_a_collective_ends_the_job_by_name(folder: Path) -> None:  # noqa: F811

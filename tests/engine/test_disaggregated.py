@@ -91,7 +91,8 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
         try:
             if not meshes.trains:
                 watch = Watch(FaultFiles(Path(path)), launch="test", rank=world.rank, num_ranks=world.num_ranks)
-                serve(cfg, plan, meshes, judge, watch, engine, stream, [], frozenset({1}), step=0, saved=None)
+                sources: Any = (stream, [], frozenset({1}))
+                serve(cfg, plan, meshes, judge, watch, engine, *sources, step=0, saved=None, evaluated=False)
                 return found
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
             learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
@@ -126,6 +127,7 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training)
                 update(learner, mini_batches, PolicyObjective(cfg.loss), meshes, step=step)
                 refit(version=step)
+            sampler.dismiss()
             found["weights"] = {
                 name: parameter.full_tensor().detach().clone() for name, parameter in policy.model.named_parameters()
             }

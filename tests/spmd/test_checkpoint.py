@@ -69,6 +69,12 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
             assert Manifest.read(folder_of(Path(folder), 4)).metrics == {"eval/reward": 0.3}
         with pytest.raises(UserError, match="eval/accuracy"):
             saver.save(5, metrics={"eval/accuracy": 0.5})
+        assert saver.newest == _saver(Path(folder), learner, meshes).newest == 4
+        saver.amend(metrics={"eval/reward": 0.4, "update/lr": float("inf")})
+        if world.is_main:
+            amended = folder_of(Path(folder), 4)
+            manifest = Manifest.read(amended)
+            assert manifest.metrics == {"eval/reward": 0.4} and not list(manifest.problems(amended, manifest.files))
         saver.close()
         del learner, saver
         return states

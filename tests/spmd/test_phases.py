@@ -16,6 +16,7 @@ from spmdrl.memory import GIB, MemoryPlan
 from spmdrl.phases import MemoryShortage, Phases
 from spmdrl.report.memory import MemoryReading, read_memory
 from spmdrl.rollout.engine import EngineDied
+from spmdrl.types import ToldToStop
 from tests.spmd.ranks import run_ranks
 
 PLAN = MemoryPlan(
@@ -160,6 +161,25 @@ def test_an_engine_that_released_its_weights_is_refitted_before_it_samples() -> 
     # The evaluation after step 1 releases the weights of refit 1; the next rollout brings them back.
     at = calls.index("save")
     assert calls[at : at + 5] == ["save", "trainer.sleep", "refit 0", "engine.wake", "rollout"]  # 0: the fake's version
+
+
+def _told_to_stop() -> list[str]:
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        device = Device()
+        phases = _phases(build_meshes(world), device)
+        phases.refit(version=0)
+        with phases.rollout():
+            device.calls.clear()
+        with pytest.raises(ToldToStop), phases.training():
+            raise ToldToStop
+        with phases.training():
+            device.change("save")
+        return device.calls
+
+
+def test_training_that_a_stop_cuts_short_ends_in_order() -> None:
+    trained = ["trainer.wake", "trainer.sleep"]
+    assert run_ranks(1, _told_to_stop) == [["engine.sleep", *trained, "trainer.wake", "save", "trainer.sleep"]]
 
 
 def _saving_without_evaluation() -> list[str]:

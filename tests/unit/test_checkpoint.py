@@ -45,6 +45,7 @@ def config(**tables: dict[str, Any]) -> Config:
 )
 def test_what_is_kept(rules: dict[str, int], gone: list[int]) -> None:
     assert superseded(STEPS, **rules) == gone
+    assert superseded({0: None} | STEPS, **rules) == [0, *gone]
     unmeasured = dict.fromkeys(STEPS)
     assert superseded(unmeasured, keep_last=2) == [2, 4, 6]
 

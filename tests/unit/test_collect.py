@@ -198,9 +198,9 @@ class Run:
             results.append((samples_of(everyones), metrics))
         return results
 
-    def state(self) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         with ThreadPoolExecutor(len(self.collectors)) as pool:
-            states = list(pool.map(lambda collector: collector.state(), self.collectors))
+            states = list(pool.map(lambda collector: collector.state(step), self.collectors))
         assert all(state == states[0] for state in states)
         return json.loads(json.dumps(states[0]))
 
@@ -366,7 +366,7 @@ def test_a_step_ends_when_it_has_enough_and_throws_the_rest_away() -> None:
     assert not set(prompt_ids(first)) & set(prompt_ids(second))
     assert metrics["rollout/aborted_count"] > 0
     assert metrics["rollout/discarded_tokens"] >= metrics["rollout/aborted_tokens"]
-    assert run.state()["carried"] == []
+    assert run.state(2)["carried"] == []
 
 
 def test_no_engine_waits_for_its_slowest_response() -> None:
@@ -444,7 +444,7 @@ def test_staleness_is_counted_from_the_oldest_tokens() -> None:
 def test_a_group_that_is_too_stale_is_sampled_again_from_its_prompt() -> None:
     run = start(replace(PARTIAL, max_staleness=0), [FakeEngine()])
     run.steps(1, 1)
-    waiting = {group["prompt_id"]: group for group in run.state()["carried"]}
+    waiting = {group["prompt_id"]: group for group in run.state(1)["carried"]}
     assert waiting
     ((samples, metrics),) = run.steps(2, 2)
     again = set(prompt_ids(samples)) & waiting.keys()
@@ -500,30 +500,50 @@ def test_the_steps_staleness_is_that_of_what_is_trained_on() -> None:
         assert metrics["rollout/mean_staleness_steps"] == total / sum(span.num_tokens for span in spans)
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
 @pytest.mark.parametrize("with_baseline", [False, True])
 @pytest.mark.parametrize("drops_equal", [False, True])
-def test_a_run_that_stopped_collects_what_it_would_have_collected(drops_equal: bool, with_baseline: bool) -> None:
+def test_a_run_that_stopped_collects_what_it_would_have_collected(
+    drops_equal: bool, with_baseline: bool, gives_up: bool
+) -> None:
+    """It stopped after a step, or gave the step after it up."""
     drawing = replace(
         PARTIAL, drops_equal=drops_equal, max_draws=48 if drops_equal else 12, with_baseline=with_baseline
     )
     never_stopped = start(drawing, [FakeEngine()]).steps(1, 5)
-    for stop in range(1, 5):
+    for stop in range(1 - gives_up, 5 - gives_up):
         before = start(drawing, [FakeEngine()])
-        before.steps(1, stop)
+        before.steps(1, stop + gives_up)
         after = start(drawing, [FakeEngine()])
-        after.collectors[0].restore(before.state(), step=stop)
+        after.collectors[0].restore(before.state(stop), step=stop)
         assert after.steps(stop + 1, 5) == never_stopped[stop:]
+
+
+class Unknown(Future[RewardOutcome]):
+    """A reward that nobody must wait for."""
+
+    def result(self, timeout: float | None = None) -> RewardOutcome:
+        raise AssertionError("waited for a reward")
+
+
+def test_the_state_before_a_step_that_is_given_up_waits_for_none_of_its_rewards() -> None:
+    run = start(PARTIAL, [FakeEngine()], submit=lambda rollout: (rollout, Unknown()))
+    begun = run.state(0)
+    run.steps(1, 1)
+    assert run.state(0) == begun
+    with pytest.raises(AssertionError, match="waited for a reward"):
+        run.state(1)
 
 
 def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:
     before = start(PARTIAL, fast_and_slow())
     before.steps(1, 2)
-    saved = before.state()
+    saved = before.state(2)
     assert saved["carried"]
     after = start(PARTIAL, [FakeEngine() for _ in range(3)])
     for collector in after.collectors:
         collector.restore(saved, step=2)
-    assert after.state() == saved
+    assert after.state(2) == saved
     everything: Samples = {}
     for samples, _ in after.steps(3, 6):
         assert not everything.keys() & samples.keys()
@@ -534,7 +554,7 @@ def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:
 def test_what_was_saved_is_refused_when_the_settings_do_not_fit() -> None:
     before = start(PARTIAL, [FakeEngine()])
     before.steps(1, 1)
-    saved = before.state()
+    saved = before.state(1)
     (longer,) = start(PARTIAL, [FakeEngine()], sampling=replace(SAMPLING, max_response_tokens=31)).collectors
     with pytest.raises(UserError, match="max_response_tokens was 30 and is 31; set that back, or"):
         longer.restore(saved, step=1)

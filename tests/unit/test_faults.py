@@ -164,15 +164,19 @@ def test_a_process_that_is_gone_is_seen_on_its_own_host_only() -> None:
 def test_stopping_waits_for_no_step_that_would_end_too_late() -> None:
     deadline = datetime(2026, 11, 21, 8, 0)
     at = deadline.timestamp()
+    late = Wish("run.stop_before = 2026-11-21T08:00", again=False)
     stop = Stop(before=deadline)
     stop.end_step(at - 100)
-    assert stop.wish(at - 99) is None
+    assert stop.wish_before_step(at - 99) is None
     stop.end_step(at - 70)
-    assert stop.wish(at - 31) is None
-    assert stop.wish(at - 30) == Wish("run.stop_before = 2026-11-21T08:00", again=False)
+    assert stop.wish_before_step(at - 31) is None
+    assert stop.wish_before_step(at - 30) == late
+    # A step that has begun may try, until the moment itself.
+    assert stop.wish(at - 1) is None
+    assert stop.wish(at) == late
     stop.ask(Wish("SIGTERM", again=True))
     stop.ask(Wish("SIGUSR1", again=True))
-    assert stop.wish(at) == Wish("SIGTERM", again=True)
+    assert stop.wish(at) == stop.wish_before_step(at) == stop.wish(at - 100) == Wish("SIGTERM", again=True)
     assert Stop().wish(at) is None
 
 
@@ -208,12 +212,15 @@ def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
         137,
     )
     for again, code in ((True, EXIT_REQUEUE), (False, 0)):
-        requeue = Requeue(launch="one", step=3, num_steps=9, reason="SIGTERM", again=again)
+        requeue = Requeue(launch="one", step=3, num_steps=9, given_up=again, reason="SIGTERM", again=again)
         files.stop.touch()
         write_requeue(files, requeue)
         assert read_requeue(files) == requeue and not files.stop.exists()
         words, found = conclude(files, 1)
-        assert "stopped after step 3 of 9 (SIGTERM)" in words and found == code
+        assert words.startswith(
+            f"stopped after step 3 of 9 (SIGTERM){', step 4 was given up' if again else ''}; the same"
+        )
+        assert found == code
     claim(files, error_report(1, hints=["the disk is full"]))
     words, found = conclude(files, 1)
     assert found == EXIT_CODES["error"]
@@ -339,7 +346,8 @@ def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: 
 
 @pytest.mark.parametrize(("reason", "requeues"), [("SIGUSR1", True), ("SIGTERM", False)])
 def test_only_the_signal_before_the_time_limit_requeues_the_job(files: FaultFiles, reason: str, requeues: bool) -> None:
-    requeue = json.dumps({"launch": "one", "step": 3, "num_steps": 9, "reason": reason, "again": True})
+    content = {"launch": "one", "step": 3, "num_steps": 9, "given_up": True, "reason": reason, "again": True}
+    requeue = json.dumps(content)
     stands_for_the_run = ["sh", "-c", f"echo '{requeue}' > {files.requeue}"]
     again = files.folder / "again"
     assert supervise_main(["--requeue", f"touch {again}", str(files.folder), *stands_for_the_run]) == EXIT_REQUEUE

@@ -56,11 +56,11 @@ def samples_of(step: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{step}+{number}=", "response": str(step + number), "reward": 1.0} for number in range(3)]
 
 
-def report_steps(folder: RunFolder, steps: range, *, start_step: int = 0) -> Report:
+def report_steps(folder: RunFolder, steps: range, *, start_step: int | None = None) -> Report:
     """Report these steps as a training loop would, with an evaluation before the first and after every other one."""
     cfg = ReportConfig(samples_per_step=2, console="plain")
     report = Report(cfg, folder, num_steps=NUM_STEPS, active=True, start_step=start_step)
-    if start_step == 0:
+    if start_step is None:
         report.eval(0, {"eval/accuracy": 0.0})
     for step in steps:
         if step % 2 == 0:
@@ -122,15 +122,15 @@ def test_tensorboard_holds_histograms_and_samples(whole: RunFolder) -> None:
     assert "3+1=" in texts[2].tensor_proto.string_val[0].decode()
 
 
-@pytest.mark.parametrize("resumed_from", [0, 3, 5])
-def test_killed_and_resumed_equals_never_stopped(folder: RunFolder, whole: RunFolder, resumed_from: int) -> None:
+@pytest.mark.parametrize("resumed_from", [None, 0, 3, 5])
+def test_killed_and_resumed_equals_never_stopped(folder: RunFolder, whole: RunFolder, resumed_from: int | None) -> None:
     killed = report_steps(folder, range(1, 6))  # never closed: the process was killed
     with folder.metrics.open("a") as metrics:
         metrics.write('{"step": 6, "reward/me')  # in the middle of a line
     for events in folder.tensorboard.iterdir():
         # TensorBoard reads files in the order of their names, which begin with the second they were made in.
         events.rename(events.with_name(events.name.replace("tfevents.", "tfevents.0")))
-    report_steps(folder, range(resumed_from + 1, NUM_STEPS + 1), start_step=resumed_from).close()
+    report_steps(folder, range((resumed_from or 0) + 1, NUM_STEPS + 1), start_step=resumed_from).close()
 
     assert folder.metrics.read_bytes() == whole.metrics.read_bytes()
     assert folder.samples.read_bytes() == whole.samples.read_bytes()
