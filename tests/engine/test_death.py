@@ -144,6 +144,20 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
+def test_a_job_that_is_told_to_stop_saves_with_its_engines(tmp_path: Path, model: Path) -> None:
+    """torchrun passes SIGTERM on to all that its ranks have started."""
+    with job(tmp_path, model, num_steps=1000) as run:
+        run.wait_for_step(1)
+        processes = run.descendants()
+        run.wait_for_phase("rollout")
+        run.process.terminate()
+        run.process.wait(END_LIMIT_S)
+        assert gone(processes), "processes are left"
+        (stopped,) = re.findall(r"stopped after step (\d+) of 1000 \(SIGTERM\)", run.output)
+        assert (run.run / f"checkpoints/step-{int(stopped):08d}").is_dir()
+        assert "failed in step" not in run.output
+
+
 def test_a_killed_scheduler_ends_the_job_with_the_cause(tmp_path: Path, model: Path) -> None:
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(2)
