@@ -12,7 +12,8 @@ widths of all query heads and of all key heads, H query heads, and I the width o
 Attention kernels that know no grouped heads are given keys and values repeated: 2 A for 2 K. Of experts, I is the sum
 over those that a token goes to, and 2 b D each come on top: a token's copy and its result.
 
-Recomputing a layer keeps b D, its input. Recomputing selectively keeps beside it what products and attention gave:
+Recomputing a layer keeps b D, its input, or 4 D where the stream between layers is float32. Recomputing selectively
+keeps beside it what products and attention gave:
 b (A + 2 K) and b D of the projections, b A + 4 H of attention, 2 b I and b D of the MLP, or b D of each expert.
 """
 
@@ -69,13 +70,14 @@ class Kept:
     every_layers: int  # of which the first is checkpointed
     compute_bytes: int  # an element
     repeats_keys: bool  # whether the attention kernel is given keys and values once for each query head
+    wide_stream: bool = False  # whether what a layer is given is float32, whatever it computes in
 
 
 def kept_per_layer(decoder: Decoder, kept: Kept, *, level: Level) -> int:
     """Bytes that one layer under `level` holds for each token from forward to backward."""
     b, d, a, k = kept.compute_bytes, decoder.hidden, decoder.query_width, decoder.key_width
     if level == "full":
-        return b * d
+        return (_FLOAT32 if kept.wide_stream else b) * d
     attention = b * a + _FLOAT32 * decoder.query_heads
     if level == "selective":
         results_of_down = max(1, decoder.experts_per_token) * b * d

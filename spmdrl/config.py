@@ -272,6 +272,15 @@ class RolloutConfig(Section):
         return self
 
 
+EXACT_BACKENDS = ("fa3", "triton")  # attention of SGLang whose kernels the trainer can use; the first is the default
+# Arguments of SGLang that have nothing to do with numbers.
+_SGLANG_KEEPS_EXACT = {
+    "disable_radix_cache",
+    "grammar_backend",
+    "log_level",
+    "schedule_conservativeness",
+    "schedule_policy",
+}
 _SGLANG_SETTINGS = (
     "tp_size",
     "memory_fraction",
@@ -927,8 +936,7 @@ def _refuse_less_patience(run: RunConfig, watchdog: WatchdogConfig) -> None:
 
 def _broken_promises(cfg: Config) -> Iterator[str]:
     """What is set that engine and trainer could not compute alike."""
-    if cfg.rollout.engine != "torch":
-        yield f'rollout.engine = "{cfg.rollout.engine}" computes with other kernels, and only "torch" has exact ones'
+    yield from _broken_by_sglang(cfg) if cfg.rollout.engine == "sglang" else ()
     for setting in ("tp", "cp", "ep"):
         if (size := getattr(cfg.parallel, setting)) > 1:
             yield f"parallel.{setting} = {size} sums in another order than an engine on one rank"
@@ -941,6 +949,32 @@ def _broken_promises(cfg: Config) -> Iterator[str]:
         yield (
             f"rollout.max_staleness = {cfg.rollout.max_staleness} trains on tokens that other weights sampled, which 0 "
             "does not"
+        )
+
+
+def _broken_by_sglang(cfg: Config) -> Iterator[str]:
+    """The same of what only SGLang's operators cannot do."""
+    rollout = cfg.rollout
+    if rollout.tp_size > 1:
+        yield f"rollout.tp_size = {rollout.tp_size} sums in another order than a trainer, and 1 does not"
+    if rollout.attention_backend not in (None, *EXACT_BACKENDS):
+        yield (
+            f'rollout.attention_backend = "{rollout.attention_backend}" is none that the trainer can use too, and '
+            f"{' and '.join(map(repr, EXACT_BACKENDS))} are"
+        )
+    if rollout.attention_backend == "triton" and rollout.partial:
+        yield (
+            "rollout.partial = true gives sampled tokens to the kernel for prompts when a response goes on, which with "
+            'rollout.attention_backend = "triton" is another than the one they were sampled by, and with "fa3" is not'
+        )
+    if risky := sorted(rollout.sglang.keys() - _SGLANG_KEEPS_EXACT):
+        yield f"rollout.sglang sets {', '.join(risky)}, which may change what the engine computes"
+    if cfg.model.compute_dtype == "float32":
+        yield 'model.compute_dtype = "float32" is not what SGLang computes with then, and "bfloat16" is'
+    if cfg.model.gradient_checkpointing == "selective":
+        yield (
+            'model.gradient_checkpointing = "selective" keeps rotary embeddings from being compiled as the engine\'s '
+            'are, and "full" does not'
         )
 
 

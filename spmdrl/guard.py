@@ -15,6 +15,7 @@ from spmdrl.objective import DRIFT
 from spmdrl.types import TrainingDiverged
 
 NO_LIMITS = MismatchLimits()
+MISMATCH = "mismatch/max_abs_nats"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Guard:
     mesh: DeviceMesh
     stop: MismatchLimits = NO_LIMITS
     assert_on_policy: bool = False
+    exact: bool = False  # whether engine and trainer are to have computed the same bits
     stop_kl_nats: float | None = None
 
     @classmethod
@@ -33,6 +35,7 @@ class Guard:
             mesh=mesh,
             stop=cfg.mismatch.stop,
             assert_on_policy=cfg.debug.assert_on_policy,
+            exact=cfg.true_on_policy,
             stop_kl_nats=cfg.loss.stop_kl_nats,
         )
         return None if guard == cls(mesh=mesh) else guard
@@ -47,6 +50,8 @@ class Guard:
         problems = exceeded(values, self.stop)
         if first and self.assert_on_policy:
             problems += _moved(values)
+        if self.exact and (mismatch := values.get(MISMATCH, 0.0)) != 0:
+            problems.append(f"{MISMATCH} is {mismatch:.3g}, and true_on_policy = true promises 0")
         if problems:
             raise TrainingDiverged(f"{cause}: {'; '.join(problems)}; no weights were changed")
         return self.stop_kl_nats is not None and values.get(DRIFT, 0.0) > self.stop_kl_nats

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
+from spmdrl.config import EXACT_BACKENDS, Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.costs import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
 from spmdrl.memory import MemoryPlan
-from spmdrl.model import invariant
+from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
     check_weight_files,
@@ -162,13 +162,17 @@ def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:
     """Raise UserError when engine and trainer were asked for the same bits and could not have them here."""
     if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
         return
-    if torch.cuda.is_available():
+    on_cuda = torch.cuda.is_available()
+    if on_cuda != (cfg.rollout.engine == "sglang"):
+        here, exact = ("a CUDA device", "sglang") if on_cuda else ("a CPU", "torch")
         raise UserError(
-            "true_on_policy = true is proven on CPUs, not on CUDA devices; set CUDA_VISIBLE_DEVICES to nothing, or "
-            "true_on_policy = false (docs/true-on-policy.md says what is missing)"
+            f'true_on_policy = true has no exact kernels for rollout.engine = "{cfg.rollout.engine}" on {here}; set '
+            f'rollout.engine = "{exact}", or true_on_policy = false'
         )
-    sentences = list(invariant.model_problems(model_config))
-    if not sentences:
+    sentences = list((sglang_operators if on_cuda else invariant).model_problems(model_config))
+    if not sentences and on_cuda:
+        sentences = list(sglang_operators.device_problems(cfg.rollout.attention_backend or EXACT_BACKENDS[0]))
+    elif not sentences:
         dtype = compute_dtype(cfg.model.compute_dtype, "cpu")
         sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
     if sentences:

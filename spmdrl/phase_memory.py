@@ -256,6 +256,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         every_layers=cfg.model.checkpoint_every_layers,
         compute_bytes=b,
         repeats_keys=rank.repeats_keys,
+        wide_stream=isinstance(cfg, Config) and cfg.true_on_policy and cfg.rollout.engine == "sglang",
     )
     activations = kept_bytes(part, kept, num_tokens=tokens)
     head = decoder.vocabulary * decoder.hidden // cfg.parallel.tp

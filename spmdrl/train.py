@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+import torch
+
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
 from spmdrl.coefficients import next_coefficients
@@ -31,10 +33,9 @@ from spmdrl.launch import run_from_command_line
 from spmdrl.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.mismatch import exceeded
-from spmdrl.model.invariant import SWITCHES
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.phases import Phases
 from spmdrl.prepare import prepare
 from spmdrl.probe import probe_metrics
@@ -288,8 +289,16 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         f"{len(inputs.held_out)} held-out prompts",
-        *(f"true_on_policy: {switch}" for switch in (SWITCHES if cfg.true_on_policy else ())),
+        *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]
+
+
+def _switches(cfg: Config) -> Sequence[str]:
+    """What `true_on_policy` changes."""
+    if not cfg.true_on_policy:
+        return ()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return operators_of(kernel_of_run(cfg, device_type, compute_dtype(cfg.model.compute_dtype, device_type))).switches
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -77,12 +77,15 @@ def _attention_function(
 AttentionInterface.register(IMPLEMENTATION, _attention_function)
 
 
-def packed_attention(cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel) -> Attend:
+def packed_attention(
+    cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel, *, sampled: Tensor | None = None
+) -> Attend:
     """Causal attention within each of the sequences that lie end to end in a micro-batch.
 
-    cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host.
+    cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host; sampled [T] bool says
+    which tokens an engine decoded, for kernels that are to do what it did.
     """
-    causal = causal_attention(Layout(seqlens, cu_seqlens), kernel)
+    causal = causal_attention(Layout(seqlens, cu_seqlens, sampled=sampled), kernel)
 
     def attend(
         query: Tensor,

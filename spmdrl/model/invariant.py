@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from spmdrl.model import linear as fast
 from spmdrl.model.invariant_attention import KEYS, attend_in_tiles
+from spmdrl.model.logprobs import Head
+from spmdrl.model.two_passes import linear_by
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")  # those that have been compared, engine with trainer
 _ROPES_THAT_LOOK_AROUND = ("dynamic", "longrope")
@@ -48,11 +49,7 @@ SWITCHES = (
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` on a CPU: x [..., D], weight [V, D] give [..., V], each row as if it were alone."""
-    rows = x.flatten(0, -2)
-    # A decode step has many small products: without a gradient to go for, autograd would cost as much as they do.
-    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    y: Tensor = (_Linear.apply if learns else _tiled)(rows, weight, bias)
-    return y.view(*x.shape[:-1], -1)
+    return linear_by(_tiled, x, weight, bias)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -61,31 +58,14 @@ def silu(x: Tensor) -> Tensor:
     return y
 
 
+HEAD = Head(linear, columns=COLUMNS)
+
+
 def use_invariant_operators(model: nn.Module) -> None:
     """Let the model's linear layers and activation functions be those of this file. Call it before it is sharded."""
     for module in model.modules():
         if type(module) in _REPLACED:
             module.__class__ = _REPLACED[type(module)]
-
-
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b in tiles, with dx = dy W and dW = dy^T x by the fast layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _tiled(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            fast.linear(grad, weight.t().contiguous()) if needs_x else None,
-            fast.outer(grad, x) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

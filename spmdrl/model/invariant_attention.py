@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from spmdrl.model.two_passes import with_gradient_of
 
 KEYS = 32  # of a tile
 _ROWS = 8  # a product has a multiple of so many rows; of fewer, kernels for small matrices take another order
 _QUERIES = 4 * KEYS  # of a sequence that are computed together: those after them see keys that these do not
 _SCORES = 2**22  # most scores that exist at the same time, so that they stay in the cache and memory is bounded
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, D], k and v [T, K, D] give [T, H, D]
 
 
 def attend_in_tiles(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], visible: Tensor) -> Tensor:
@@ -105,26 +103,8 @@ def causal_in_tiles(
         batches = _batches(seqlens, num_heads=q.shape[1], device=q.device)
         return torch.cat([_in_batch(batch, q, k, v, scale=scale, window=window) for batch in batches])
 
-    out: Tensor = _WithGradient.apply(q, k, v, exact, differentiable)
+    out: Tensor = with_gradient_of(differentiable, exact, q, k, v)
     return out
-
-
-class _WithGradient(torch.autograd.Function):
-    """One function's values with the gradient of another that differs from it only in rounding."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exact: Attention, differentiable: Attention) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.differentiable = differentiable
-        return exact(q, k, v)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.differentiable(*inputs)
-        return *torch.autograd.grad(out, inputs, grad), None, None
 
 
 def _batches(seqlens: list[int], *, num_heads: int, device: torch.device) -> Iterator[_Batch]:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.invariant_attention import causal_in_tiles
+from spmdrl.model.sglang_attention import causal_as_engine
 from spmdrl.model.sinks import attention_with_sinks, behind_a_sink
 from spmdrl.types import UserError
 
-Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant"]
+Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", "sglang_fa3", "sglang_triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Layout:
     seqlens: list[int]  # [S] queries of each sequence
     cu_seqlens: Tensor  # [S+1] int32, the same as offsets, on the device of the tokens
     earlier: int = 0  # keys before the first query
+    sampled: Tensor | None = None  # [T] bool, tokens that an engine decoded one by one; of use to its kernels only
 
 
 class CausalAttention(Protocol):
@@ -50,6 +52,16 @@ def causal_attention(layout: Layout, kernel: Kernel) -> CausalAttention:
     if kernel == "invariant":
         assert not layout.earlier, "true_on_policy = true was not refused with parallel.cp"
         return functools.partial(causal_in_tiles, layout.seqlens, functools.partial(_sdpa_in_runs, layout))
+    if kernel == "sglang_fa3" or kernel == "sglang_triton":
+        assert not layout.earlier and layout.sampled is not None, "an engine's kernels see whole rollouts"
+        return functools.partial(
+            causal_as_engine,
+            "fa3" if kernel == "sglang_fa3" else "triton",
+            layout.seqlens,
+            layout.cu_seqlens,
+            layout.sampled,
+            causal_attention(layout, "varlen"),
+        )
     return functools.partial(load_varlen(kernel), _offsets(layout))
 
 

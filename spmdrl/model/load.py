@@ -346,7 +346,9 @@ def shard_policy(
 
     Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
     """
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=operators_of(policy.kernel).casts_inputs
+    )
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
     for experts in dealt_experts(policy.model):
         assert meshes.expert is not None, "experts were dealt to ranks without a mesh"

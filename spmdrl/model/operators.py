@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.model import invariant
+from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import use_fast_linears
-from spmdrl.model.logprobs import FAST_HEAD, Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,38 @@ class Operators:
     """What belongs to an attention kernel."""
 
     install: Callable[[nn.Module], None]  # into a model that is not sharded yet
-    head: Head
+    score: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_scores`, without its `head`
+    casts_inputs: bool = True  # whether what enters a decoder layer gets the dtype of its weights
+    switches: tuple[str, ...] = ()  # what they do otherwise than the fast ones, to be shown
 
 
-_FAST = Operators(use_fast_linears, FAST_HEAD)
-_INVARIANT = Operators(invariant.use_invariant_operators, Head(invariant.linear, columns=invariant.COLUMNS))
+_FAST = Operators(use_fast_linears, logprobs.next_token_scores)
+_INVARIANT = Operators(
+    invariant.use_invariant_operators,
+    functools.partial(logprobs.next_token_scores, head=invariant.HEAD),
+    switches=invariant.SWITCHES,
+)
 
 
 def operators_of(kernel: Kernel) -> Operators:
     """The operators that go with the kernel."""
-    return _INVARIANT if kernel == "invariant" else _FAST
+    if kernel == "invariant":
+        return _INVARIANT
+    if kernel == "sglang_fa3" or kernel == "sglang_triton":
+        return Operators(
+            sglang_operators.use_engine_operators,
+            sglang_operators.next_token_scores,
+            casts_inputs=False,
+            switches=sglang_operators.switches("fa3" if kernel == "sglang_fa3" else "triton"),
+        )
+    return _FAST
 
 
 def kernel_of_run(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
-    """The kernel of trainer and embedded engine that the settings mean. Raises UserError when it cannot be had."""
-    return "invariant" if cfg.true_on_policy else choose_kernel(cfg.model.attention, device_type, dtype)
+    """The kernel of the trainer, and of an engine of ours, that the settings mean. Raises UserError when it cannot be
+    had."""
+    if not cfg.true_on_policy:
+        return choose_kernel(cfg.model.attention, device_type, dtype)
+    if cfg.rollout.engine == "torch":
+        return "invariant"
+    return "sglang_triton" if cfg.rollout.attention_backend == "triton" else "sglang_fa3"

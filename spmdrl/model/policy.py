@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from spmdrl.model.attention import Attend, Kernel, packed_attention
 from spmdrl.model.context import Style, context_attention, gather_tokens
-from spmdrl.model.logprobs import next_token_scores, place_at, predicting_rows
+from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
 from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.types import MicroBatch
@@ -65,7 +65,7 @@ class PackedModel(nn.Module):
             input_ids=micro_batch.token_ids[chunk].unsqueeze(0),
             position_ids=micro_batch.positions[chunk].unsqueeze(0),
             use_cache=False,
-            attend=self._attend(micro_batch.cu_seqlens, seqlens),
+            attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
         rows = predicting_rows(micro_batch.positions, chunk)
@@ -86,9 +86,10 @@ class PackedModel(nn.Module):
         start = self.context.get_local_rank() * length
         return slice(start, start + length)
 
-    def _attend(self, cu_seqlens: Tensor, seqlens: list[int]) -> Attend:
+    def _attend(self, micro_batch: MicroBatch, seqlens: list[int]) -> Attend:
+        cu_seqlens = micro_batch.cu_seqlens
         if self.context is None:
-            return packed_attention(cu_seqlens, seqlens, self.kernel)
+            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=micro_batch.loss_mask)
         return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=self.context_style)
 
 
@@ -111,7 +112,7 @@ class Policy(PackedModel):
         self.temperature = temperature
         self.logits_chunk_tokens = logits_chunk_tokens
         self.vocabulary = vocabulary
-        self.score_tokens = next_token_scores
+        self.score_tokens = operators_of(kernel).score
 
     def forward(self, micro_batch: MicroBatch) -> TokenScores:
         """Score every token."""
@@ -124,7 +125,6 @@ class Policy(PackedModel):
             temperature=self.temperature,
             chunk=self.logits_chunk_tokens,
             vocabulary=self.vocabulary,
-            head=operators_of(self.kernel).head,
         )
         logprobs, entropy = (self._of_tokens(score, predicting) for score in scores)
         return TokenScores(logprobs, entropy)

@@ -52,7 +52,13 @@ class SGLangEngine:
         self.version = -1
         self._launch = launch
         self._mesh = mesh
-        self._share = Share.of(model_config, rank=mesh.get_local_rank(), size=mesh.size(), device_type=mesh.device_type)
+        self._share = Share.of(
+            model_config,
+            rank=mesh.get_local_rank(),
+            size=mesh.size(),
+            device_type=mesh.device_type,
+            on_policy=launch.arguments.get("rl_on_policy_target") is not None,
+        )
         self._device = torch.device(mesh.device_type if transport == "cuda_ipc" else "cpu")
         self._released: set[str] = set()
         self._buckets: Sequence[Bucket] = ()

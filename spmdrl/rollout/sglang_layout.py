@@ -40,12 +40,13 @@ class Share:
     size: int  # devices that share the engine (tensor parallelism)
     num_key_value_heads: int
     inner_multiple: int  # that the inner size of MLPs is padded to
+    widens: bool = False  # whether embedding and norms are float32, as under `rl_on_policy_target`
 
     @classmethod
-    def of(cls, model_config: Any, *, rank: int, size: int, device_type: str) -> Share:
-        """Of a model with this transformers config."""
+    def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
+        """Of a model with this transformers config; `on_policy` means with `rl_on_policy_target`."""
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-        return cls(rank, size, heads, _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size)
+        return cls(rank, size, heads, _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size, on_policy)
 
 
 def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
@@ -71,6 +72,8 @@ def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tenso
 
 
 def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:
+    if share.widens and (module == "embed_tokens" or module.endswith("norm")):
+        tensor = tensor.float()
     if module in _VOCABULARY:
         return _padded(tensor, 0, _VOCABULARY_MULTIPLE).chunk(share.size)[share.rank]
     if module in _CUT_BY_KEY_HEADS:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config
+from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.dist.session import World, local_rank
+from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
 from spmdrl.plan import Plan
 from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
@@ -34,6 +35,7 @@ _OTHER_SETTING = {
     "max_running_requests": "rollout.max_running",
     "chunked_prefill_size": "rollout.chunked_prefill_tokens",
     "attention_backend": "rollout.attention_backend",
+    "rl_on_policy_target": "true_on_policy",
     "disable_cuda_graph": "rollout.cuda_graphs",
     "enable_memory_saver": "offload.engine",
 }
@@ -196,7 +198,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         "max_running_requests": rollout.max_running,
         "mem_fraction_static": rollout.memory_fraction,
         "sleep_on_idle": True,  # otherwise its processes would spin while the trainer works
-        "enable_deterministic_inference": cfg.run.deterministic,
+        "enable_deterministic_inference": cfg.run.deterministic or cfg.true_on_policy,
         "enable_memory_saver": not on_cpu and cfg.rollout.placement == "colocated",  # else it never sleeps
         "disable_cuda_graph": on_cpu or not rollout.cuda_graphs,
         "log_level": "error",
@@ -208,6 +210,13 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         sampling_backend="pytorch" if on_cpu else None,
         grammar_backend="none" if on_cpu else None,
     )
+    if cfg.true_on_policy:
+        arguments |= {
+            "rl_on_policy_target": "fsdp",
+            "attention_backend": rollout.attention_backend or EXACT_BACKENDS[0],
+            "sampling_backend": "pytorch",
+            "bf16_gemm_backend": "torch",
+        }
     environment = {
         "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": sglang_cpu.startup_path(),
@@ -216,7 +225,9 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
     }
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
-    elif "cuda_graph" in release:
+    if cfg.true_on_policy:
+        environment |= sglang_kernels.ENVIRONMENT
+    if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
     return Launch(
         arguments=arguments | rollout.sglang,

@@ -1,4 +1,4 @@
-"""The processes of one SGLang engine, started, asked and ended by this rank. The only importer of sglang.
+"""The processes of one SGLang engine, started, asked and ended by this rank. The only importer of the engine.
 
 `sglang.Engine` is made to live inside a process that has more to do: what it changes here (environment, signal
 handlers, start method, event loop policy, logging) is put back, its event loop runs in a thread of its own, the death

@@ -96,7 +96,13 @@ def _remote_engine(cfg: Config, model_config: Any, plan: Plan, world: World, mes
         from spmdrl.rollout.sglang_process import digest as sglang_digest
 
         shares = [
-            Share.of(model_config, rank=rank, size=cfg.rollout.tp_size, device_type=world.device.type)
+            Share.of(
+                model_config,
+                rank=rank,
+                size=cfg.rollout.tp_size,
+                device_type=world.device.type,
+                on_policy=cfg.true_on_policy,
+            )
             for rank in range(cfg.rollout.tp_size)
         ]
         return RemoteEngine(

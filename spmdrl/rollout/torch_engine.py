@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
@@ -439,7 +440,7 @@ class _Cache:
 def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, Draw]:
     """Attention to the cache, and how tokens are drawn, that go with the kernel."""
     if kernel == "invariant":
-        return attend_to_cache_in_tiles, functools.partial(draw_as_head_scores, operators_of(kernel).head)
+        return attend_to_cache_in_tiles, functools.partial(draw_as_head_scores, invariant.HEAD)
     return _attend_to_cache, draw_tokens
 
 

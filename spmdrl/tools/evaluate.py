@@ -15,6 +15,7 @@ from spmdrl.config import Config, read_config
 from spmdrl.evaluate import eval_metrics
 from spmdrl.inputs import open_held_out
 from spmdrl.metrics import scalars
+from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.refit.refit import load_whole
@@ -39,7 +40,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         model.config,
         device=device,
         dtype=dtype,
-        kernel=kernel_of_run(cfg, device.type, dtype),
+        kernel=_kernel(cfg, device.type, dtype),
         max_running=cfg.rollout.max_running,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
@@ -48,6 +49,13 @@ def evaluate_export(run: Path) -> dict[str, float]:
         rollouts = sample(engine, held_out.prompts, sampling, run_seed=cfg.run.seed, step=0)
         outcomes = judge.collect([judge.submit(rollout) for rollout in rollouts])
     return scalars(eval_metrics(outcomes, cfg.reward))
+
+
+def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
+    """What the run's own engine computed with, if that was the embedded one."""
+    if cfg.rollout.engine == "torch":
+        return kernel_of_run(cfg, device_type, dtype)
+    return choose_kernel(cfg.model.attention, device_type, dtype)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""On CUDA devices the mode is refused, until the last of these tests passes with SGLang."""
+"""With SGLang on a CUDA device the mismatch is exactly 0: the test which decides, and its parts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,37 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.tools.tiny_model import save_tiny_model
 from tests.e2e.test_train import CONFIG, REWARD
 
+SEQLENS, PROMPTS = [5, 300, 1, 70, 513], [3, 1, 1, 70, 200]
+NO_SGLANG = "SGLang is not installed"
+
+needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason=NO_SGLANG)
+
+
+def skip_without(backend: str) -> None:
+    if problems := list(sglang_operators.device_problems(backend)):
+        pytest.skip("; ".join(problems))
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16().cuda()
+
 
 def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A run of 4 steps on one rank with `true_on_policy = true`."""
-    save_tiny_model(tmp_path / "model", num_layers=2)
+    """A run of 4 steps on one rank with `true_on_policy = true`, of a model whose sizes are those of kernels."""
+    save_tiny_model(tmp_path / "model", num_layers=2, hidden_size=256)
     (tmp_path / "reward.py").write_text(REWARD)
     config = tmp_path / "c.toml"
     config.write_text(CONFIG.format(runs=tmp_path, model=tmp_path / "model", reward=tmp_path / "reward.py"))
@@ -31,17 +51,82 @@ def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(300)
-def test_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_embedded_engine_is_refused_by_name(tmp_path: Path) -> None:
     done = train(tmp_path)
     assert done.returncode != 0
-    assert "true_on_policy = true is proven on CPUs, not on CUDA devices" in done.stderr
+    assert 'has no exact kernels for rollout.engine = "torch" on a CUDA device' in done.stderr
 
 
-@pytest.mark.skip(reason="true_on_policy = true is refused on CUDA; docs/true-on-policy.md says what is missing")
-@pytest.mark.timeout(300)
+def rows_alone_and_together(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    together = function(x)
+    for part in (slice(0, 1), slice(7, 24), slice(len(x) - 129, len(x))):
+        assert torch.equal(function(x[part]), together[part]), part
+
+
+@needs_sglang
+def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
+    skip_without("triton")
+    x, weight, bias = noise(700, 320), noise(1000, 320), noise(1000)
+    for given in (None, bias):
+        rows_alone_and_together(lambda rows, given=given: sglang_kernels.product(rows, weight, given), x)
+        expected = torch.nn.functional.linear(x, weight, given)
+        torch.testing.assert_close(sglang_kernels.product(x, weight, given), expected, atol=0.5, rtol=0.02)
+    # Nor on how many columns are computed with a column, such as when an engine fuses projections.
+    assert torch.equal(sglang_kernels.product(x, weight, None)[:, :77], sglang_kernels.product(x, weight[:77], None))
+    rows_alone_and_together(sglang_kernels.mean, x.float())
+    torch.testing.assert_close(sglang_kernels.mean(x.float()), x.float().mean(-1, keepdim=True))
+    rows_alone_and_together(sglang_kernels.log_softmax, x)
+    torch.testing.assert_close(sglang_kernels.log_softmax(x), x.float().log_softmax(-1).bfloat16())
+
+
+@needs_sglang
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128)])
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
+    backend: sglang_attention.Backend, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without(backend)
+    kernel: Kernel = "sglang_fa3" if backend == "fa3" else "sglang_triton"
+    num_heads, kv_heads, head_dim = heads
+    q, k, v = (noise(sum(SEQLENS), count, head_dim).requires_grad_() for count in (num_heads, kv_heads, kv_heads))
+    sampled = torch.cat([torch.arange(n) >= prompt for n, prompt in zip(SEQLENS, PROMPTS, strict=True)]).cuda()
+
+    def attended(seqlens: list[int], tokens: slice, name: Kernel = kernel) -> torch.Tensor:
+        cu_seqlens = torch.tensor([0, *seqlens]).cumsum(0).int().cuda()
+        layout = Layout(seqlens, cu_seqlens, sampled=sampled[tokens])
+        options: dict[str, Any] = {"scale": head_dim**-0.5, "window": None, "sinks": None}
+        return causal_attention(layout, name)(q[tokens], k[tokens], v[tokens], **options)
+
+    everything = slice(0, sum(SEQLENS))
+    together = attended(SEQLENS, everything)
+    start = 0
+    for length in SEQLENS:
+        tokens = slice(start, start + length)
+        assert torch.equal(attended([length], tokens), together[tokens])
+        start += length
+    monkeypatch.setattr(sglang_attention, "_SEEN", 1000)
+    assert torch.equal(attended(SEQLENS, everything), together)
+    plain = attended(SEQLENS, everything, "varlen")
+    torch.testing.assert_close(together, plain, atol=0.02, rtol=0.02)
+    slope = noise(*together.shape)
+    for one, other in zip(*(torch.autograd.grad((x * slope).sum(), (q, k, v)) for x in (together, plain)), strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
+@needs_sglang
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
 def test_sglang_and_the_trainer_agree_exactly(tmp_path: Path, backend: str) -> None:
-    done = train(tmp_path, "rollout.engine=sglang", f"rollout.attention_backend={backend}")
+    """A run ends when they do not; and it says so in every step."""
+    skip_without(backend)
+    done = train(
+        tmp_path,
+        "rollout.engine=sglang",
+        "rollout.memory_fraction=0.3",
+        f"rollout.attention_backend={backend}",
+        "rollout.sglang.grammar_backend=none",
+        "run.num_steps=4",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["mismatch/max_abs_nats"] for row in rows if row["step"]] == [0.0] * 4

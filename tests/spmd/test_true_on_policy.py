@@ -6,26 +6,35 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.batch import lay_end_to_end
 from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.launch import EXIT_USER_ERROR
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR, read_error
+from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.invariant import SWITCHES
+from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import compute_dtype, load_policy
+from spmdrl.model.operators import operators_of
+from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
+from spmdrl.rollout import torch_engine
+from spmdrl.rollout.draw import draw_tokens
 from spmdrl.rollout.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.train import main
 from spmdrl.types import Request, Sequence
+from tests import kernels_on_cpu
 from tests.exact import skip_where_inexact
 from tests.spmd.ranks import run_ranks
-from tests.tiny import VOCABULARY, model_config, save_gemma3, save_llama, save_qwen3
+from tests.tiny import VOCABULARY, model_config, random_sequences, save_gemma3, save_llama, save_qwen3
 
 TEMPERATURE = 0.8
 
@@ -121,6 +130,31 @@ def test_one_and_two_ranks_score_what_they_sampled(tmp_path: Path) -> None:
             assert all(torch.equal(row, other) for row, other in zip(rows, rank[number][1], strict=True))
 
 
+def _scored_by_sglangs_kernels(path: str) -> list[torch.Tensor]:
+    """Log-probabilities of one pack by a sharded policy and by a whole one, which follow SGLang's types and casts."""
+    kernel: Kernel = "sglang_triton"
+    with spmd_session(threads_per_rank=1, deterministic=False) as world, pytest.MonkeyPatch.context() as patch:
+        kernels_on_cpu.use(patch)
+        settings = model_config(path, compute_dtype="bfloat16", gradient_checkpointing="full")
+        sharded = load_policy(settings, build_meshes(world).model, temperature=TEMPERATURE, kernel=kernel)
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION, dtype=torch.bfloat16)
+        operators_of(kernel).install(model)
+        whole = Policy(model, kernel=kernel, temperature=TEMPERATURE, logits_chunk_tokens=7)
+        batch = lay_end_to_end(random_sequences(4), {})
+        scores = sharded(batch)
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+        assert all(x.grad.to_local().isfinite().all() for x in sharded.parameters())
+        with torch.no_grad():
+            return [scores.logprobs.detach(), whole(batch).logprobs]
+
+
+def test_what_is_sharded_rounds_where_sglang_does(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path)
+    (alone,), (one, other) = (run_ranks(count, _scored_by_sglangs_kernels, path) for count in (1, 2))
+    for sharded, whole in (alone, one, other):
+        assert torch.equal(sharded, whole) and torch.equal(sharded, alone[0])
+
+
 CONFIG = """\
 true_on_policy = true
 [run]
@@ -182,6 +216,15 @@ def test_a_dry_run_lists_every_switch(tmp_path: Path, capsys: pytest.CaptureFixt
         assert [f"- true_on_policy: {switch}" in said for switch in SWITCHES] == [setting == "true"] * len(SWITCHES)
 
 
+def test_an_engine_that_is_exact_on_other_devices_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(_write_config(tmp_path, save_qwen3))
+    assert main([config, "--dry-run", "rollout.engine=sglang"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert 'has no exact kernels for rollout.engine = "sglang" on a CPU; set rollout.engine = "torch"' in said
+
+
 def test_a_model_that_nobody_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(_write_config(tmp_path, save_gemma3)), "--dry-run"]) == EXIT_USER_ERROR
     assert "true_on_policy = true is proven for llama, qwen2, qwen3, not for gemma3_text" in capsys.readouterr().err
@@ -200,3 +243,16 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
     assert [row["refit/probe_max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
     assert all(0 < row["mismatch/max_abs_nats"] < 1e-4 for row in rows["plain"])
     assert len({row["update/grad_norm"] for row in rows["exact"]}) == 3  # weights did change
+
+
+def _with_another_decode(argv: list[str]) -> int:
+    with mock.patch.object(torch_engine, "_decoding_of", lambda _: (torch_engine._attend_to_cache, draw_tokens)):
+        return main(argv)
+
+
+def test_a_run_that_does_not_keep_the_promise_ends_before_weights_change(tmp_path: Path) -> None:
+    config = _write_config(tmp_path, save_qwen3)
+    assert run_ranks(1, _with_another_decode, [str(config), "loss.kl_coef=0.0"]) == [EXIT_DIVERGED]
+    report = read_error(FaultFiles(tmp_path / "exact"))
+    assert report is not None and report.step == 1
+    assert "and true_on_policy = true promises 0; no weights were changed" in report.message

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTra
 
 from spmdrl.activations import Kept, kept_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import decoder_layers
+from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.sizes import decoder_of
+from tests import kernels_on_cpu
 from tests.live import Watch
 
 TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -30,12 +32,13 @@ class Tokens:
     positions: Tensor
     cu_seqlens: Tensor
     seqlens: list[int]
+    loss_mask: Tensor
 
 
 def tokens(*seqlens: int) -> Tokens:
     positions = torch.cat([torch.arange(length) for length in seqlens])
     ends = torch.tensor([0, *seqlens]).cumsum(0)
-    return Tokens(torch.arange(len(positions)) % 90 + 2, positions, ends.int(), list(seqlens))
+    return Tokens(torch.arange(len(positions)) % 90 + 2, positions, ends.int(), list(seqlens), positions > 9)
 
 
 def policy_of(
@@ -44,15 +47,16 @@ def policy_of(
     every_layers: int = 1,
     dtype: torch.dtype = torch.float32,
     kind: type[PreTrainedConfig] = Qwen3Config,
+    kernel: Kernel = "sdpa",
     **sizes: Any,
 ) -> Policy:
     torch.manual_seed(0)
     settings = {"vocab_size": 97, "num_hidden_layers": 4, "tie_word_embeddings": True} | sizes
     model = AutoModelForCausalLM.from_config(kind(**settings), attn_implementation="spmdrl").to(dtype).eval()
-    use_fast_linears(model)
+    operators_of(kernel).install(model)
     if level != "none":
         checkpoint_layers(model, decoder_layers(model), recomputed=level, every_layers=every_layers)
-    return Policy(model, kernel="sdpa", temperature=1.0, logits_chunk_tokens=64)
+    return Policy(model, kernel=kernel, temperature=1.0, logits_chunk_tokens=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +142,19 @@ def test_what_is_kept_is_what_the_formula_says(model: str, dtype: torch.dtype) -
         kept = Kept(level=level, every_layers=every_layers, compute_bytes=dtype.itemsize, repeats_keys=False)
         predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
         assert 0.85 < predicted / measured < 1.15, (level, every_layers)
+        del scores
+
+
+def test_what_is_kept_with_a_float32_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that computes as SGLang does under `rl_on_policy_target`."""
+    kernels_on_cpu.use(monkeypatch)
+    for level in ("none", "full"):
+        policy = policy_of(level, dtype=torch.bfloat16, kernel="sglang_triton", **MODELS["medium"])
+        with Watch() as watch:
+            scores = policy(tokens(100, 60, 40))
+            measured = watch.live_bytes
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+        kept = Kept(level=level, every_layers=1, compute_bytes=2, repeats_keys=False, wide_stream=True)
+        predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=200)
+        assert 0.85 < predicted / measured < 1.25, (level, predicted / measured)
         del scores

@@ -302,7 +302,6 @@ def test_models_that_nobody_compared_are_refused(model: PreTrainedModel) -> None
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (["rollout.engine=sglang"], 'rollout.engine = "sglang" computes with other kernels'),
         (["parallel.tp=2"], "parallel.tp = 2 sums in another order"),
         (["parallel.cp=2"], "parallel.cp = 2 sums in another order"),
         (["parallel.ep=4"], "parallel.ep = 4 sums in another order"),

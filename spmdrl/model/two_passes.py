@@ -1,0 +1,77 @@
+"""Functions whose forward pass is one kernel's and whose backward pass is another's, which differs only in rounding.
+
+What must have the bits of another program has no gradient of its own; and needs none, since gradients need not agree
+with anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from spmdrl.model import linear as fast
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [N, D], weight [V, D], bias [V] give [N, V]
+Function = Callable[..., Any]  # of tensors; gives a tensor, or several
+
+
+def with_gradient_of(differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
+    """`exact(*inputs)`, with the gradient that `differentiable(*inputs)` has."""
+    return _WithGradient.apply(differentiable, exact, *inputs)
+
+
+def linear_by(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` by `product`, differentiated by the fast layers: x [..., D], weight [V, D] give
+    [..., V]."""
+    rows = x.flatten(0, -2)
+    # A decode step has many small products: without a gradient to go for, autograd would cost as much as they do.
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    y: Tensor = _Linear.apply(product, rows, weight, bias) if learns else product(rows, weight, bias)
+    return y.view(*x.shape[:-1], -1)
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.differentiable = differentiable
+        return exact(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach() for x in ctx.saved_tensors]
+        needed = ctx.needs_input_grad[2:]
+        wanted = [x.requires_grad_() for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
+        with torch.enable_grad():
+            outputs = ctx.differentiable(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        found = iter(torch.autograd.grad([output for output, _ in used], wanted, [grad for _, grad in used]))
+        return None, None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b, with dx = dy W and dW = dy^T x."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            None,
+            fast.linear(grad, weight.t().contiguous()) if needs_x else None,
+            fast.outer(grad, x) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )

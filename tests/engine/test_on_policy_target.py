@@ -1,0 +1,120 @@
+"""SGLang with `rl_on_policy_target = "fsdp"` and the trainer that follows it: the same bits from the same kernels.
+
+Where there is no GPU both compute with stand-ins for SGLang's CUDA kernels. What is compared then is everything else:
+the real engine's types, casts and order of operations, what a refit leaves in its weights, and the trainer's packing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.batch import lay_end_to_end
+from spmdrl.model import sglang_operators
+from spmdrl.rollout import sglang_options
+from spmdrl.types import Request, Sequence
+from tests import kernels_on_cpu
+from tests.engine import setup
+from tests.engine.setup import Rank, answers, change, rank_with_engine, settings
+from tests.exact import skip_where_inexact
+from tests.spmd.ranks import run_ranks
+from tests.tiny import VOCABULARY, save_qwen3
+
+TEMPERATURE = 0.7
+TARGET = Path(__file__).parent / "target_on_cpu"
+
+
+def requests() -> list[Request]:
+    rng = random.Random(0)
+    return [
+        Request(
+            prompt_ids=tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 20))),
+            seed=i,
+            max_response_tokens=rng.randint(1, 24),
+            temperature=TEMPERATURE,
+            stop_token_ids=frozenset({1}),
+        )
+        for i in range(10)
+    ]
+
+
+def largest_mismatch(rank: Rank, sequences: list[Sequence]) -> float:
+    """Over packs of several sequences, and of one."""
+    worst = 0.0
+    for pack in (sequences[:1], sequences[1:4], sequences[4:]):
+        batch = lay_end_to_end(pack, {})
+        with torch.no_grad():
+            logprobs = rank.policy(batch).logprobs
+        worst = max(worst, float((logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max()))
+    return worst
+
+
+def sampled(rank: Rank) -> list[Sequence]:
+    asked = requests()
+    return [
+        Sequence(
+            index=i,
+            token_ids=request.prompt_ids + answer.token_ids,
+            loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(answer.token_ids),
+            rollout_logprobs=(0.0,) * len(request.prompt_ids) + answer.logprobs,
+            advantage=1.0,
+        )
+        for i, (request, answer) in enumerate(zip(asked, answers(rank.engine, asked), strict=True))
+    ]
+
+
+def mismatches(path: str) -> dict[str, float]:
+    """Of two versions of the weights, and of a trainer that does one thing otherwise."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TARGET), str(Path(__file__).parents[2])])
+    spec = importlib.util.spec_from_file_location("target_on_cpu", TARGET / "sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    target = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(target)
+    target.install()
+    cfg = settings(path, 1, max_running=4)
+    cfg = cfg.model_copy(
+        update={"true_on_policy": True, "model": cfg.model.model_copy(update={"compute_dtype": "bfloat16"})}
+    )
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        kernels_on_cpu.use(patch)
+        patch.setattr(torch.nn.functional, "silu", kernels_on_cpu.silu)
+        patch.setattr(sglang_options, "EXACT_BACKENDS", ("torch_native",))
+        load = setup.load_policy
+        patch.setattr(
+            setup,
+            "load_policy",
+            lambda cfg, meshes, **_: load(cfg, meshes, temperature=TEMPERATURE, kernel="sglang_triton"),
+        )
+        with rank_with_engine(cfg) as rank:
+            for version in (0, 1):
+                change(rank.policy, 0.01 * version)
+                rank.refit(version=version)
+                sequences = sampled(rank)
+                found[f"version {version}"] = largest_mismatch(rank, sequences)
+            for name, attribute, broken in (
+                ("embedding in bfloat16", "_Embedding.forward", torch.nn.Embedding.forward),
+                ("head in float32", "_scores", _wide_scores),
+            ):
+                with pytest.MonkeyPatch.context() as other:
+                    other.setattr(f"{sglang_operators.__name__}.{attribute}", broken)
+                    found[name] = largest_mismatch(rank, sequences)
+    return found
+
+
+def _wide_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = (logits.float() / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.timeout(300)
+def test_engine_and_trainer_round_at_the_same_places(tmp_path: Path) -> None:
+    skip_where_inexact(tmp_path)
+    (found,) = run_ranks(1, mismatches, save_qwen3(tmp_path / "model"), timeout_s=280.0)
+    assert found.pop("version 0") == 0.0 and found.pop("version 1") == 0.0
+    assert all(value > 0 for value in found.values()), found

@@ -1,0 +1,208 @@
+"""What a trainer computes with SGLang's kernels is the plain model's, but for the places where it rounds."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spmdrl.batch import lay_end_to_end
+from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.kernels import Kernel, Layout, causal_attention
+from spmdrl.model.load import decoder_layers
+from spmdrl.model.operators import operators_of
+from spmdrl.model.policy import Policy, TokenScores
+from spmdrl.rollout.sglang_layout import Share, held_weights
+from spmdrl.types import MicroBatch
+from tests import kernels_on_cpu
+from tests.tiny import random_sequences, save_gemma3, save_llama, save_qwen3
+from tests.unit.test_config import GOOD, problems, read
+
+ENGINES: tuple[Kernel, ...] = ("sglang_fa3", "sglang_triton")
+GOING_ON = ("rollout.partial=true", "rollout.oversample_fraction=0.5", "rollout.max_staleness=0")
+SEQLENS, PROMPTS = [7, 1, 12, 2], [3, 1, 12, 1]  # a filling, a prompt without a response, a prompt of one token
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    kernels_on_cpu.use(monkeypatch)
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    path = save_qwen3(tmp_path_factory.mktemp("model"))
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)
+
+
+@pytest.fixture(scope="module")
+def batch() -> MicroBatch:
+    return lay_end_to_end(random_sequences(5, seed=3), {})
+
+
+def policy_of(model: PreTrainedModel, kernel: Kernel, *, dtype: torch.dtype = torch.float32, chunk: int = 8) -> Policy:
+    own = copy.deepcopy(model).to(dtype)
+    operators_of(kernel).install(own)
+    return Policy(own, kernel=kernel, temperature=0.8, logits_chunk_tokens=chunk)
+
+
+def scored(policy: Policy, batch: MicroBatch) -> tuple[TokenScores, dict[str, torch.Tensor]]:
+    scores = policy(batch)
+    (scores.logprobs[batch.loss_mask].sum() + 0.1 * scores.entropy.sum()).backward()
+    return scores, {name: x.grad for name, x in policy.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("kernel", ENGINES)
+def test_in_float32_it_is_the_plain_model(
+    model: PreTrainedModel, batch: MicroBatch, kernel: Kernel, on_cpu: pytest.MonkeyPatch
+) -> None:
+    plain, expected = scored(policy_of(model, "sdpa"), batch)
+    exact, found = scored(policy_of(model, kernel), batch)
+    torch.testing.assert_close(exact.logprobs, plain.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(exact.entropy, plain.entropy, atol=1e-5, rtol=0)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kernel", ENGINES)
+def test_in_bfloat16_only_products_and_attention_are_narrow(
+    model: PreTrainedModel, batch: MicroBatch, kernel: Kernel, on_cpu: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(model, kernel, dtype=torch.bfloat16)
+    layer, seen = decoder_layers(policy.model)[0], {}
+
+    def note(name: str, module: torch.nn.Module) -> None:
+        module.register_forward_hook(lambda _, inputs, output: seen.update({name: output.dtype}))
+
+    for name in ("input_layernorm", "self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", "mlp.down_proj"):
+        note(name, layer.get_submodule(name))
+    note("embedding", policy.model.get_input_embeddings())
+    note("layer", layer)
+    scores, gradients = scored(policy, batch)
+    wide = ("embedding", "layer", "input_layernorm", "self_attn.q_norm")
+    assert seen == {name: torch.float32 if name in wide else torch.bfloat16 for name in seen} and len(seen) == 7
+    assert torch.equal(scores.logprobs, scores.logprobs.bfloat16().float())
+    with torch.no_grad():
+        plain = policy_of(model, "sdpa")(batch)
+    assert (scores.logprobs - plain.logprobs).abs().max() < 0.1
+    assert all(x.dtype == torch.bfloat16 and x.isfinite().all() for x in gradients.values())
+
+
+@pytest.mark.parametrize("kernel", ENGINES)
+def test_neither_chunks_nor_recomputation_change_a_bit(
+    model: PreTrainedModel, batch: MicroBatch, kernel: Kernel, on_cpu: pytest.MonkeyPatch
+) -> None:
+    exact, expected = scored(policy_of(model, kernel, dtype=torch.bfloat16), batch)
+    kernels_on_cpu.in_portions_of(on_cpu, 20)
+    other = policy_of(model, kernel, dtype=torch.bfloat16, chunk=10**6)
+    checkpoint_layers(other.model, decoder_layers(other.model), recomputed="full", every_layers=1)
+    again, found = scored(other, batch)
+    assert torch.equal(exact.logprobs, again.logprobs)
+    layers = [name for name in expected if ".layers." in name]
+    assert layers and all(torch.equal(expected[name], found[name]) for name in layers)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_attention_is_the_plain_one_and_has_its_gradient(
+    backend: sglang_attention.Backend, heads: tuple[int, int], on_cpu: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(SEQLENS)
+    q, k, v = (
+        torch.randn(total, count, 8, generator=generator).requires_grad_() for count in (heads[0], *heads[1:] * 2)
+    )
+    cu_seqlens = torch.tensor([0, *SEQLENS]).cumsum(0).int()
+    sampled = torch.cat([torch.arange(n) >= prompt for n, prompt in zip(SEQLENS, PROMPTS, strict=True)])
+    plain = causal_attention(Layout(SEQLENS, cu_seqlens), "sdpa")(q, k, v, scale=0.3, window=None, sinks=None)
+    layout = Layout(SEQLENS, cu_seqlens, sampled=sampled)
+    kernels_on_cpu.in_portions_of(on_cpu, 9)
+    kernel: Kernel = "sglang_fa3" if backend == "fa3" else "sglang_triton"
+    exact = causal_attention(layout, kernel)(q, k, v, scale=0.3, window=None, sinks=None)
+    torch.testing.assert_close(exact, plain, atol=1e-6, rtol=0)
+    weights = torch.randn(exact.shape, generator=generator)
+    for one, other in zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (exact, plain)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.MonkeyPatch) -> None:
+    seen = [3, 1, 40, 2, 2, 9]
+    for most in (1, 5, 12, 100):
+        kernels_on_cpu.in_portions_of(on_cpu, most)
+        parts = list(sglang_attention._as_many_as_fit(seen))
+        assert [i for part in parts for i in range(len(seen))[part]] == list(range(len(seen)))
+        assert all(sum(seen[part]) <= most or part.stop - part.start == 1 for part in parts)
+    assert not list(sglang_attention._as_many_as_fit([]))
+
+
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_every_switch_is_told(backend: str) -> None:
+    told = "\n".join(sglang_operators.switches(backend))
+    arguments = ("rl_on_policy_target", "enable_deterministic_inference", "sampling_backend", "bf16_gemm_backend")
+    for name in (*arguments, f'attention_backend = "{backend}"', *sglang_kernels.ENVIRONMENT):
+        assert name in told, name
+
+
+def test_engines_that_follow_hold_embedding_and_norms_in_float32() -> None:
+    names = ("model.embed_tokens", "model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.input_layernorm")
+    tensors = {f"{name}.weight": torch.ones(64, dtype=torch.bfloat16) for name in names}
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(64, 64, dtype=torch.bfloat16)
+    for follows, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        held = held_weights(tensors, Share(0, 1, 2, 1, widens=follows))
+        assert {held[f"{name}.weight"].dtype for name in names} == {dtype}
+        assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
+
+
+def test_models_that_sglang_computes_otherwise_are_refused(tmp_path: Path) -> None:
+    def refusals(path: str) -> list[str]:
+        return list(sglang_operators.model_problems(AutoConfig.from_pretrained(path)))
+
+    assert not refusals(save_qwen3(tmp_path / "qwen3"))
+    for save, sentence in ((save_llama, "not for llama"), (save_gemma3, "not for gemma3_text")):
+        assert [sentence in problem for problem in refusals(save(tmp_path / save.__name__))] == [True]
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    assert 'this model has "linear"' in refusals(save_qwen3(tmp_path / "rope", rope_parameters=scaled))[0]
+    sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    assert "no sliding windows" in refusals(save_qwen3(tmp_path / "sliding", **sliding))[0]
+    assert "uses gelu" in refusals(save_qwen3(tmp_path / "gelu", hidden_act="gelu"))[0]
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        (["rollout.tp_size=2"], "rollout.tp_size = 2 sums in another order"),
+        (["rollout.attention_backend=flashinfer"], '"flashinfer" is none that the trainer can use too'),
+        (
+            ["rollout.attention_backend=triton", *GOING_ON],
+            "rollout.partial = true",
+        ),
+        (
+            ["rollout.sglang.disable_radix_cache=true", "rollout.sglang.kv_cache_dtype=fp8_e4m3"],
+            "rollout.sglang sets kv_cache_dtype, which",
+        ),
+        (["model.compute_dtype=float32"], 'compute_dtype = "float32" is not what SGLang computes with'),
+        (["model.gradient_checkpointing=selective"], '"selective" keeps rotary embeddings from being compiled'),
+        (["parallel.cp=2"], "parallel.cp = 2 sums in another order"),
+    ],
+)
+def test_settings_that_break_the_promise_are_refused(tmp_path: Path, settings: list[str], sentence: str) -> None:
+    (problem,) = problems(tmp_path, GOOD, "true_on_policy=true", "rollout.engine=sglang", *settings)
+    assert "true_on_policy = true, but " in problem and sentence in problem
+
+
+def test_fa3_can_go_on_with_a_response(tmp_path: Path) -> None:
+    cfg = read(
+        tmp_path,
+        GOOD,
+        "true_on_policy=true",
+        "rollout.engine=sglang",
+        "rollout.attention_backend=fa3",
+        *GOING_ON,
+    )
+    assert cfg.rollout.partial
