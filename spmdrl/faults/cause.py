@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spmdrl.rollout.engine import EngineDied
-
 # How torch's backends say that another process is gone.
 _LOST = (
     "Connection closed by peer",
@@ -35,9 +33,7 @@ _FULL_WORDS = {
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether an error may only say that another rank is gone, for which torchrun ends this one and its engine."""
-    if isinstance(error, EngineDied):
-        return "SIGTERM" in str(error)
+    """Whether an error only says that another rank is gone."""
     of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
     return of_torch and any(words in str(error) for words in _LOST)
 

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,7 @@ def sglang_problems(
         and (problem := shared_memory_problem(cfg, model_config, num_ranks=num_ranks))
     ):
         yield problem
-    architecture = (model_config.architectures or ["of unknown name"])[0]
-    if not sglang_process.knows_architecture(architecture):
-        yield (
-            f'model.path = "{cfg.model.path}" is a {architecture}, which SGLang {sglang_process.SUPPORTED_VERSION} '
-            'does not know; use a model that it does, or rollout.engine = "torch"'
-        )
+    yield from _architecture_problems(cfg.model.path, model_config.architectures)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
@@ -126,6 +121,19 @@ def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
             yield f"rollout.sglang.{name}: SGLang {sglang_process.SUPPORTED_VERSION} has no such argument{hint}"
         elif problem := sglang_process.type_problem(value, known[name]):
             yield f"rollout.sglang.{name} = {value!r}: {problem[0].lower()}{problem[1:]}"
+
+
+def _architecture_problems(path: str, architectures: Sequence[str] | None) -> Iterator[str]:
+    if not architectures:
+        yield (
+            f'model.path = "{path}": its config.json names no architecture, and SGLang finds its model by that; add '
+            '"architectures" there, or set rollout.engine = "torch"'
+        )
+    elif not sglang_process.knows_architecture(architectures[0]):
+        yield (
+            f'model.path = "{path}" is a {architectures[0]}, which SGLang {sglang_process.SUPPORTED_VERSION} does not '
+            'know; use a model that it does, or rollout.engine = "torch"'
+        )
 
 
 def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
@@ -209,7 +217,12 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
             "sampling_backend": "pytorch",
             "bf16_gemm_backend": "torch",
         }
-    environment = {"PYTHONWARNINGS": "ignore", "PYTHONPATH": sglang_cpu.startup_path()}
+    environment = {
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": sglang_cpu.startup_path(),
+        # The room beyond the longest sequence may be more than the model was made for; no token is ever put there.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     if cfg.true_on_policy:

@@ -84,7 +84,7 @@ def import_sglang() -> None:
     if not torch.cuda.is_available():
         sglang_cpu.enable()
     policy = asyncio.get_event_loop_policy()
-    with warnings.catch_warnings():
+    with _process_wide_settings_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a page about kernels that are not for this device
         import sglang.srt.entrypoints.engine  # noqa: F401
     asyncio.set_event_loop_policy(policy)
@@ -380,34 +380,43 @@ def _ending(code: int | None) -> str:
 
 
 @contextlib.contextmanager
+def _process_wide_settings_kept() -> Iterator[None]:
+    """Put environment variables and the root logger back. SGLang moves the caches of the trainer's own kernels, and
+    lets what other libraries log appear twice."""
+    environment = dict(os.environ)
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+@contextlib.contextmanager
 def _launch_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
     """What `Engine()` must find when it starts its processes; everything it changes here is put back after."""
-    saved_environment = dict(os.environ)
     saved_signals = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)}
     saved_method = multiprocessing.get_start_method(allow_none=True)
-    root = logging.getLogger()
-    saved_logging = (root.level, list(root.handlers))
     main = sys.modules["__main__"]
-    for name in list(os.environ):
-        if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
-            del os.environ[name]
-        elif name in _ALLOCATOR_NAMES and "expandable_segments" in os.environ[name]:
-            del os.environ[name]  # the engine's memory could neither be released nor shared
-    os.environ.update(environment)
-    # Spawned processes import the main module of their parent again: ours takes seconds and is of no use to them.
-    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        with warnings.catch_warnings():
+        with _process_wide_settings_kept(), warnings.catch_warnings():
+            for name in list(os.environ):
+                if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
+                    del os.environ[name]
+                elif name in _ALLOCATOR_NAMES and "expandable_segments" in os.environ[name]:
+                    del os.environ[name]  # the engine's memory could neither be released nor shared
+            os.environ.update(environment)
+            # Spawned processes import the main module of their parent again: ours takes seconds and is of no use.
+            sys.modules["__main__"] = types.ModuleType("__main__")
             warnings.simplefilter("ignore")
             logging.disable()  # what goes wrong here is raised; the engine's processes have loggers of their own
             yield
     finally:
         logging.disable(logging.NOTSET)
         sys.modules["__main__"] = main
-        os.environ.clear()
-        os.environ.update(saved_environment)
         multiprocessing.set_start_method(saved_method, force=True)
         for number, handler in saved_signals.items():
             signal.signal(number, handler)
-        root.setLevel(saved_logging[0])
-        root.handlers[:] = saved_logging[1]

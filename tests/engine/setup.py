@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +60,27 @@ class Rank:
     policy: Policy
     engine: RolloutEngine
     refit: Refit
+    before: dict[str, Any]  # `surroundings` before the engine was started
+
+    def changed(self) -> set[str]:
+        """What is not as it was before the engine was started."""
+        return {name for name, value in surroundings().items() if value != self.before[name]}
+
+
+def surroundings() -> dict[str, Any]:
+    """What SGLang likes to change of the process that starts it."""
+    root = logging.getLogger()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD)
+    return {
+        # SGLang's own variables mean nothing to others.
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")},
+        **{number.name: signal.getsignal(number) for number in signals},
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "event loop policy": type(asyncio.get_event_loop_policy()),
+        "logging": (root.level, list(root.handlers), root.manager.disable),
+        "main module": sys.modules["__main__"],
+        "threads": torch.get_num_threads(),
+    }
 
 
 @contextmanager
@@ -62,12 +89,13 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         plan = make_plan(cfg, num_ranks=world.num_ranks)
-        policy = load_policy(cfg.model, meshes.model, temperature=1.0)
+        policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
+        before = surroundings()
         engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
         try:
             dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
             refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
-            yield Rank(world, meshes, policy, engine, refit)
+            yield Rank(world, meshes, policy, engine, refit, before)
         finally:
             engine.close()
         del policy, refit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,11 +16,13 @@ import psutil
 import pytest
 
 from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.posts import read_posts
 from spmdrl.faults.verdict import read_error
 from spmdrl.tools.tiny_model import save_tiny_model
 
 END_LIMIT_S = 30.0
 START_LIMIT_S = 240.0
+GENERATING_S = 0.2  # after the beginning of a rollout phase its requests run, for longer than this
 
 CONFIG = """\
 [run]
@@ -40,6 +43,7 @@ engine = "sglang"
 prompts_per_step = 8
 group_size = 4
 max_response_tokens = 100
+tp_size = {tp_size}
 restart_engine = {restart}
 [reward]
 terms = [{{ kind = "exact" }}]
@@ -55,14 +59,14 @@ at_end = false
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_tiny_model(path, hidden_size=64, num_layers=2)
+    save_tiny_model(path, hidden_size=128, num_layers=2)
     return path
 
 
 class Job:
-    """A run on 2 ranks with an engine each, and its processes."""
+    """A run on 2 ranks, which have an engine each or share one, and its processes."""
 
-    def __init__(self, folder: Path, model: Path, *, num_steps: int, restart: bool) -> None:
+    def __init__(self, folder: Path, model: Path, *, num_steps: int, restart: bool, tp_size: int) -> None:
         self.run = folder / "runs/killed"
         config = folder / "c.toml"
         config.write_text(
@@ -72,6 +76,7 @@ class Job:
                 model=model,
                 num_steps=num_steps,
                 restart=str(restart).lower(),
+                tp_size=tp_size,
             )
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -99,14 +104,24 @@ class Job:
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.05)
 
+    def wait_for_phase(self, phase: str) -> None:
+        """Until every rank has just begun it."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while {post.phase for post in read_posts(FaultFiles(self.run))} != {phase}:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.002)
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
         return [p for p in psutil.Process(self.process.pid).children() if "spmdrl.train" in " ".join(p.cmdline())]
 
-    def scheduler(self) -> psutil.Process:
-        return next(p for p in self.descendants() if "sglang::scheduler" in " ".join(p.cmdline()))
+    def schedulers(self) -> list[psutil.Process]:
+        return [p for p in self.descendants() if "sglang::scheduler" in " ".join(p.cmdline())]
+
+    def reward_workers(self) -> list[psutil.Process]:
+        return [p for p in self.descendants() if "spmdrl.rewards.worker" in " ".join(p.cmdline())]
 
     def end(self) -> None:
         for process in (*self.descendants(), self.process) if self.process.poll() is None else ():
@@ -115,8 +130,8 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, model: Path, *, num_steps: int, restart: bool = False) -> Iterator[Job]:
-    started = Job(folder, model, num_steps=num_steps, restart=restart)
+def job(folder: Path, model: Path, *, num_steps: int, restart: bool = False, tp_size: int = 1) -> Iterator[Job]:
+    started = Job(folder, model, num_steps=num_steps, restart=restart, tp_size=tp_size)
     try:
         yield started
     finally:
@@ -129,14 +144,31 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
+def test_a_job_that_is_told_to_stop_saves_with_its_engines(tmp_path: Path, model: Path) -> None:
+    """torchrun passes SIGTERM on to all that its ranks have started."""
+    with job(tmp_path, model, num_steps=1000) as run:
+        run.wait_for_step(1)
+        processes = run.descendants()
+        run.wait_for_phase("rollout")
+        run.process.terminate()
+        run.process.wait(END_LIMIT_S)
+        assert gone(processes), "processes are left"
+        (stopped,) = re.findall(r"stopped after step (\d+) of 1000 \(SIGTERM\)", run.output)
+        assert (run.run / f"checkpoints/step-{int(stopped):08d}").is_dir()
+        assert "failed in step" not in run.output
+
+
 def test_a_killed_scheduler_ends_the_job_with_the_cause(tmp_path: Path, model: Path) -> None:
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(2)
-        processes, scheduler = run.descendants(), run.scheduler()
+        processes, (scheduler, _) = run.descendants(), run.schedulers()
+        run.wait_for_phase("rollout")
+        time.sleep(GENERATING_S)
         scheduler.kill()
         assert run.process.wait(END_LIMIT_S) != 0
         assert gone(processes), "processes are left"
-        assert run.output.count("failed in step") == 1, run.output
+        assert run.output.count("failed in step") == run.output.count(", rollout:\n") == 1, run.output
+        assert ", in generate\n" in run.output
         report = read_error(FaultFiles(run.run))
         assert report is not None and report.kind == "error" and report.message in run.output
         assert f"EngineDied: SGLang's scheduler_0 (pid {scheduler.pid}) was killed by SIGKILL" in run.output
@@ -146,21 +178,35 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) 
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(2)
         processes, rank = run.descendants(), run.ranks()[1]
+        run.wait_for_phase("update")
         rank.kill()
         assert run.process.wait(END_LIMIT_S) != 0
         assert gone(processes), "processes are left"
-        assert run.output.count(f"pid {rank.pid}) has ended without a word in step") == 1, run.output
+        assert len(re.findall(rf"pid {rank.pid}\) has ended without a word in step \d+, update", run.output)) == 1, (
+            run.output
+        )
         assert "failed in step" not in run.output
         assert f"Signal 9 (SIGKILL) received by PID {rank.pid}" in run.output
 
 
-@pytest.mark.parametrize("delay_s", [0.0, *(pytest.param(n / 4, marks=pytest.mark.slow) for n in range(1, 7))])
-def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, model: Path, delay_s: float) -> None:
-    with job(tmp_path, model, num_steps=8, restart=True) as run:
+@pytest.mark.parametrize(
+    ("tp_size", "delay_s"),
+    [
+        (1, 0.0),
+        *(pytest.param(size, n / 4, marks=pytest.mark.slow) for size, n in ((2, 1), *((1, n) for n in range(1, 7)))),
+    ],
+)
+def test_an_engine_that_is_started_again_lets_the_run_go_on(
+    tmp_path: Path, model: Path, tp_size: int, delay_s: float
+) -> None:
+    """Of an engine on two devices, the one dies that the rank which leads it does not train on."""
+    with job(tmp_path, model, num_steps=8, restart=True, tp_size=tp_size) as run:
         run.wait_for_step(2)
-        processes, scheduler = run.descendants(), run.scheduler()
+        processes, scheduler, workers = run.descendants(), run.schedulers()[-1], run.reward_workers()
         time.sleep(delay_s)
         scheduler.kill()
+        run.wait_for_step(6)
+        assert workers and run.reward_workers() == workers, "an engine that is ended takes nobody along"
         assert run.process.wait(START_LIMIT_S) == 0, run.output
         assert gone(processes), "processes are left"
         assert f"(pid {scheduler.pid}) was killed by SIGKILL; it is started again" in run.output

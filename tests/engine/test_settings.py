@@ -71,10 +71,14 @@ def test_settings_that_work_pass(folder: Path) -> None:
 def test_a_model_that_sglang_does_not_know(folder: Path) -> None:
     path = folder / "model/config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"architectures": ["UnheardOfForCausalLM"]}))
-    answer = dry_run(folder, "run.deterministic=false")
-    assert answer.returncode == 2 and "Traceback" not in answer.stderr
-    assert "is a UnheardOfForCausalLM, which SGLang 0.5.23 does not know" in answer.stderr
+    for architectures, sentence in (
+        (["UnheardOfForCausalLM"], "is a UnheardOfForCausalLM, which SGLang 0.5.23 does not know"),
+        (None, "its config.json names no architecture, and SGLang finds its model by that"),
+    ):
+        path.write_text(json.dumps(config | {"architectures": architectures}))
+        answer = dry_run(folder, "run.deterministic=false")
+        assert answer.returncode == 2 and "Traceback" not in answer.stderr
+        assert sentence in answer.stderr
 
 
 def test_sglang_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from tests.spmd.ranks import run_ranks
 from tests.tiny import save_qwen3
 
 NUM_REFITS = 50
+TEMPERATURE = 0.7
+MAX_PROMPT, MAX_RESPONSE = 32, 96  # of `settings`
 START_LIMIT_S = 240.0  # two cores that are busy with other things
 
 
@@ -41,7 +43,13 @@ def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]
 
 def sampled(count: int, num_tokens: int = 24) -> list[Request]:
     return [
-        Request(prompt_ids=ids, seed=i, max_response_tokens=num_tokens, stop_token_ids=frozenset({1}))
+        Request(
+            prompt_ids=ids,
+            seed=i,
+            max_response_tokens=num_tokens,
+            temperature=TEMPERATURE,
+            stop_token_ids=frozenset({1}),
+        )
         for i, ids in enumerate(prompts(count))
     ]
 
@@ -60,7 +68,7 @@ def resources() -> dict[str, float]:
 def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[str, Any]:
     """Everything that one set of engines is asked, on one rank."""
     found: dict[str, Any] = {"differences": []}
-    with rank_with_engine(settings(path, num_ranks, tp_size=tp_size)) as rank:
+    with rank_with_engine(settings(path, num_ranks, tp_size=tp_size, temperature=TEMPERATURE)) as rank:
         engine = rank.engine
         found["leads"] = engine.leads
 
@@ -86,12 +94,16 @@ def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[
             (answer.finish_reason, answer.token_ids[-1] == 1, len(answer.token_ids)) for answer in responses
         }
 
+        (found["longest"],) = answers(engine, [greedy(tuple(range(2, 2 + MAX_PROMPT)), MAX_RESPONSE)]) or [None]
+
         whole = answers(engine, [greedy(ids, 80) for ids in prompts(8)])
         found["cuts"] = list(interrupted(rank, whole))
         engine.sleep()
 
         found["corrupted"] = corrupted(rank, version=num_refits + 1)
         rank.refit(version=num_refits + 2)  # and the next is in order again
+        found["changed"] = rank.changed()
+    found["changed for good"] = rank.changed()
     return found
 
 
@@ -135,7 +147,7 @@ def corrupted(rank: Rank, version: int) -> str:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["an-engine-for-each-rank", "one-engine-for-two-ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = save_qwen3(tmp_path_factory.mktemp("model"))
+    path = save_qwen3(tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_PROMPT + MAX_RESPONSE)
     return run_ranks(2, all_of_it, path, request.param, 2, NUM_REFITS, timeout_s=START_LIMIT_S)
 
 
@@ -165,6 +177,17 @@ def test_responses_say_which_weights_sampled_them_and_why_they_ended(leaders: li
             assert reason == "stop" or length == 24
 
 
+def test_a_sequence_may_be_as_long_as_the_model_was_made_for(leaders: list[dict[str, Any]]) -> None:
+    for rank in leaders:
+        assert rank["longest"].finish_reason == "length" and len(rank["longest"].token_ids) == MAX_RESPONSE
+
+
+def test_an_engine_leaves_its_rank_as_it_was(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["changed"] == ({"SIGQUIT"} if rank["leads"] else set())  # by which its processes say that they fail
+        assert rank["changed for good"] == set()
+
+
 def test_an_interrupted_response_goes_on_to_the_same_tokens(leaders: list[dict[str, Any]]) -> None:
     for rank in leaders:
         assert all(same for _, _, same in rank["cuts"])
@@ -177,10 +200,10 @@ def test_one_flipped_bit_stops_every_rank_and_names_the_weights(ranks: list[dict
         assert "model.layers.0" in rank["corrupted"]
 
 
-def unfused(path: str) -> list[str]:
-    """Refit a mixture of experts twice; names of weights that differ."""
+def unfused(path: str, num_ranks: int) -> list[str]:
+    """Refit a mixture of experts twice into one engine for all ranks; names of weights that differ."""
     differing: list[str] = []
-    with rank_with_engine(settings(path, 1)) as rank:
+    with rank_with_engine(settings(path, num_ranks, tp_size=num_ranks)) as rank:
         for version in (0, 1):
             change(rank.policy, 0.01)
             try:
@@ -192,7 +215,8 @@ def unfused(path: str) -> list[str]:
     return differing
 
 
-def test_experts_arrive_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_experts_arrive_bit_for_bit(tmp_path: Path, num_ranks: int) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -211,4 +235,4 @@ def test_experts_arrive_bit_for_bit(tmp_path: Path) -> None:
         eos_token_id=1,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    assert run_ranks(1, unfused, str(tmp_path), timeout_s=START_LIMIT_S) == [[]]
+    assert run_ranks(num_ranks, unfused, str(tmp_path), num_ranks, timeout_s=START_LIMIT_S) == [[]] * num_ranks

@@ -85,14 +85,14 @@ def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) ->
     assert run_ranks(2, shared_by_two, save_qwen3(tmp_path, **SHAPE), timeout_s=LIMIT_S) == [2, 2]
 
 
-@pytest.mark.timeout(600)
-def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "c.toml").write_text(
-        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
+def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of ten steps from the command line."""
+    save_tiny_model(folder / "model", hidden_size=64, num_layers=2)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "c.toml").write_text(
+        CONFIG.format(runs=folder / "runs", model=folder / "model", reward=folder / "reward.py")
     )
-    overrides = [
+    settings = [
         "run.num_steps=10",
         "run.deterministic=false",
         "rollout.engine=sglang",
@@ -100,19 +100,34 @@ def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
         "rollout.attention_backend=triton",
         "rollout.sglang.sampling_backend=pytorch",
         "rollout.sglang.grammar_backend=none",
-        'offload.engine=["kv_cache", "weights"]',
-        "offload.trainer=all",
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
-        [*torchrun, "-m", "spmdrl.train", str(tmp_path / "c.toml"), *overrides],
+        [*torchrun, "-m", "spmdrl.train", str(folder / "c.toml"), *settings, *overrides],
         capture_output=True,
         text=True,
         timeout=580,
         env=os.environ,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(11))
+    return rows
+
+
+@pytest.mark.timeout(600)
+def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
+    rows = short_run(tmp_path, 1, 'offload.engine=["kv_cache", "weights"]', "offload.trainer=all")
     assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
     assert all(row["mismatch/max_abs_nats"] < 0.5 for row in rows[1:])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_one_device_trains_while_the_other_samples(tmp_path: Path) -> None:
+    """Every refit goes over NCCL into SGLang's process, and is compared by digest."""
+    apart = ('rollout.placement="disaggregated"', "rollout.num_ranks=1", "rollout.max_staleness=1")
+    rows = short_run(tmp_path, 2, *apart, "debug.assert_on_policy=false")
+    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
+    assert [row["rollout/max_staleness_steps"] for row in rows[1:]] == [0, *[1] * 9]
+    assert all(row["refit/probe_max_abs_nats"] < 0.5 for row in rows[1:])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,46 @@ def test_engine_weights_equal_trainer_weights(tmp_path: Path, num_ranks: int, sa
     for dtype, bucket_bytes in ((torch.float32, 1024), (torch.bfloat16, 2**30)):
         for differences in run_ranks(num_ranks, _refitted, path, dtype, bucket_bytes):
             assert differences == [0.0, 0.0]
+
+
+def _calls_of_a_refit(path: str) -> tuple[list[str], list[str]]:
+    """What was done in which order, of two refits; and the names that were sent in one."""
+    calls: list[str] = []
+
+    def noted(name: Callable[..., str], call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any) -> Any:
+            calls.append(name(*arguments))
+            return call(*arguments)
+
+        return wrapper
+
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
+        config = AutoConfig.from_pretrained(path)
+        engine = TorchEngine(config, device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4)
+        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=2**14), dtype=torch.float32)
+        gatherer, places = refit._gatherer, [buffer.data_ptr() for buffer in refit._buffers]
+        buckets = gatherer.buckets
+        gatherer.fill = noted(  # type: ignore[method-assign]
+            lambda bucket, flat: f"fill {buckets.index(bucket)} in {places.index(flat.data_ptr())}", gatherer.fill
+        )
+        engine.load = noted(lambda number: f"load {number}", engine.load)  # type: ignore[method-assign]
+        engine.wait = noted(lambda: "wait", engine.wait)  # type: ignore[method-assign]
+        refit(version=0)
+        first = list(calls)
+        refit(version=1)
+        assert calls == first * 2
+        return first, [entry.name for bucket in buckets for entry in bucket.flat_entries]
+
+
+def test_a_bucket_is_gathered_while_the_engine_copies_the_one_before(tmp_path: Path) -> None:
+    ((calls, names),) = run_ranks(1, _calls_of_a_refit, save_qwen3(tmp_path))
+    num_buckets = calls.count("wait") - 1
+    assert num_buckets > 2
+    expected = [(f"fill {number} in {number % 2}", "wait", f"load {number}") for number in range(num_buckets)]
+    assert calls == [call for of_bucket in expected for call in of_bucket] + ["wait"]
+    assert len(names) == len(set(names)) and "lm_head.weight" not in names, "tied weights are sent once"
 
 
 def test_an_engine_without_all_its_weights_refuses(tmp_path: Path) -> None:

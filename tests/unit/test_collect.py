@@ -297,6 +297,20 @@ def test_a_step_collects_the_same_however_many_engines_draw_and_however_they_sha
     assert len(shared.engines[0].asked) > len(shared.engines[1].asked) > 0, "the fast engine draws more, not all"
 
 
+def test_a_response_is_being_scored_before_the_next_one_is_sampled() -> None:
+    submitted = []
+
+    class Watching(FakeEngine):
+        def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+            for count, answer in enumerate(super().generate(requests), start=1):
+                yield answer
+                assert len(submitted) == count
+
+    score = judge()
+    start(PLAIN, [Watching()], submit=lambda rollout: submitted.append(rollout) or score(rollout)).step(1)
+    assert len(submitted) == PLAIN.groups_per_step * GROUP_SIZE
+
+
 def test_ranks_that_do_not_lead_an_engine_draw_nothing() -> None:
     engines = [FakeEngine(), FakeEngine()]
     engines[1].leads = False

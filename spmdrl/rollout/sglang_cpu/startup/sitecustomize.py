@@ -3,7 +3,8 @@
 They end with the rank that started the engine, from their first moment on: SGLang's own tie to its parent comes after
 its imports, which take long enough for a rank to die meanwhile. On a CPU they see the stubs. There is one sitecustomize
 to a process, so this one then runs the one that it hides, if any. On SIGUSR2 they write their stacks to the log of
-their rank.
+their rank. What a rank is told by SIGTERM or SIGUSR1 is not for them: torchrun signals whole process groups, and a rank
+that shall stop still needs its engine to the end of the step.
 """
 
 import ctypes
@@ -35,6 +36,8 @@ def _end_with(owner):
 
 if "SPMDRL_ENGINE_OF" in os.environ:
     _end_with(int(os.environ["SPMDRL_ENGINE_OF"]))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 if "SPMDRL_STACKS_TO" in os.environ:
     _log = os.open(os.environ["SPMDRL_STACKS_TO"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
