@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from spmdrl.checkpoint import storage, write
 from spmdrl.checkpoint.manifest import Digest, Manifest
 from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
+from spmdrl.report.files import read_rows
 from spmdrl.train import main
 from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
 from tests.spmd.ranks import run_ranks
@@ -119,17 +120,20 @@ def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
 
 
 def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F811
-    """Start the run, and kill -9 one of its ranks some time after it has got further than it was."""
+    """Start the run, and kill -9 one of its ranks somewhere in a step, a few steps further than it was.
+
+    In steps and not in seconds, so that the run is not over before it has been killed, however fast the machine is.
+    """
     chance = random.Random(seed)
-    metrics = folder / "runs" / name / "metrics.jsonl"
-    before = newest_step(folder / "runs" / name / "checkpoints")
+    run = folder / "runs" / name
+    wanted = newest_step(run / "checkpoints") + chance.randint(1, 4)
     launched = torchrun(folder, name, LONGER)
     try:
         began = time.monotonic()
-        while not (metrics.exists() and metrics.read_text().count("\n") > before + 1):
+        while (last := _last_row(run)).get("step", 0) < wanted:
             assert launched.poll() is None and time.monotonic() - began < 200, launched.communicate()
-            time.sleep(0.05)
-        time.sleep(chance.uniform(0.0, 0.5))
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, last["time/step_s"]))
         victim = str(chance.randrange(2))
         ranks = [
             child for child in psutil.Process(launched.pid).children() if _environment(child).get("RANK") == victim
@@ -140,6 +144,11 @@ def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F8
     finally:
         launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
         launched.wait()
+
+
+def _last_row(run: Path) -> dict[str, float]:
+    """Of the metrics, which may just be written; empty before there is one."""
+    return [{}, *read_rows(run / "metrics.jsonl")][-1]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

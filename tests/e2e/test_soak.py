@@ -70,6 +70,7 @@ def test_nothing_grows_over_300_steps(folder: Path) -> None:  # noqa: F811
         columns = {name: np.array([of_ranks[rank][name] for _, of_ranks in found]) for name in found[0][1][rank]}
         growth = np.polyfit(steps, columns.pop("rss_kib"), 1)[0]
         assert growth < RSS_KIB_PER_STEP, f"rank {rank} grows by {growth:.1f} KiB a step"
+        # The least of them: a checkpoint that is just written takes files and a thread, and gives them back.
         for name, values in columns.items():
-            early, late = (values[part].max() for part in (steps < np.median(steps), steps >= np.median(steps)))
-            assert late <= early, f"rank {rank}: {name} were {early:g} at most, and later {late:g}"
+            early, late = (values[part].min() for part in (steps < np.median(steps), steps >= np.median(steps)))
+            assert late <= early, f"rank {rank}: {name} were {early:g} at least, and later {late:g}"
