@@ -15,15 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from spmdrl import train
 from spmdrl.checkpoint import storage, write
 from spmdrl.checkpoint.manifest import Digest, Manifest
 from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
 from spmdrl.train import main
 from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
@@ -275,9 +279,69 @@ def _sampled(run: Path, step: int) -> list[tuple]:
     return [tuple(row[name] for name in names) for row in samples(run) if row["step"] == step and "response" in row]
 
 
+def _limit(number: int, limit: int) -> None:
+    resource.setrlimit(number, (limit, resource.getrlimit(number)[1]))
+
+
+def _use_up_memory(take: Callable[[], object]) -> None:
+    """Take memory until there is no more of it for this process."""
+    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + 2**28)
+    held = []
+    while True:
+        held.append(take())
+
+
+# Which function of the loop runs into it, what is done then, and what is said.
+SHORTAGES: dict[str, tuple[str, Callable[[], None], str, str]] = {
+    "memory-of-torch": (
+        "update",
+        lambda: _use_up_memory(lambda: torch.ones(2**24)),
+        "DefaultCPUAllocator: can't allocate memory",
+        "host memory is used up: this process could not allocate any more",
+    ),
+    "memory-of-python": (
+        "update",
+        lambda: _use_up_memory(lambda: bytearray(2**26)),
+        "MemoryError",
+        "host memory is used up: this process could not allocate any more",
+    ),
+    "disk": (
+        "export_hf",
+        lambda: _limit(resource.RLIMIT_FSIZE, 100_000),
+        "File too large",
+        "a file is too large: make room and start again",
+    ),
+}
+
+
+def _runs_short(arguments: list[str], shortage: str) -> tuple[int, str]:
+    """The exit code of a run that something runs out for in one of its phases, and what it says."""
+    verb, use_up, _, _ = SHORTAGES[shortage]
+    plain = getattr(train, verb)
+
+    def short(*given: Any, **settings: Any) -> Any:
+        use_up()
+        return plain(*given, **settings)
+
+    setattr(train, verb, short)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(arguments), said.getvalue()
+
+
+@pytest.mark.parametrize("name", SHORTAGES)
+def test_what_has_run_out_is_named(folder: Path, name: str) -> None:  # noqa: F811
+    _, _, message, hint = SHORTAGES[name]
+    arguments = argv(folder, name, "run.num_steps=1", "checkpoint.every=0")
+    ((code, said),) = run_ranks(1, _runs_short, arguments, name, timeout_s=200.0)
+    report = read_error(FaultFiles(folder / "runs" / name))
+    assert report is not None and (code, report.kind, report.step) == (1, "error", 1)
+    assert message in report.message and hint in report.hints
+    assert said.count("Traceback") == 1 and hint in said.splitlines()
+
+
 def _full(arguments: list[str]) -> tuple[int, str]:
     """The exit code of a run whose files may not become large, and what it says."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    _limit(resource.RLIMIT_FSIZE, 100_000)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return main(arguments), said.getvalue()
 
