@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from spmdrl import train
 from spmdrl.checkpoint import storage, write
 from spmdrl.checkpoint.manifest import Digest, Manifest
 from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
+from spmdrl.faults import cause
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
@@ -337,6 +338,33 @@ def test_what_has_run_out_is_named(folder: Path, name: str) -> None:  # noqa: F8
     assert report is not None and (code, report.kind, report.step) == (1, "error", 1)
     assert message in report.message and hint in report.hints
     assert said.count("Traceback") == 1 and hint in said.splitlines()
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A memory cgroup of a few hundred MiB."""
+    group = cause._group_file().parent / f"spmdrl-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = next(path for path in (group / "memory.max", group / "memory.limit_in_bytes") if path.exists())
+        limit.write_text(str(600 * 2**20))
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"a memory cgroup cannot be made here: {error!r}")
+    yield group
+    group.rmdir()
+
+
+def _killed_in(group: Path) -> tuple[int, list[str]]:
+    """How a process of the group ends that takes more than there is, and what is said about that."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    before = cause.OomKills.now()
+    done = subprocess.run([sys.executable, "-c", "held = b'x' * 2**30"])
+    return done.returncode, cause.OomKills.now().since(before)
+
+
+def test_a_process_that_the_kernel_kills_for_want_of_memory_is_named(small_group: Path) -> None:
+    said = "host memory is used up: the kernel has killed a process of this job's memory cgroup"
+    assert run_ranks(1, _killed_in, small_group) == [(-signal.SIGKILL, [said])]
 
 
 def _full(arguments: list[str]) -> tuple[int, str]:
