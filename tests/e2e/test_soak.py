@@ -29,8 +29,15 @@ def reading(rank: psutil.Process) -> Reading:
             "files": rank.num_fds(),
             "threads": rank.num_threads(),
             "children": len(rank.children(recursive=True)),
-            "segments": len(os.listdir("/dev/shm")),
+            "segments": len(segments(rank.pid)),
         }
+
+
+def segments(pid: int) -> set[str]:
+    """The shared memory that a process has mapped or that bears its number; others on the machine have theirs."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    mapped = {line.split()[5] for line in maps if "/dev/shm/" in line}
+    return mapped | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if f"_{pid}_" in name}
 
 
 def readings(job: subprocess.Popen[str], run: Path) -> Iterator[tuple[int, list[Reading]]]:
