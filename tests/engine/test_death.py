@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -108,6 +108,15 @@ class Job:
     def scheduler(self) -> psutil.Process:
         return next(p for p in self.descendants() if "sglang::scheduler" in " ".join(p.cmdline()))
 
+    def segments(self) -> set[Path]:
+        """The shared memory with a name that the processes of the run have mapped."""
+        found = set()
+        for process in self.descendants():
+            with suppress(OSError):  # a process that has just ended
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                found |= {Path(line.split()[5]) for line in lines if "/dev/shm/sgl" in line}
+        return found
+
     def end(self) -> None:
         for process in (*self.descendants(), self.process) if self.process.poll() is None else ():
             process.kill()
@@ -159,10 +168,14 @@ def test_an_engine_that_is_started_again_lets_the_run_go_on(tmp_path: Path, mode
     with job(tmp_path, model, num_steps=8, restart=True) as run:
         run.wait_for_step(2)
         processes, scheduler = run.descendants(), run.scheduler()
+        segments = run.segments()
         time.sleep(delay_s)
         scheduler.kill()
+        run.wait_for_step(7)
+        segments |= run.segments()
         assert run.process.wait(START_LIMIT_S) == 0, run.output
         assert gone(processes), "processes are left"
+        assert len(segments) > 2 and not [path for path in segments if path.exists()], "shared memory is left"
         assert f"(pid {scheduler.pid}) was killed by SIGKILL; it is started again" in run.output
         rows = run.rows()
         assert [row["step"] for row in rows] == list(range(1, 9))
