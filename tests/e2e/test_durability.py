@@ -113,10 +113,15 @@ def longer(folder: Path) -> Path:  # noqa: F811
     return launch(folder, "longer", 2, LONGER)
 
 
-def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:  # noqa: F811
+def torchrun(
+    folder: Path,  # noqa: F811
+    name: str,
+    *overrides: str,
+    max_restarts: int = 0,
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [*command, "-m", "spmdrl.train", *argv(folder, name, *overrides)],
+        [*command, "--max-restarts", str(max_restarts), "-m", "spmdrl.train", *argv(folder, name, *overrides)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,7 +129,7 @@ def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F811
+def killed_at_random(folder: Path, name: str, *, seed: int, max_restarts: int = 0) -> None:  # noqa: F811
     """Start the run, and kill -9 one of its ranks somewhere in a step, a few steps further than it was.
 
     In steps and not in seconds, so that the run is not over before it has been killed, however fast the machine is.
@@ -132,10 +137,10 @@ def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F8
     chance = random.Random(seed)
     run = folder / "runs" / name
     wanted = newest_step(run / "checkpoints") + chance.randint(1, 4)
-    launched = torchrun(folder, name, LONGER)
+    launched = torchrun(folder, name, LONGER, max_restarts=max_restarts)
     try:
         began = time.monotonic()
-        while (last := _last_row(run)).get("step", 0) < wanted:
+        while (last := _last_step(run)).get("step", 0) < wanted:
             assert launched.poll() is None and time.monotonic() - began < 200, launched.communicate()
             time.sleep(0.01)
         time.sleep(chance.uniform(0.0, last["time/step_s"]))
@@ -145,15 +150,15 @@ def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F8
         ]
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
-        launched.communicate(timeout=100)
+        launched.communicate(timeout=200)
     finally:
         launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
         launched.wait()
 
 
-def _last_row(run: Path) -> dict[str, float]:
-    """Of the metrics, which may just be written; empty before there is one."""
-    return [{}, *read_rows(run / "metrics.jsonl")][-1]
+def _last_step(run: Path) -> dict[str, float]:
+    """The metrics of the last step that has ended; empty before there is one."""
+    return [{}, *(row for row in read_rows(run / "metrics.jsonl") if "time/step_s" in row)][-1]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -175,6 +180,12 @@ def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> Non
 
 def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:  # noqa: F811
     survives(folder, longer, "killed", range(3))
+
+
+def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:  # noqa: F811
+    killed_at_random(folder, "restarted", seed=3, max_restarts=1)
+    assert_same_run(folder / "runs/restarted", longer)
+    assert (folder / "runs/restarted/logs/rank-0.log").read_text().count("rank 0 of 2 on") == 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
+from spmdrl.tools import ps
 from spmdrl.tools.tiny_model import save_tiny_model
 
 END_LIMIT_S = 30.0
@@ -138,9 +139,15 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-def test_a_killed_scheduler_ends_the_job_with_the_cause(tmp_path: Path, model: Path) -> None:
+def test_a_killed_scheduler_ends_the_job_with_the_cause(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(2)
+        assert ps.main([str(run.run), "dump"]) == 0
+        for rank, stacks in enumerate(capsys.readouterr().out.split("== rank ")[1:]):
+            assert stacks.startswith(str(rank)) and "in run_from_command_line" in stacks
+            assert "scheduler.py" in stacks, "those of its engine too"
         processes, scheduler = run.descendants(), run.scheduler()
         scheduler.kill()
         assert run.process.wait(END_LIMIT_S) != 0
