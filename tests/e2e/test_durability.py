@@ -30,6 +30,7 @@ from spmdrl.faults import cause
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
+from spmdrl.rollout.recording import read_parts
 from spmdrl.train import main
 from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
 from tests.spmd.ranks import run_ranks
@@ -284,6 +285,20 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:  # noqa: F811
         assert few and set(few) <= set(many) and len(few) < len(many)
         for name, tensor in weights(stays).items():
             torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(folder: Path, straight: Path) -> None:  # noqa: F811
+    """Also where engine and trainer do not compute the same bits, and what is sampled may differ."""
+    path = folder_of(straight / "checkpoints", 3)
+    settings = ("run.num_steps=4", f"resume.checkpoint={path}", "debug.save_rollouts=1", "export.at_end=false")
+    one, four = (launch(folder, f"on-{num_ranks}", num_ranks, *settings) for num_ranks in (1, 4))
+    assert len(_drawn(one, 4)) == 32 and _drawn(one, 4) == _drawn(four, 4)
+
+
+def _drawn(run: Path, step: int) -> set[tuple[int, int, int]]:
+    """Prompt, sample and seed of each rollout of a step."""
+    rollouts = [rollout for part in read_parts(run / "rollouts", step) for rollout, _ in part.outcomes]
+    return {(rollout.prompt.prompt_id, rollout.sample_index, rollout.seed) for rollout in rollouts}
 
 
 def _sampled(run: Path, step: int) -> list[tuple]:
