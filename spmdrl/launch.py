@@ -7,13 +7,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
 import tomlkit
 from transformers.utils import logging as transformers_logging
 
+from spmdrl.checkpoint import Origin, foresee_origin
+from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config, SectionT, SftConfig, read_config
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
@@ -40,10 +41,12 @@ def run_from_command_line(
         assert isinstance(cfg, Config | SftConfig)
         _check_there_is_time(cfg.run.stop_before)
         inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks())
+        folder = RunFolder.of(cfg.run.dir, cfg.run.name, cfg.resume.checkpoint)
         if arguments.dry_run:
-            _print_dry_run(cfg, inputs, check(cfg, inputs))
+            origin = foresee_origin(cfg, folder.checkpoints)
+            _print_dry_run(cfg, inputs, folder, origin, check(cfg, inputs))
             return 0
-        run(cfg, inputs, RunFolder.create(cfg.run.dir, cfg.run.name, cfg.resume.checkpoint))
+        run(cfg, inputs, folder.create())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
@@ -80,15 +83,30 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _print_dry_run(cfg: Config | SftConfig, inputs: Inputs, checked: Sequence[str]) -> None:
+def _print_dry_run(
+    cfg: Config | SftConfig, inputs: Inputs, folder: RunFolder, origin: Origin, checked: Sequence[str]
+) -> None:
     print("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
-    print(f"# run folder\n{RunFolder(Path(cfg.run.dir) / cfg.run.name).path}\n")
-    print("# plan")
+    print(f"# run folder\n{folder.path}\n")
+    print("# begins")
+    for line in _beginning(origin, inputs.plan.num_steps):
+        print(line)
+    print("\n# plan")
     for name, value in inputs.plan.as_dict().items():
         print(f"{name} = {value}")
     print("\n# checked")
     for line in checked:
         print(f"- {line}")
+
+
+def _beginning(origin: Origin, num_steps: int) -> Iterator[str]:
+    """Where the run would begin, and what it would say about that."""
+    if origin.step == 0:
+        yield "at step 0: there is no checkpoint to go on from"
+    else:
+        yield f"after step {origin.step} of {num_steps}: {folder_of(origin.folder, origin.step)}"
+        yield "- its files are there and as large as they were written; what is in them is compared by the run itself"
+    yield from (f"- {note}" for note in origin.notes)
 
 
 def _tell_once_a_node(what: str, problems: str) -> None:

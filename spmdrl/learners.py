@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from spmdrl.coefficients import starting_coefficients
-from spmdrl.config import Config
+from spmdrl.config import Config, OptimConfig, SftConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.load import load_critic
 from spmdrl.model.policy import Policy
@@ -16,6 +16,13 @@ from spmdrl.plan import Plan
 from spmdrl.update import Learner
 
 POLICY, CRITIC = "policy", "critic"
+
+
+def optimizers_of(cfg: Config | SftConfig) -> dict[str, OptimConfig]:
+    """How each learner is optimized, by its name."""
+    if isinstance(cfg, Config) and cfg.has_critic:
+        return {POLICY: cfg.optim, CRITIC: cfg.critic_optim}
+    return {POLICY: cfg.optim}
 
 
 def start_learners(

@@ -3,7 +3,7 @@
 from spmdrl.checkpoint.changes import resolved
 from spmdrl.checkpoint.places import newest_step, saved_steps
 from spmdrl.checkpoint.restore import collector_state, restore
-from spmdrl.checkpoint.resume import Origin, find_origin
+from spmdrl.checkpoint.resume import Origin, find_origin, foresee_origin, require_whole
 from spmdrl.checkpoint.write import Saver, save
 
 __all__ = [
@@ -11,7 +11,9 @@ __all__ = [
     "Saver",
     "collector_state",
     "find_origin",
+    "foresee_origin",
     "newest_step",
+    "require_whole",
     "resolved",
     "restore",
     "save",

@@ -21,9 +21,12 @@ def folder_of(folder: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step of a checkpoint's directory; None for one that is not finished, or is something else."""
+    """The step that a checkpoint's name says; None for one that is not finished, or is something else.
+
+    The name alone: a link to storage that is not there is a checkpoint that cannot be loaded, and not none at all.
+    """
     match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match and checkpoint.is_dir() else None
+    return int(match[1]) if match else None
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -45,14 +48,23 @@ def leftovers(folder: Path) -> list[Path]:
 def rename(checkpoint: Path, word: str) -> Path:
     """Give the directory of a checkpoint one of the words above, in place of what has that name."""
     target = checkpoint.with_suffix(word)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.is_symlink() or target.exists():
+        delete(target)
     checkpoint.rename(target)
     return target
 
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint so that a kill in between leaves nothing that looks whole."""
-    shutil.rmtree(rename(checkpoint, REMOVED))
+    delete(rename(checkpoint, REMOVED))
+
+
+def delete(path: Path) -> None:
+    """Delete a directory and what is in it, or a link, but not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sync_directory(path: Path) -> None:

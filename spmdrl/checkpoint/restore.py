@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.checkpoint.storage import LoadPlanner, Reader
-from spmdrl.checkpoint.tensors import LearnerState, in_chunks, tree_of
+from spmdrl.checkpoint.tensors import LearnerState, Tree, in_chunks, tree_of
 from spmdrl.checkpoint.write import COLLECTOR, STATE, kind_of_optimizer
+from spmdrl.config import OptimConfig
+from spmdrl.dist.collectives import failing_together
 from spmdrl.model.policy import PackedModel
 from spmdrl.types import UserError
 from spmdrl.update import Learner
@@ -29,11 +34,10 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
     checkpoint = folder_of(folder, step)
     if step == 0 and not checkpoint.exists():
         return
-    saved = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["learners"]
-    _refuse_other_state(saved, learners, step)
+    saved = _saved_learners(checkpoint)
+    refuse_other_state(folder, {name: learner.optim for name, learner in learners.items()}, step=step)
     states = {name: LearnerState.to_fill(learner) for name, learner in learners.items()}
-    tree = in_chunks(tree_of(states))
-    dcp.load(tree, storage_reader=Reader(checkpoint), planner=LoadPlanner(), process_group=mesh.get_group())
+    _fill(tree_of(states), checkpoint, mesh)
     for name, learner in learners.items():
         set_state_dict(
             learner.model,
@@ -49,23 +53,73 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
 def restore_weights(checkpoint: Path, model: PackedModel, mesh: DeviceMesh, *, name: str) -> None:
     """Load the weights of one learner and nothing else; every rank of the mesh must call this."""
     weights = get_model_state_dict(model)
-    tree = in_chunks({name: {"weights": weights}})
-    dcp.load(tree, storage_reader=Reader(checkpoint), planner=LoadPlanner(), process_group=mesh.get_group())
+    _fill({name: {"weights": weights}}, checkpoint, mesh)
     set_model_state_dict(model, weights)
 
 
-def _refuse_other_state(saved: Mapping[str, Any], learners: Mapping[str, Learner], step: int) -> None:
-    if saved.keys() != learners.keys():
-        raise UserError(
-            f"the checkpoint of step {step} holds {' and '.join(saved)}, but this run trains {' and '.join(learners)}; "
-            "set advantage.estimator back, or start a new run from the exported model"
+def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
+    """Load into the tensors of a tree. Raises UserError, on every rank, where the checkpoint is of another model."""
+    with failing_together(mesh):
+        table = _table_of(checkpoint)
+        differences = [sentence for name, parts in tree.items() for sentence in _differences(name, parts, table)]
+        if differences:
+            more = f", and {len(differences) - 1} others differ" if len(differences) > 1 else ""
+            raise UserError(
+                f"{checkpoint} is of another model: {differences[0]}{more}; set model.path to the model that it was "
+                "trained from"
+            )
+    try:
+        dcp.load(
+            in_chunks(tree),
+            storage_reader=Reader(checkpoint),
+            planner=LoadPlanner(),
+            process_group=mesh.get_group(),
         )
-    for name, learner in learners.items():
-        if (before := saved[name]["optimizer"]) != (now := kind_of_optimizer(learner)):
+    except CheckpointException as error:  # torch's, and no Exception: nobody would report it
+        raise RuntimeError(f"{checkpoint} cannot be loaded: {error}") from None
+
+
+def _table_of(checkpoint: Path) -> Metadata:
+    try:
+        return Reader(checkpoint).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
+
+
+def _differences(learner: str, parts: Mapping[str, Any], table: Metadata) -> Iterator[str]:
+    """A clause for each weight of a learner that the checkpoint does not have, or has in another shape, or has beside
+    those of the model."""
+    prefix = f"{learner}.weights."
+    saved = {
+        name.removeprefix(prefix): list(entry.size)
+        for name, entry in table.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    now = {name: list(tensor.shape) for name, tensor in parts["weights"].items()}
+    for name in sorted(saved.keys() | now.keys()):
+        if (before := saved.get(name, "not there")) != (wanted := now.get(name, "not there")):
+            yield f"{name} is {before} in it, and {wanted} in this run"
+
+
+def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, step: int) -> None:
+    """Raise UserError where a checkpoint holds other learners than these, or other kinds of optimizers."""
+    saved = _saved_learners(folder_of(folder, step))
+    if saved.keys() != optimizers.keys():
+        raise UserError(
+            f"the checkpoint of step {step} holds {' and '.join(saved)}, but this run trains "
+            f"{' and '.join(optimizers)}; set advantage.estimator back, or start a new run from the exported model"
+        )
+    for name, optim in optimizers.items():
+        if (before := saved[name]["optimizer"]) != (now := kind_of_optimizer(optim)):
             raise UserError(
                 f"the checkpoint of step {step} holds the state of optim.name = {before}, but now it is {now}; "
                 "set it back, or start a new run from the exported model"
             )
+
+
+def _saved_learners(checkpoint: Path) -> dict[str, Any]:
+    """What is beside their tensors."""
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["learners"]
 
 
 def _restore_numbers(learner: Learner, saved: Mapping[str, Any]) -> None:

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.checkpoint.manifest import BrokenManifest, Manifest, finite, write_json
-from spmdrl.checkpoint.places import UNFINISHED, folder_of, leftovers, remove, saved_steps, sync_directory
+from spmdrl.checkpoint.places import UNFINISHED, delete, folder_of, leftovers, remove, saved_steps, sync_directory
 from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Writer
 from spmdrl.checkpoint.tensors import LearnerState, Tree, copy_to_host, in_chunks, num_bytes, tree_of
-from spmdrl.config import CheckpointConfig
+from spmdrl.config import CheckpointConfig, OptimConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Metrics, Total
@@ -193,9 +193,9 @@ def save(
     saver.wait()
 
 
-def kind_of_optimizer(learner: Learner) -> str:
+def kind_of_optimizer(optim: OptimConfig) -> str:
     """What decides which state the optimizer has."""
-    return f'"{learner.optim.name}"' + (" with momentum" if learner.optim.momentum else "")
+    return f'"{optim.name}"' + (" with momentum" if optim.momentum else "")
 
 
 class _Writing:
@@ -253,7 +253,7 @@ def _together(mesh: DeviceMesh, work: Callable[[], None]) -> None:
 
 def _make_room(folder: Path, unfinished: Path) -> None:
     for leftover in leftovers(folder):
-        shutil.rmtree(leftover)
+        delete(leftover)
     unfinished.mkdir(parents=True)
 
 
@@ -276,7 +276,7 @@ def _described(learners: Mapping[str, Learner]) -> dict[str, Any]:
     return {
         "learners": {
             name: {
-                "optimizer": kind_of_optimizer(learner),
+                "optimizer": kind_of_optimizer(learner.optim),
                 "has_state": bool(learner.optimizer.state),
                 "loss_scale": dataclasses.asdict(learner.loss_scale),
                 "coefficients": dict(learner.coefficients),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+_MEETING_POLL_S = 0.005  # how often the first rank looks who has come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,33 @@ def listening_store(interface: str, address: str) -> dist.TCPStore:
     )
 
 
+def _store_of_this_start(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """The store at which torchrun lets ranks meet, with keys that only this start of the ranks has.
+
+    After `--max-restarts` it is the same store, in which the addresses of ranks that are gone are still to be read. So
+    each rank calls by a word that nobody has used before: who answers to it, and hears the answer, lives now.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))
+    store.set_timeout(timeout)
+    if rank > 0:
+        word = uuid.uuid4().hex
+        store.set(f"spmdrl/call/{rank}", word)
+        start = store.get(f"spmdrl/answer/{word}").decode()
+        store.set(f"spmdrl/heard/{start}/{rank}", "")
+        return dist.PrefixStore(start, store)
+    start, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    waited_for = set(range(1, num_ranks))
+    while waited_for:
+        for other in sorted(waited_for):
+            word = store.get(f"spmdrl/call/{other}").decode()  # of one that is gone, until the new one calls
+            store.set(f"spmdrl/answer/{word}", start)
+        waited_for = {other for other in waited_for if not store.check([f"spmdrl/heard/{start}/{other}"])}
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {sorted(waited_for)} have not come within {timeout}")
+        time.sleep(_MEETING_POLL_S if waited_for else 0)
+    return dist.PrefixStore(start, store)
+
+
 def _keep_gloo_single_threaded(num_threads: int) -> None:
     """Let gloo's own threads take their first look at OpenMP while it has one thread.
 
@@ -107,7 +138,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=None if "RANK" in os.environ else dist.HashStore(),
+        store=_store_of_this_start(rank, num_ranks, patience) if "RANK" in os.environ else dist.HashStore(),
         rank=rank,
         world_size=num_ranks,
         timeout=patience,

@@ -26,26 +26,30 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, dir: str | Path, name: str, resume: str) -> RunFolder:
-        """Make `dir/name`, or refuse one that holds a run already when `resume` is "never".
-
-        Every rank may call this at once: it makes directories only, and what marks a folder as a run is written later,
-        by `write_launch`. A barrier belongs between the two.
-        """
+    def of(cls, dir: str | Path, name: str, resume: str) -> RunFolder:
+        """`dir/name`; refused when it holds a run already and `resume` is "never"."""
         folder = cls(Path(dir) / name)
         if resume == "never" and folder.holds_run():
             raise UserError(
                 f'resume.checkpoint = "never" but {folder.path} already holds a run; set run.name to a new name, '
                 'or resume.checkpoint = "auto" to go on from its newest checkpoint'
             )
+        return folder
+
+    def create(self) -> RunFolder:
+        """Make it, where it is not there.
+
+        Every rank may call this at once: it makes directories only, and what marks a folder as a run is written later,
+        by `write_launch`. A barrier belongs between the two.
+        """
         try:
-            for directory in (folder.checkpoints, folder.tensorboard):
+            for directory in (self.checkpoints, self.tensorboard):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"the run's folder {folder.path} cannot be made ({error.strerror}); set run.dir to a writable directory"
+                f"the run's folder {self.path} cannot be made ({error.strerror}); set run.dir to a writable directory"
             ) from error
-        return folder
+        return self
 
     @property
     def config(self) -> Path:

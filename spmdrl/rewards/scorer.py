@@ -8,12 +8,10 @@ import math
 import os
 import pickle
 import queue
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spmdrl.config import RewardConfig, RewardTerm, SandboxConfig
+from spmdrl.rewards.folders import HeldFolder, sweep
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.sandbox import Sandbox
 from spmdrl.rewards.worker import PROGRAM, SIZE, Job, Reply, Start, Term
@@ -56,6 +55,7 @@ class Scorer:
         self._closed = threading.Event()
         # As it is now: while an engine is started again, in another thread, it holds what is meant for the engine.
         self._environment = _environment(cfg.sandbox)
+        sweep()
         started: list[Future[list[str]]] = [Future() for _ in range(cfg.num_workers)]
         # A worker lives as long as the thread that started it: Linux's parent-death signal is about threads.
         self._threads = [
@@ -170,8 +170,8 @@ class _Worker:
     ) -> None:
         self._closed, self._limit_s = closed, limit_s
         self._names = {term.name for term in terms}
-        self._folder = None if sandbox.mode == "off" else tempfile.mkdtemp(prefix="spmdrl-reward-")
-        places = {} if self._folder is None else {"HOME": self._folder, "TMPDIR": self._folder}
+        self._folder = None if sandbox.mode == "off" else HeldFolder()
+        places = {} if self._folder is None else {"HOME": self._folder.path, "TMPDIR": self._folder.path}
         output = None if self._folder is None else subprocess.DEVNULL
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -222,7 +222,7 @@ class _Worker:
         code = self._process.wait()
         self._socket.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         number = -code if code < 0 else code - 128  # a sandbox hands a signal on as a shell does
         if number in set(signal.Signals):
             return f"was killed by {signal.Signals(number).name}"
@@ -291,11 +291,11 @@ def _start(answer: Any) -> Start:
     raise ValueError(_NONSENSE)
 
 
-def _limits(cfg: SandboxConfig, folder: str | None) -> Sandbox | None:
+def _limits(cfg: SandboxConfig, folder: HeldFolder | None) -> Sandbox | None:
     if folder is None:
         return None
     return Sandbox(
-        folder=folder,
+        folder=folder.path,
         is_strict=cfg.mode == "strict",
         max_memory_bytes=round(cfg.max_memory_gib * 2**30),
         max_processes=cfg.max_processes,

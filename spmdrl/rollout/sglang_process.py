@@ -359,7 +359,7 @@ class SGLangProcess:
         for endpoint in (getattr(ports, field.name) for field in dataclasses.fields(ports)):
             if isinstance(endpoint, str) and endpoint.startswith("ipc://"):
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-                Path(shm_path_for(endpoint)).unlink(missing_ok=True)
+        Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
         for number in self.process_ids:
             for path in Path("/dev/shm").glob(f"sgl_shm_*_{number}_*"):
                 path.unlink(missing_ok=True)

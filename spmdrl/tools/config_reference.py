@@ -22,8 +22,8 @@ read as TOML, and as text when it is not TOML:
     python -m spmdrl.train configs/demo.toml optim.lr=3e-6 run.name=second
 
 Unknown keys, values of another type and counts that do not work out are errors, all of them told at once. `--dry-run`
-checks a configuration and everything it names, and prints it with the defaults filled in; `--ranks N` says for how many
-ranks. The run's folder keeps that resolved file as `config.toml`.
+checks a configuration and everything it names, and prints it with the defaults filled in and the checkpoint that the
+run would go on from; `--ranks N` says for how many ranks. The run's folder keeps that resolved file as `config.toml`.
 
 A setting without a default is required.
 """

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.checkpoint.manifest import BrokenManifest, Manifest
 from spmdrl.checkpoint.places import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
+from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf, refuse_overwriting
@@ -45,10 +44,10 @@ def export_checkpoint(run: Path, *, step: int | None = None, to: Path | None = N
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     with spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=False) as world:
         meshes = build_meshes(world, ParallelConfig())
-        with failing_together(meshes.training):
-            _require_whole(folder_of(folder.checkpoints, step), part=world.rank, num_parts=world.num_ranks)
+        saved = folder_of(folder.checkpoints, step)
+        require_whole(saved, meshes.training, remedy="name another by --step")
         policy = load_policy(model, meshes.model, temperature=1.0)
-        restore_weights(folder_of(folder.checkpoints, step), policy, meshes.training, name=POLICY)
+        restore_weights(saved, policy, meshes.training, name=POLICY)
         export_hf(policy, tokenizer, destination, meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
     return destination
 
@@ -60,16 +59,6 @@ def _step(folder: RunFolder, wanted: int | None) -> int:
     if wanted is not None and wanted not in steps:
         raise UserError(f"--step {wanted}: there is no such checkpoint; there are {', '.join(map(str, steps))}")
     return steps[-1] if wanted is None else wanted
-
-
-def _require_whole(checkpoint: Path, *, part: int, num_parts: int) -> None:
-    try:
-        manifest = Manifest.read(checkpoint)
-        problems = list(manifest.problems(checkpoint, sorted(manifest.files)[part::num_parts]))
-    except BrokenManifest as error:
-        problems = [str(error)]
-    if problems:
-        raise UserError(f"{checkpoint} cannot be loaded: {', '.join(problems)}; name another by --step")
 
 
 def _dtype_of_run(cfg: Config | SftConfig, folder: RunFolder) -> str:
@@ -88,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
     arguments = parser.parse_args(argv)
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
     except UserError as error:
-        print(f"cannot export: {error}", file=sys.stderr)
+        if is_first:
+            print(f"cannot export: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         print(written)
     return 0
 

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl import checkpoint
 from spmdrl.batch import build_batch, to_sequence
+from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import build_meshes
@@ -90,6 +91,9 @@ def _compute(
     policy = load_policy(cfg.model, meshes.model, **scoring)
     reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
     learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
+    if step > 1:
+        before = folder_of(folder.checkpoints, step - 1)
+        checkpoint.require_whole(before, meshes.training, remedy="replay another step")
     checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step - 1)
     objectives = objectives_of(cfg, learners)
     guards = {POLICY: Guard.of(cfg, meshes.training)}

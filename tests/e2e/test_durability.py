@@ -13,17 +13,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from spmdrl import train
 from spmdrl.checkpoint import storage, write
 from spmdrl.checkpoint.manifest import Digest, Manifest
 from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
+from spmdrl.faults import cause
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.verdict import read_error
+from spmdrl.report.files import read_rows
+from spmdrl.rollout.recording import read_parts
 from spmdrl.train import main
 from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
 from tests.spmd.ranks import run_ranks
@@ -107,10 +114,15 @@ def longer(folder: Path) -> Path:  # noqa: F811
     return launch(folder, "longer", 2, LONGER)
 
 
-def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:  # noqa: F811
+def torchrun(
+    folder: Path,  # noqa: F811
+    name: str,
+    *overrides: str,
+    max_restarts: int = 0,
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [*command, "-m", "spmdrl.train", *argv(folder, name, *overrides)],
+        [*command, "--max-restarts", str(max_restarts), "-m", "spmdrl.train", *argv(folder, name, *overrides)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,28 +130,36 @@ def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def killed_at_random(folder: Path, name: str, *, seed: int) -> None:  # noqa: F811
-    """Start the run, and kill -9 one of its ranks some time after it has got further than it was."""
+def killed_at_random(folder: Path, name: str, *, seed: int, max_restarts: int = 0) -> None:  # noqa: F811
+    """Start the run, and kill -9 one of its ranks somewhere in a step, a few steps further than it was.
+
+    In steps and not in seconds, so that the run is not over before it has been killed, however fast the machine is.
+    """
     chance = random.Random(seed)
-    metrics = folder / "runs" / name / "metrics.jsonl"
-    before = newest_step(folder / "runs" / name / "checkpoints")
-    launched = torchrun(folder, name, LONGER)
+    run = folder / "runs" / name
+    wanted = newest_step(run / "checkpoints") + chance.randint(1, 4)
+    launched = torchrun(folder, name, LONGER, max_restarts=max_restarts)
     try:
         began = time.monotonic()
-        while not (metrics.exists() and metrics.read_text().count("\n") > before + 1):
+        while (last := _last_step(run)).get("step", 0) < wanted:
             assert launched.poll() is None and time.monotonic() - began < 200, launched.communicate()
-            time.sleep(0.05)
-        time.sleep(chance.uniform(0.0, 0.5))
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, last["time/step_s"]))
         victim = str(chance.randrange(2))
         ranks = [
             child for child in psutil.Process(launched.pid).children() if _environment(child).get("RANK") == victim
         ]
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
-        launched.communicate(timeout=100)
+        launched.communicate(timeout=200)
     finally:
         launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
         launched.wait()
+
+
+def _last_step(run: Path) -> dict[str, float]:
+    """The metrics of the last step that has ended; empty before there is one."""
+    return [{}, *(row for row in read_rows(run / "metrics.jsonl") if "time/step_s" in row)][-1]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -161,6 +181,12 @@ def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> Non
 
 def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:  # noqa: F811
     survives(folder, longer, "killed", range(3))
+
+
+def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:  # noqa: F811
+    killed_at_random(folder, "restarted", seed=3, max_restarts=1)
+    assert_same_run(folder / "runs/restarted", longer)
+    assert (folder / "runs/restarted/logs/rank-0.log").read_text().count("rank 0 of 2 on") == 2
 
 
 @pytest.mark.slow
@@ -261,14 +287,115 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:  # noqa: F811
             torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
 
 
+def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(folder: Path, straight: Path) -> None:  # noqa: F811
+    """Also where engine and trainer do not compute the same bits, and what is sampled may differ."""
+    path = folder_of(straight / "checkpoints", 3)
+    settings = ("run.num_steps=4", f"resume.checkpoint={path}", "debug.save_rollouts=1", "export.at_end=false")
+    one, four = (launch(folder, f"on-{num_ranks}", num_ranks, *settings) for num_ranks in (1, 4))
+    assert len(_drawn(one, 4)) == 32 and _drawn(one, 4) == _drawn(four, 4)
+
+
+def _drawn(run: Path, step: int) -> set[tuple[int, int, int]]:
+    """Prompt, sample and seed of each rollout of a step."""
+    rollouts = [rollout for part in read_parts(run / "rollouts", step) for rollout, _ in part.outcomes]
+    return {(rollout.prompt.prompt_id, rollout.sample_index, rollout.seed) for rollout in rollouts}
+
+
 def _sampled(run: Path, step: int) -> list[tuple]:
     names = ("prompt_id", "sample_index", "response", "reward", "version")
     return [tuple(row[name] for name in names) for row in samples(run) if row["step"] == step and "response" in row]
 
 
+def _limit(number: int, limit: int) -> None:
+    resource.setrlimit(number, (limit, resource.getrlimit(number)[1]))
+
+
+def _use_up_memory(take: Callable[[], object]) -> None:
+    """Take memory until there is no more of it for this process."""
+    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + 2**28)
+    held = []
+    while True:
+        held.append(take())
+
+
+# Which function of the loop runs into it, what is done then, and what is said.
+SHORTAGES: dict[str, tuple[str, Callable[[], None], str, str]] = {
+    "memory-of-torch": (
+        "update",
+        lambda: _use_up_memory(lambda: torch.ones(2**24)),
+        "DefaultCPUAllocator: can't allocate memory",
+        "host memory is used up: this process could not allocate any more",
+    ),
+    "memory-of-python": (
+        "update",
+        lambda: _use_up_memory(lambda: bytearray(2**26)),
+        "MemoryError",
+        "host memory is used up: this process could not allocate any more",
+    ),
+    "disk": (
+        "export_hf",
+        lambda: _limit(resource.RLIMIT_FSIZE, 100_000),
+        "File too large",
+        "a file is too large: make room and start again",
+    ),
+}
+
+
+def _runs_short(arguments: list[str], shortage: str) -> tuple[int, str]:
+    """The exit code of a run that something runs out for in one of its phases, and what it says."""
+    verb, use_up, _, _ = SHORTAGES[shortage]
+    plain = getattr(train, verb)
+
+    def short(*given: Any, **settings: Any) -> Any:
+        use_up()
+        return plain(*given, **settings)
+
+    setattr(train, verb, short)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(arguments), said.getvalue()
+
+
+@pytest.mark.parametrize("name", SHORTAGES)
+def test_what_has_run_out_is_named(folder: Path, name: str) -> None:  # noqa: F811
+    _, _, message, hint = SHORTAGES[name]
+    arguments = argv(folder, name, "run.num_steps=1", "checkpoint.every=0")
+    ((code, said),) = run_ranks(1, _runs_short, arguments, name, timeout_s=200.0)
+    report = read_error(FaultFiles(folder / "runs" / name))
+    assert report is not None and (code, report.kind, report.step) == (1, "error", 1)
+    assert message in report.message and hint in report.hints
+    assert said.count("Traceback") == 1 and hint in said.splitlines()
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A memory cgroup of a few hundred MiB."""
+    group = cause._group_file().parent / f"spmdrl-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = next(path for path in (group / "memory.max", group / "memory.limit_in_bytes") if path.exists())
+        limit.write_text(str(600 * 2**20))
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"a memory cgroup cannot be made here: {error!r}")
+    yield group
+    group.rmdir()
+
+
+def _killed_in(group: Path) -> tuple[int, list[str]]:
+    """How a process of the group ends that takes more than there is, and what is said about that."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    before = cause.OomKills.now()
+    done = subprocess.run([sys.executable, "-c", "held = b'x' * 2**30"])
+    return done.returncode, cause.OomKills.now().since(before)
+
+
+def test_a_process_that_the_kernel_kills_for_want_of_memory_is_named(small_group: Path) -> None:
+    said = "host memory is used up: the kernel has killed a process of this job's memory cgroup"
+    assert run_ranks(1, _killed_in, small_group) == [(-signal.SIGKILL, [said])]
+
+
 def _full(arguments: list[str]) -> tuple[int, str]:
     """The exit code of a run whose files may not become large, and what it says."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    _limit(resource.RLIMIT_FSIZE, 100_000)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return main(arguments), said.getvalue()
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import pytest
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.posts import read_posts
 from spmdrl.faults.verdict import read_error
+from spmdrl.tools import ps
 from spmdrl.tools.tiny_model import save_tiny_model
 
 END_LIMIT_S = 30.0
@@ -123,6 +124,15 @@ class Job:
     def reward_workers(self) -> list[psutil.Process]:
         return [p for p in self.descendants() if "spmdrl.rewards.worker" in " ".join(p.cmdline())]
 
+    def segments(self) -> set[Path]:
+        """The shared memory with a name that the processes of the run have mapped."""
+        found = set()
+        for process in self.descendants():
+            with suppress(OSError):  # a process that has just ended
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                found |= {Path(line.split()[5]) for line in lines if "/dev/shm/sgl" in line}
+        return found
+
     def end(self) -> None:
         for process in (*self.descendants(), self.process) if self.process.poll() is None else ():
             process.kill()
@@ -158,9 +168,15 @@ def test_a_job_that_is_told_to_stop_saves_with_its_engines(tmp_path: Path, model
         assert "failed in step" not in run.output
 
 
-def test_a_killed_scheduler_ends_the_job_with_the_cause(tmp_path: Path, model: Path) -> None:
+def test_a_killed_scheduler_ends_the_job_with_the_cause(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(2)
+        assert ps.main([str(run.run), "dump"]) == 0
+        for rank, stacks in enumerate(capsys.readouterr().out.split("== rank ")[1:]):
+            assert stacks.startswith(str(rank)) and "in run_from_command_line" in stacks
+            assert "scheduler.py" in stacks, "those of its engine too"
         processes, (scheduler, _) = run.descendants(), run.schedulers()
         run.wait_for_phase("rollout")
         time.sleep(GENERATING_S)
@@ -203,12 +219,15 @@ def test_an_engine_that_is_started_again_lets_the_run_go_on(
     with job(tmp_path, model, num_steps=8, restart=True, tp_size=tp_size) as run:
         run.wait_for_step(2)
         processes, scheduler, workers = run.descendants(), run.schedulers()[-1], run.reward_workers()
+        segments = run.segments()
         time.sleep(delay_s)
         scheduler.kill()
         run.wait_for_step(6)
         assert workers and run.reward_workers() == workers, "an engine that is ended takes nobody along"
+        segments |= run.segments()
         assert run.process.wait(START_LIMIT_S) == 0, run.output
         assert gone(processes), "processes are left"
+        assert len(segments) > 2 and not [path for path in segments if path.exists()], "shared memory is left"
         assert f"(pid {scheduler.pid}) was killed by SIGKILL; it is started again" in run.output
         rows = run.rows()
         assert [row["step"] for row in rows] == list(range(1, 9))

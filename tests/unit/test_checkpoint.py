@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,17 @@ import pytest
 import torch
 
 from spmdrl.checkpoint.changes import HARMLESS, changes, harmless, resolved
-from spmdrl.checkpoint.manifest import MANIFEST, BrokenManifest, Digest, Manifest, write_json
+from spmdrl.checkpoint.manifest import (
+    GLANCE_BYTES,
+    MANIFEST,
+    BrokenManifest,
+    Digest,
+    Manifest,
+    compare,
+    glance,
+    problems_of,
+    write_json,
+)
 from spmdrl.checkpoint.places import folder_of, newest_step, remove, saved_steps
 from spmdrl.checkpoint.resume import unfinished
 from spmdrl.checkpoint.retention import superseded
@@ -64,7 +76,7 @@ def a_checkpoint(folder: Path, step: int = 3) -> Path:
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     manifest = Manifest.read(a_checkpoint(tmp_path))
     assert (manifest.configuration, manifest.metrics) == ({"x": 0.1}, {"eval/reward": 1 / 3})
-    assert list(manifest.problems(folder_of(tmp_path, 3), manifest.files)) == []
+    assert list(manifest.problems(folder_of(tmp_path, 3), manifest.files, compare)) == []
 
 
 def flipped(path: Path, place: int) -> None:
@@ -79,7 +91,7 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed(tmp_path: Path) -> 
     content = file.read_bytes()
 
     def problems() -> list[str]:
-        return list(manifest.problems(checkpoint, manifest.files))
+        return list(manifest.problems(checkpoint, manifest.files, compare))
 
     for place in (0, len(content) // 2, len(content) - 1):
         flipped(file, place)
@@ -89,6 +101,24 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed(tmp_path: Path) -> 
     assert problems() == [f"a.json is truncated: it has {len(content) - 1} of {len(content)} bytes"]
     file.unlink()
     assert problems() == ["a.json is missing"]
+
+
+def test_a_glance_sees_names_sizes_and_small_files(tmp_path: Path) -> None:
+    """Of a large file not the content: who only asks where a run would begin does not wait for terabytes."""
+    path, content = tmp_path / "large", bytearray(GLANCE_BYTES + 1)
+    path.write_bytes(content)
+    written = Digest(len(content), hashlib.sha256(content).hexdigest())
+    flipped(path, 5)
+    assert (glance(path, written), compare(path, written)) == (
+        None,
+        "was changed: its content is not what was written",
+    )
+    for size, problem in ((-1, "is truncated"), (1, "1 more than were written")):
+        os.truncate(path, len(content) + size)
+        assert problem in (glance(path, written) or "") and glance(path, written) == compare(path, written)
+    small = write_json(tmp_path / "small", [1])
+    flipped(tmp_path / "small", 1)
+    assert glance(tmp_path / "small", small) == compare(tmp_path / "small", small) is not None
 
 
 def test_a_manifest_checks_itself(tmp_path: Path) -> None:
@@ -114,6 +144,22 @@ def test_only_what_has_its_last_name_counts(tmp_path: Path) -> None:
     assert (saved_steps(tmp_path), newest_step(tmp_path)) == ([1, 2, 10], 10)
     remove(folder_of(tmp_path, 10))
     assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_what_has_the_name_of_a_checkpoint_counts_and_can_go(tmp_path: Path) -> None:
+    """A checkpoint on storage that is not mounted is not none, and what is behind a link stays."""
+    elsewhere = a_checkpoint(tmp_path / "elsewhere", 1)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    folder_of(folder, 1).symlink_to(elsewhere)
+    folder_of(folder, 2).symlink_to("not-mounted")
+    folder_of(folder, 3).touch()
+    assert saved_steps(folder) == [1, 2, 3]
+    assert problems_of(folder_of(folder, 1), compare) == []
+    assert problems_of(folder_of(folder, 2), glance) == ["manifest.json is missing"]
+    for step in (1, 2, 3):
+        remove(folder_of(folder, step))
+    assert not list(folder.iterdir()) and (elsewhere / MANIFEST).exists()
 
 
 def test_changes_are_told_apart(tmp_path: Path) -> None:

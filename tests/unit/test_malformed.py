@@ -3,7 +3,10 @@ reward function misbehaves in the middle of a run, is counted and survived."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,10 +18,15 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
+from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.verdict import read_error
 from spmdrl.metrics import Total
 from spmdrl.rewards.scorer import Scorer
 from spmdrl.score import failure_lines, rollout_metrics
+from spmdrl.tools.export import main as export
+from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from spmdrl.types import Prompt, Response, Rollout, ScoredRollout, Span
@@ -293,25 +301,203 @@ MODEL = {
     ),
 }
 
-CHECKPOINTS = {
-    "none that can be loaded": Case(
-        lambda folder: (folder / "runs/run/checkpoints/step-00000002").mkdir(parents=True),
-        "no checkpoint can be loaded; bring one back, or set run.name to a new name to start at step 0",
-        dry_run=False,
+CHECKPOINTS_OF_RUN = "runs/run/checkpoints"
+OLDER, NEWEST = (f"{CHECKPOINTS_OF_RUN}/step-0000000{step}" for step in (1, 2))
+
+
+def manifest(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Change the newest checkpoint's manifest, so that it agrees with itself."""
+
+    def change_file(folder: Path) -> None:
+        path = folder / NEWEST / MANIFEST
+        content = json.loads(path.read_text())
+        del content["sha256"]
+        change(content)
+        content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(content))
+
+    return change_file
+
+
+def another_kind(checkpoint: str, put: Callable[[Path], object]) -> Change:
+    """Something else under the name of a checkpoint."""
+    return lambda folder: (shutil.rmtree(folder / checkpoint), put(folder / checkpoint))
+
+
+def flipped(name: str) -> Change:
+    return as_bytes(
+        lambda held: held[: len(held) // 2] + bytes([held[len(held) // 2] ^ 4]) + held[len(held) // 2 + 1 :], name
+    )
+
+
+TENSORS = "__0_0.distcp"
+NOT_WRITTEN = "manifest.json is truncated or was changed: it is not what was written"
+NO_MANIFEST = "manifest.json is missing"
+# What is done to the newest of two checkpoints, and what is said to be wrong with it.
+DAMAGES: dict[str, tuple[Change, str]] = {
+    "tensors cut off": (
+        as_bytes(lambda held: held[:100], f"{NEWEST}/{TENSORS}"),
+        "__0_0.distcp is truncated: it has N of N bytes",
     ),
-    "none of that name": Case(
-        lambda folder: (folder / "elsewhere").mkdir(),
-        'resume.checkpoint = "elsewhere" is not a checkpoint; set it to "auto", "never", or a directory such as',
-        ("resume.checkpoint=elsewhere",),
-        dry_run=False,
+    "no bytes of tensors": (written(f"{NEWEST}/{TENSORS}", ""), "__0_0.distcp is truncated: it has N of N bytes"),
+    "more than was written": (
+        as_bytes(lambda held: held + b"x", f"{NEWEST}/{TENSORS}"),
+        "__0_0.distcp has N bytes, N more than were written",
     ),
-    "a run that is there already": Case(
-        lambda folder: (folder / "runs/run/checkpoints/step-00000002").mkdir(parents=True),
-        "runs/run",
-        ("resume.checkpoint=never",),
-        dry_run=False,
+    "a flipped bit of tensors": (
+        flipped(f"{NEWEST}/{TENSORS}"),
+        "__0_0.distcp was changed: its content is not what was written",
+    ),
+    "a flipped bit of the state": (
+        flipped(f"{NEWEST}/state.json"),
+        "state.json was changed: its content is not what was written",
+    ),
+    "no tensors": (removed(f"{NEWEST}/{TENSORS}"), "__0_0.distcp is missing"),
+    "no table of tensors": (removed(f"{NEWEST}/.metadata"), ".metadata is missing"),
+    "no state": (removed(f"{NEWEST}/state.json"), "state.json is missing"),
+    "no place in the prompts": (removed(f"{NEWEST}/collector.json"), "collector.json is missing"),
+    "two files": (
+        removed(f"{NEWEST}/.metadata", f"{NEWEST}/state.json"),
+        ".metadata is missing, state.json is missing",
+    ),
+    "a directory for a file": (
+        instead_of_file(f"{NEWEST}/{TENSORS}"),
+        "__0_0.distcp cannot be read (Is a directory)",
+    ),
+    "no manifest": (removed(f"{NEWEST}/{MANIFEST}"), NO_MANIFEST),
+    "a directory for a manifest": (
+        instead_of_file(f"{NEWEST}/{MANIFEST}"),
+        "manifest.json cannot be read (Is a directory)",
+    ),
+    "an empty manifest": (written(f"{NEWEST}/{MANIFEST}", ""), NOT_WRITTEN),
+    "a manifest that is not JSON": (written(f"{NEWEST}/{MANIFEST}", "{"), NOT_WRITTEN),
+    "a manifest that is not UTF-8": (written(f"{NEWEST}/{MANIFEST}", b"\xff"), NOT_WRITTEN),
+    "a list for a manifest": (written(f"{NEWEST}/{MANIFEST}", "[]"), NOT_WRITTEN),
+    "a manifest nested without end": (written(f"{NEWEST}/{MANIFEST}", "[" * 99999), NOT_WRITTEN),
+    "a manifest cut off": (as_bytes(lambda held: held[:-9], f"{NEWEST}/{MANIFEST}"), NOT_WRITTEN),
+    "a manifest that was edited": (
+        as_bytes(lambda held: held.replace(b'"step": 2', b'"step": 3'), f"{NEWEST}/{MANIFEST}"),
+        "manifest.json was changed: it is not what was written",
+    ),
+    "a newer format": (
+        manifest(lambda content: content.update(format=2)),
+        "manifest.json has format 2, and this version of spmdrl reads 1",
+    ),
+    "another step's under its name": (
+        lambda folder: (shutil.rmtree(folder / NEWEST), shutil.copytree(folder / OLDER, folder / NEWEST)),
+        "manifest.json is that of step 1",
+    ),
+    "an empty directory": (another_kind(NEWEST, Path.mkdir), NO_MANIFEST),
+    "a file for a directory": (another_kind(NEWEST, Path.touch), "manifest.json cannot be read (Not a directory)"),
+    "a link that leads nowhere": (
+        another_kind(NEWEST, lambda path: path.symlink_to("not-mounted", target_is_directory=True)),
+        NO_MANIFEST,
     ),
 }
+GO_ON_FROM_1 = (
+    "the newest checkpoint cannot be loaded; bring it back, or set resume.allow_older = true to go on from step 1, "
+    "which is whole"
+)
+
+
+def no_such(path: str) -> str:
+    return (
+        f'resume.checkpoint = "{path}" is not a checkpoint; set it to "auto", "never", or a directory such as '
+        "runs/NAME/checkpoints/step-00000010"
+    )
+
+
+# What is done to a run of two checkpoints, the settings it is started again with, and all that is said.
+RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
+    **{name: (change, (), [f"{NEWEST}: {wrong}", GO_ON_FROM_1]) for name, (change, wrong) in DAMAGES.items()},
+    "none that is whole": (
+        lambda folder: [(folder / step / MANIFEST).unlink() for step in (OLDER, NEWEST)],
+        ("resume.allow_older=true",),
+        [
+            f"{NEWEST}: {NO_MANIFEST}",
+            f"{OLDER}: {NO_MANIFEST}",
+            "no checkpoint can be loaded; bring one back, or set run.name to a new name to start at step 0",
+        ],
+    ),
+    "a path without a checkpoint": (
+        nothing,
+        ("run.name=new", "resume.checkpoint=elsewhere/step-00000002"),
+        [no_such("elsewhere/step-00000002")],
+    ),
+    "a path of another name": (nothing, ("run.name=new", "resume.checkpoint=model"), [no_such("model")]),
+    "a path of what was set aside": (
+        lambda folder: (folder / NEWEST).rename(folder / f"{NEWEST}.broken"),
+        ("run.name=new", f"resume.checkpoint={NEWEST}.broken"),
+        [no_such(f"{NEWEST}.broken")],
+    ),
+    "a path of a damaged one": (
+        removed(f"{NEWEST}/.metadata"),
+        ("run.name=new", f"resume.checkpoint={NEWEST}"),
+        [
+            f"{NEWEST}: .metadata is missing",
+            "no checkpoint can be loaded; bring one back, or set resume.checkpoint to another",
+        ],
+    ),
+    "never, and there is one": (
+        nothing,
+        ("resume.checkpoint=never",),
+        [
+            'resume.checkpoint = "never" but runs/run already holds a run; set run.name to a new name, or '
+            'resume.checkpoint = "auto" to go on from its newest checkpoint'
+        ],
+    ),
+    "other settings": (
+        nothing,
+        ("optim.lr=3e-6", "rollout.temperature=0.5"),
+        [
+            "since the checkpoint of step 2, optim.lr was 0.01 and is 3e-06; rollout.temperature was 1.0 and is 0.5; "
+            'set that back, or go on with the change: resume.changed = ["optim.lr", "rollout.temperature"]'
+        ],
+    ),
+    "another optimizer": (
+        nothing,
+        ("optim.name=sgd", 'resume.changed=["optim"]'),
+        [
+            'the checkpoint of step 2 holds the state of optim.name = "adamw", but now it is "sgd"; set it back, or '
+            "start a new run from the exported model"
+        ],
+    ),
+    "another learner": (
+        nothing,
+        ("advantage.estimator=gae", 'resume.changed=["advantage", "critic"]'),
+        [
+            "the checkpoint of step 2 holds policy, but this run trains policy and critic; set advantage.estimator "
+            "back, or start a new run from the exported model"
+        ],
+    ),
+}
+
+# What only loading shows.
+UNLOADABLE: dict[str, tuple[Change, str]] = {
+    "a table that runs code": (
+        lambda folder: (
+            written(f"{NEWEST}/.metadata", pickle.dumps(print))(folder),
+            manifest(lambda content: content["files"].update({".metadata": digest_of(folder / NEWEST / ".metadata")}))(
+                folder
+            ),
+        ),
+        f"{NEWEST} cannot be loaded: the checkpoint's .metadata names builtins.print, which no checkpoint needs",
+    ),
+    "a model of other sizes": (
+        lambda folder: save_tiny_model(folder / "model", hidden_size=64, num_layers=1),
+        f"{NEWEST} is of another model: model.lm_head.weight is",
+    ),
+    "a model of fewer layers": (
+        lambda folder: save_tiny_model(folder / "model", hidden_size=32, num_layers=2),
+        f"{NEWEST} is of another model: model.model.layers.1.input_layernorm.weight is not there in it, and [32] in "
+        "this run, and 10 others differ; set model.path to the model that it was trained from",
+    ),
+}
+
+
+def digest_of(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def function(source: str) -> Change:
@@ -341,7 +527,7 @@ FUNCTIONS = {
     ),
 }
 
-TABLES = {"toml": TOML, "data": DATA, "model": MODEL, "checkpoint": CHECKPOINTS, "function": FUNCTIONS}
+TABLES = {"toml": TOML, "data": DATA, "model": MODEL, "function": FUNCTIONS}
 CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
 
 
@@ -374,6 +560,99 @@ def test_one_sentence_and_the_exit_code(folder: Path, name: str, capsys: pytest.
     # A traceback only of code of the user's own.
     assert "Traceback" not in said or name.startswith("function: ")
     assert not case.dry_run or not (folder / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, whose configuration names no place, so that it can be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(good, folder, dirs_exist_ok=True)
+    (folder / "c.toml").write_text(CONFIG.format(folder="."))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main([*AGAIN, "checkpoint.every=1"]) == 0
+    return folder
+
+
+AGAIN = (
+    "c.toml",
+    "run.num_steps=2",
+    "run.threads_per_rank=1",
+    "export.at_end=false",
+    "report.tensorboard=false",
+    "debug.save_rollouts=2",
+)
+RUN_TOO = {"tensors cut off", *(RESUMES.keys() - DAMAGES.keys())}  # of the damages one, for the time that runs take
+
+
+@pytest.fixture
+def stopped(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_dry_run_says_of_checkpoints_what_the_run_says(
+    stopped: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, overrides, sentences = RESUMES[name]
+    change(stopped)
+    before = contents(stopped / CHECKPOINTS_OF_RUN)
+    for flags in (["--dry-run"], []) if name in RUN_TOO else (["--dry-run"],):
+        assert main([*AGAIN, *overrides, *flags]) == 2
+        said = re.sub(r"\d+(?= of \d+ bytes| bytes| more than)", "N", capsys.readouterr().err)
+        expected = [f"cannot start: {sentences[0]}"] if len(sentences) == 1 else ["cannot start:", *sentences]
+        assert said.splitlines() == [*expected[:1], *(f"  - {sentence}" for sentence in expected[1:])]
+        assert contents(stopped / CHECKPOINTS_OF_RUN) == before
+
+
+@pytest.mark.parametrize("name", UNLOADABLE)
+def test_what_only_loading_a_checkpoint_shows(stopped: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change, sentence = UNLOADABLE[name]
+    change(stopped)
+    assert main([*AGAIN]) == 2
+    said = capsys.readouterr().err
+    assert said.count("cannot start: ") == 1 and sentence in said and "Traceback" not in said
+    report = read_error(FaultFiles(stopped / "runs/run"))
+    assert report is not None and report.kind == "user" and sentence in report.message
+
+
+def test_tools_load_no_checkpoint_that_is_not_whole(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flipped(f"{NEWEST}/{TENSORS}")(stopped)
+    flipped(f"{OLDER}/{TENSORS}")(stopped)
+    changed = f"cannot be loaded: {TENSORS} was changed: its content is not what was written"
+    assert export(["runs/run"]) == 2
+    assert capsys.readouterr().err == f"cannot export: {NEWEST} {changed}; name another by --step\n"
+    assert replay(["runs/run", "--step", "2"]) == 2
+    assert f"cannot replay: {OLDER} {changed}; replay another step" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_where_the_run_begins(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def begins(*overrides: str) -> list[str]:
+        assert main([*AGAIN, *overrides, "--dry-run"]) == 0
+        return capsys.readouterr().out.partition("# begins\n")[2].partition("\n\n")[0].splitlines()
+
+    looked = "- its files are there and as large as they were written; what is in them is compared by the run itself"
+    assert begins("run.name=new") == ["at step 0: there is no checkpoint to go on from"]
+    assert begins("checkpoint.every=1") == [f"after step 2 of 2: {NEWEST}", looked]
+    changed = "checkpoint.every was 1 and is 0; run.num_steps was 2 and is 9"
+    assert begins("run.num_steps=9") == [f"after step 2 of 9: {NEWEST}", looked, f"- changed since step 2: {changed}"]
+    named = f"resume.checkpoint={OLDER}"
+    assert begins("run.name=new", "checkpoint.every=1", named) == [f"after step 1 of 2: {OLDER}", looked]
+    (stopped / NEWEST / MANIFEST).unlink()
+    (stopped / f"{NEWEST}.unfinished").mkdir()
+    assert begins("checkpoint.every=1", "resume.allow_older=true") == [
+        f"after step 1 of 2: {OLDER}",
+        looked,
+        "- the launch before was stopped while it wrote or removed step-00000002.unfinished; going on from step 1",
+        "- step-00000002: manifest.json is missing; set aside as broken, going on from step 1",
+    ]
+    assert (stopped / NEWEST).is_dir()
 
 
 # What a reward function does in the middle of a run. The function is told by the response what to do.

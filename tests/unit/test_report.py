@@ -81,13 +81,13 @@ def read_scalars(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path, "run", "auto")
+    return RunFolder.of(tmp_path, "run", "auto").create()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run that was never stopped; only read."""
-    folder = RunFolder.create(tmp_path_factory.mktemp("runs"), "whole", "auto")
+    folder = RunFolder.of(tmp_path_factory.mktemp("runs"), "whole", "auto").create()
     report_steps(folder, range(1, NUM_STEPS + 1)).close()
     return folder
 
@@ -141,7 +141,7 @@ def test_killed_and_resumed_equals_never_stopped(folder: RunFolder, whole: RunFo
 def test_an_evaluation_joins_the_row_of_its_step_whichever_comes_first(tmp_path: Path) -> None:
     rows = []
     for name, eval_first in (("before", True), ("after", False)):
-        folder = RunFolder.create(tmp_path, name, "auto")
+        folder = RunFolder.of(tmp_path, name, "auto").create()
         with Report(ReportConfig(console="plain"), folder, num_steps=1, active=True) as report:
             calls = [
                 lambda report=report: report.eval(1, {"eval/accuracy": 0.5}),
@@ -366,19 +366,19 @@ def test_plot_draws_several_runs_over_each_other(
 
 def test_resume_never_refuses_a_folder_that_holds_a_run(whole: RunFolder) -> None:
     with pytest.raises(UserError, match=r'resume\.checkpoint = "never" but .*whole already holds a run; set run\.name'):
-        RunFolder.create(whole.path.parent, whole.path.name, "never")
-    assert RunFolder.create(whole.path.parent, whole.path.name, "auto") == whole
+        RunFolder.of(whole.path.parent, whole.path.name, "never")
+    assert RunFolder.of(whole.path.parent, whole.path.name, "auto") == whole
 
 
 def test_resume_never_may_be_asked_by_every_rank_before_the_run_begins(tmp_path: Path) -> None:
-    first = RunFolder.create(tmp_path, "run", "never")
-    assert RunFolder.create(tmp_path, "run", "never") == first
+    first = RunFolder.of(tmp_path, "run", "never").create()
+    assert RunFolder.of(tmp_path, "run", "never").create() == first
 
 
 def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be made .*; set run\.dir to a writable directory"):
-        RunFolder.create(tmp_path, "run", "auto")
+        RunFolder.of(tmp_path, "run", "auto").create()
 
 
 def test_launch_files_read_back_as_what_was_launched(folder: RunFolder) -> None:

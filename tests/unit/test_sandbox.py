@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from spmdrl.config import CodeReward, FunctionReward, RewardConfig, SandboxConfig
+from spmdrl.rewards.folders import HeldFolder, sweep
 from spmdrl.rewards.scorer import Scorer
 from spmdrl.types import RewardOutcome
 from tests.unit.test_rewards import item, python_path, running, wait_for
@@ -233,6 +234,39 @@ def test_leaves_no_folder(functions: Path, tmp_path: Path, monkeypatch: pytest.M
         assert scorer.score([item("2")])[0].reward == 2.0
         assert len(list(tmp_path.iterdir())) == 1
     assert not list(tmp_path.iterdir())
+
+
+HOLDS = """
+import sys
+from spmdrl.rewards.folders import HeldFolder
+folder = HeldFolder()
+open(folder.path + "/file", "w").close()
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_killed_trainers_have_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    command = [sys.executable, "-c", HOLDS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | python_path()}
+    with subprocess.Popen(command, **pipes) as lives, subprocess.Popen(command, **pipes) as killed:
+        assert lives.stdout is not None and killed.stdout is not None
+        held, left = (Path(trainer.stdout.readline().strip()) for trainer in (lives, killed))
+        stranger = tmp_path / "spmdrl-sandbox-link"
+        stranger.symlink_to(held)
+        mine = HeldFolder()
+        sweep()
+        assert {*tmp_path.iterdir()} == {held, left, stranger, Path(mine.path)}
+        killed.kill()
+        killed.wait()
+        sweep()
+        assert {*tmp_path.iterdir()} == {held, stranger, Path(mine.path)}
+        mine.remove()
+        lives.kill()
+    sweep()
+    assert {*tmp_path.iterdir()} == {stranger}
 
 
 # Programs of the model
