@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import EXACT_BACKENDS, Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
+from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.costs import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -26,6 +26,7 @@ from spmdrl.model.load import (
     model_without_memory,
     parallel_model_problems,
 )
+from spmdrl.model.operators import kernel_of_run
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory
 from spmdrl.plan import Plan, plan_run
@@ -162,19 +163,16 @@ def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:
     """Raise UserError when engine and trainer were asked for the same bits and could not have them here."""
     if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
         return
-    on_cuda = torch.cuda.is_available()
-    if on_cuda != (cfg.rollout.engine == "sglang"):
-        here, exact = ("a CUDA device", "sglang") if on_cuda else ("a CPU", "torch")
-        raise UserError(
-            f'true_on_policy = true has no exact kernels for rollout.engine = "{cfg.rollout.engine}" on {here}; set '
-            f'rollout.engine = "{exact}", or true_on_policy = false'
-        )
-    sentences = list((sglang_operators if on_cuda else invariant).model_problems(model_config))
-    if not sentences and on_cuda:
-        sentences = list(sglang_operators.device_problems(cfg.rollout.attention_backend or EXACT_BACKENDS[0]))
-    elif not sentences:
-        dtype = compute_dtype(cfg.model.compute_dtype, "cpu")
-        sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = compute_dtype(cfg.model.compute_dtype, device_type)
+    kernel = kernel_of_run(cfg, device_type, dtype)
+    if kernel == "invariant":
+        sentences = list(invariant.model_problems(model_config))
+        if not sentences:
+            sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
+    else:
+        backend = kernel.removeprefix("sglang_")
+        sentences = [*sglang_operators.model_problems(model_config), *sglang_operators.device_problems(backend)]
     if sentences:
         raise UserError("\n".join(sentences))
 

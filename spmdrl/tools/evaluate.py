@@ -52,8 +52,8 @@ def evaluate_export(run: Path) -> dict[str, float]:
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
-    """What the run's own engine computed with, if that was the embedded one."""
-    if cfg.rollout.engine == "torch":
+    """What the run's engine computed with, where an embedded engine has that here."""
+    if cfg.rollout.engine == "torch" and device_type == "cpu":
         return kernel_of_run(cfg, device_type, dtype)
     return choose_kernel(cfg.model.attention, device_type, dtype)
 
