@@ -26,6 +26,7 @@ from spmdrl.model.load import (
     model_without_memory,
     parallel_model_problems,
 )
+from spmdrl.model.operators import kernel_of_run
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory
 from spmdrl.plan import Plan, plan_run
@@ -163,17 +164,15 @@ def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:
     if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
         return
     on_cuda = torch.cuda.is_available()
-    if on_cuda != (cfg.rollout.engine == "sglang"):
-        here, exact = ("a CUDA device", "sglang") if on_cuda else ("a CPU", "torch")
-        raise UserError(
-            f'true_on_policy = true has no exact kernels for rollout.engine = "{cfg.rollout.engine}" on {here}; set '
-            f'rollout.engine = "{exact}", or true_on_policy = false'
-        )
+    device_type = "cuda" if on_cuda else "cpu"
+    dtype = compute_dtype(cfg.model.compute_dtype, device_type)
+    kernel_of_run(cfg, device_type, dtype)  # raises where there is none
     sentences = list((sglang_operators if on_cuda else invariant).model_problems(model_config))
     if not sentences and on_cuda:
-        sentences = list(sglang_operators.device_problems(cfg.rollout.attention_backend or EXACT_BACKENDS[0]))
+        backend = cfg.rollout.attention_backend or EXACT_BACKENDS[0]
+        sentences += sglang_operators.attention_problems(model_config, backend)
+        sentences += sglang_operators.device_problems(backend)
     elif not sentences:
-        dtype = compute_dtype(cfg.model.compute_dtype, "cpu")
         sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
     if sentences:
         raise UserError("\n".join(sentences))

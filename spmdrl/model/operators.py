@@ -14,6 +14,7 @@ from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import use_fast_linears
+from spmdrl.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,12 @@ def kernel_of_run(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
     had."""
     if not cfg.true_on_policy:
         return choose_kernel(cfg.model.attention, device_type, dtype)
+    here, exact = ("a CUDA device", "sglang") if device_type == "cuda" else ("a CPU", "torch")
+    if cfg.rollout.engine != exact:
+        raise UserError(
+            f'true_on_policy = true has no exact kernels for rollout.engine = "{cfg.rollout.engine}" on {here}; set '
+            f'rollout.engine = "{exact}", or true_on_policy = false'
+        )
     if cfg.rollout.engine == "torch":
         return "invariant"
     return "sglang_triton" if cfg.rollout.attention_backend == "triton" else "sglang_fa3"
