@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.batch import lay_end_to_end
+from spmdrl.dist.session import World
 from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -19,6 +23,7 @@ from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenScores
 from spmdrl.rollout.sglang_layout import Share, held_weights
+from spmdrl.rollout.sglang_options import launch_options
 from spmdrl.types import MicroBatch, UserError
 from tests import kernels_on_cpu
 from tests.tiny import random_sequences, save_gemma3, save_llama, save_qwen3
@@ -168,6 +173,27 @@ def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.M
         assert [i for part in parts for i in range(len(seen))[part]] == list(range(len(seen)))
         assert all(sum(seen[part]) <= most or part.stop - part.start == 1 for part in parts)
     assert not list(sglang_attention._as_many_as_fit([]))
+
+
+@pytest.mark.parametrize("released", ['["kv_cache"]', '["kv_cache", "cuda_graph"]'])
+def test_what_an_engine_is_started_with_on_a_device(tmp_path: Path, released: str) -> None:
+    cfg = read(tmp_path, GOOD, "true_on_policy=true", "rollout.engine=sglang", f"offload.engine={released}")
+    plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
+    world = World(
+        rank=0,
+        num_ranks=1,
+        local_rank=0,
+        num_local_ranks=1,
+        patience=timedelta(minutes=1),
+        device=torch.device("cuda", 0),
+    )
+    launch = launch_options(cfg, plan, world)
+    chosen = {"rl_on_policy_target": "fsdp", "attention_backend": "fa3", "dtype": "bfloat16"}
+    assert {name: launch.arguments[name] for name in chosen} == chosen
+    assert launch.environment.items() >= sglang_kernels.ENVIRONMENT.items()
+    gives_back = "cuda_graph" in released
+    assert launch.arguments.get("disable_prefill_cuda_graph", False) == gives_back
+    assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in launch.environment) == gives_back
 
 
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
