@@ -172,7 +172,11 @@ def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:
             sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
     else:
         backend = kernel.removeprefix("sglang_")
-        sentences = [*sglang_operators.model_problems(model_config), *sglang_operators.device_problems(backend)]
+        sentences = [
+            *sglang_operators.model_problems(model_config),
+            *sglang_operators.attention_problems(model_config, backend),
+            *sglang_operators.device_problems(backend),
+        ]
     if sentences:
         raise UserError("\n".join(sentences))
 

@@ -101,7 +101,7 @@ def _at_once(places: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *
         v,
         scale=scale,
         qo_indptr=ends,
-        kv_indptr=ends.int(),
+        kv_indptr=ends,
         kv_indices=places,
         prefix_lens=torch.zeros(len(lengths), dtype=torch.int32, device=q.device),
         max_len_extend=int(lengths.max()),

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 # What an engine computes with, in its processes' environment: products by the kernel whose tiles are the same for every
-# shape, and a decoded token's keys summed in one go, not in parts that follow from the longest context.
+# shape, and a decoded token's keys summed in one go, not in parts that follow from the longest context. The others are
+# SGLang's defaults, said so that nothing which a user exports for another engine changes this one.
 ENVIRONMENT = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0",
+    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
     "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "1",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     "SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE": str(2**20),
+    "SGLANG_USE_SGL_FA3_KERNEL": "1",
 }
 
 
@@ -60,7 +64,9 @@ def _rotate() -> Callable[..., Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [T, H, D], halves against each other, by cos and sin [T, D / 2]."""
-    return _rotate()(x, cos, sin, True)
+    # Detached, since torch compiles once more for an input that requires gradients, and nothing at all after the eighth
+    # time: what is not compiled rounds otherwise.
+    return _rotate()(x.detach(), cos, sin, True)
 
 
 def attend_paged(q: Tensor, k: Tensor, v: Tensor, **layout: Any) -> Tensor:

@@ -24,6 +24,9 @@ from spmdrl.model.two_passes import linear_by, with_gradient_of
 
 MODEL_TYPES = ("qwen3",)  # those whose layers know `rl_on_policy_target`
 CAPABILITY = (9, 0)  # of the devices whose kernels were read; SGLang takes others on newer ones
+# FlashAttention 3 goes through the keys of heads up to this size in tiles of 192 where there are few queries, as of
+# decoded tokens, and of 128 where there are many. Those of larger heads do not depend on it.
+_FA3_HEAD_DIM_WITH_TWO_TILES = 64
 
 SWITCHES = (
     'engine: rl_on_policy_target = "fsdp": embedding and norms with float32 weights, a float32 stream between layers, '
@@ -68,14 +71,15 @@ def next_token_scores(
     chunk: int,
     vocabulary: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `logprobs.next_token_scores`: logprobs [N] with the bits of the engine, and entropy [N]; at most `chunk` rows
-    of logits exist at a time."""
+    """As `logprobs.next_token_scores`: logprobs [N] with the bits of the engine, and entropy [N]. At most `chunk` rows
+    of logits exist at a time, and fewer where these would not fit into a tile: log_softmax needs whole ones."""
     assert bias is None and vocabulary is None, "true_on_policy = true was not refused with a head of another kind"
+    num_rows = max(1, min(chunk, logprobs.TILE_ELEMENTS[hidden.device.type] // len(weight)))
 
     def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         parts = [
             _scores(kernels.product(rows, weight, None), wanted, temperature)
-            for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+            for rows, wanted in zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -91,7 +95,7 @@ def _scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor
     temperatures = torch.full((len(logits), 1), temperature, dtype=torch.float32, device=logits.device)
     log_p = kernels.log_softmax(logits.div(temperatures).to(logits.dtype))
     wide = log_p.float()
-    return log_p.gather(-1, targets[:, None])[:, 0].float(), -(wide.exp() * wide).sum(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0].float(), -wide.exp().mul_(wide).sum(-1)
 
 
 class _Linear(nn.Linear):
@@ -129,13 +133,20 @@ def _plain_mean(x: Tensor) -> Tensor:
     return x.mean(-1, keepdim=True)
 
 
+def _head_dim(model_config: Any) -> int:
+    head_dim: int = (
+        getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    )
+    return head_dim
+
+
 class _Angles(nn.Module):
     """cos and sin [T, D / 2] float32 of what each token of a pack is turned by."""
 
     config: Any
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        head_dim = _head_dim(self.config)
         base = self.config.rope_parameters["rope_theta"]
         # On the host, as there: powers differ between devices.
         frequencies = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float, device="cpu") / head_dim))
@@ -212,6 +223,16 @@ def model_problems(model_config: Any) -> Iterator[str]:
         )
     if "sliding_attention" in (model_config.layer_types or ()):
         yield "true_on_policy = true with SGLang has no sliding windows, and this model uses them; set it to false"
+
+
+def attention_problems(model_config: Any, backend: str) -> Iterator[str]:
+    """Sentences about a model whose attention that backend does not compute alike for prompts and decoded tokens."""
+    if backend == "fa3" and (head_dim := _head_dim(model_config)) <= _FA3_HEAD_DIM_WITH_TWO_TILES:
+        yield (
+            'true_on_policy = true with rollout.attention_backend = "fa3" needs heads of more than '
+            f"{_FA3_HEAD_DIM_WITH_TWO_TILES} channels, and those of this model have {head_dim}: their decoded tokens "
+            'are summed in other tiles than prompts; set it to "triton"'
+        )
 
 
 def device_problems(backend: str) -> Iterator[str]:

@@ -229,6 +229,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
         environment |= sglang_kernels.ENVIRONMENT
     if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
+        arguments["disable_prefill_cuda_graph"] = True  # of the kind that prompts have, none can be given back
     return Launch(
         arguments=arguments | rollout.sglang,
         environment=environment,

@@ -36,7 +36,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run of 4 steps on one rank with `true_on_policy = true`, of a model whose sizes are those of kernels."""
-    save_tiny_model(tmp_path / "model", num_layers=2, hidden_size=256)
+    save_tiny_model(tmp_path / "model", num_layers=2, hidden_size=512, head_dim=128)
     (tmp_path / "reward.py").write_text(REWARD)
     config = tmp_path / "c.toml"
     config.write_text(CONFIG.format(runs=tmp_path, model=tmp_path / "model", reward=tmp_path / "reward.py"))
@@ -45,7 +45,7 @@ def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         [*torchrun, "-m", "spmdrl.train", str(config), "true_on_policy=true", *overrides],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,  # kernels are compiled, and graphs recorded, at the first start
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
@@ -80,8 +80,10 @@ def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
 
 
 @needs_sglang
-@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128)])
-@pytest.mark.parametrize("backend", ["fa3", "triton"])
+@pytest.mark.parametrize(
+    "backend, heads",
+    [("fa3", (4, 4, 128)), ("fa3", (8, 2, 128)), ("fa3", (4, 2, 96)), ("triton", (4, 4, 64)), ("triton", (8, 2, 128))],
+)
 def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
     backend: sglang_attention.Backend, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,35 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
     slope = noise(*together.shape)
     for one, other in zip(*(torch.autograd.grad((x * slope).sum(), (q, k, v)) for x in (together, plain)), strict=True):
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
+@needs_sglang
+@pytest.mark.parametrize("heads", [(4, 4, 128), (8, 2, 128), (16, 1, 128), (4, 2, 96), (4, 2, 256)])
+def test_fa3_gives_a_query_the_same_bits_alone_and_among_others(heads: tuple[int, int, int]) -> None:
+    """An engine decodes with one query a sequence; the trainer has all of them."""
+    skip_without("fa3")
+    num_heads, kv_heads, head_dim = heads
+    length, scale = 900, head_dim**-0.5
+    q, k, v = (noise(length, count, head_dim) for count in (num_heads, kv_heads, kv_heads))
+    q = q.flip(0).contiguous()  # otherwise queries would be their own keys
+    pages = torch.arange(length, dtype=torch.int32, device="cuda")
+
+    def attended(queries: slice) -> torch.Tensor:
+        count, seen = queries.stop - queries.start, queries.stop
+        return sglang_kernels.attend_paged(
+            q[queries],
+            k[:, None],
+            v[:, None],
+            page_table=pages[None, :seen].contiguous(),
+            cache_seqlens=torch.tensor([seen], dtype=torch.int32, device="cuda"),
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device="cuda"),
+            max_seqlen_q=count,
+            softmax_scale=scale,
+        )
+
+    together = attended(slice(0, length))
+    for queries in (*(slice(i, i + 1) for i in (0, 127, 128, 191, 192, 500, 899)), slice(300, 303), slice(256, 700)):
+        assert torch.equal(attended(queries), together[queries]), queries
 
 
 @needs_sglang

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.batch import lay_end_to_end
-from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.dist.session import World
+from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.model.load import decoder_layers
-from spmdrl.model.operators import operators_of
+from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenScores
 from spmdrl.rollout.sglang_layout import Share, held_weights
-from spmdrl.types import MicroBatch
+from spmdrl.rollout.sglang_options import launch_options
+from spmdrl.types import MicroBatch, UserError
 from tests import kernels_on_cpu
 from tests.tiny import random_sequences, save_gemma3, save_llama, save_qwen3
 from tests.unit.test_config import GOOD, problems, read
@@ -131,6 +137,34 @@ def test_attention_is_the_plain_one_and_has_its_gradient(
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
+def test_rotary_embeddings_are_compiled_once_for_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients and without, at a first and at a second time."""
+
+    def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> torch.Tensor:
+        return torch.cat((x[..., :8] * cos[:, None], x[..., 8:] * sin[:, None]), dim=-1)
+
+    counter = CompileCounter()
+    compiled = torch.compile(turned, dynamic=True, backend=counter)
+    monkeypatch.setattr(sglang_kernels, "_rotate", lambda: compiled)
+    for num_tokens, num_heads, learns in ((50, 4, True), (50, 2, True), (30, 4, False), (31, 2, True)):
+        x = torch.randn(num_tokens, num_heads, 16, requires_grad=learns)
+        assert sglang_operators._rotated(x, *torch.randn(2, num_tokens, 8)).requires_grad == learns
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("chunk", [8, 10**6])
+def test_rows_of_logits_fit_into_a_tile(chunk: int, on_cpu: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    product = sglang_kernels.product
+    on_cpu.setattr(sglang_kernels, "product", lambda x, *rest: (rows.append(len(x)), product(x, *rest))[1])
+    on_cpu.setitem(logprobs.TILE_ELEMENTS, "cpu", 500)
+    hidden, weight, targets = torch.randn(30, 16), torch.randn(100, 16), torch.arange(30)
+    scores = sglang_operators.next_token_scores(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
+    assert rows == [5] * 6
+    expected = logprobs.next_token_scores(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.MonkeyPatch) -> None:
     seen = [3, 1, 40, 2, 2, 9]
     for most in (1, 5, 12, 100):
@@ -139,6 +173,27 @@ def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.M
         assert [i for part in parts for i in range(len(seen))[part]] == list(range(len(seen)))
         assert all(sum(seen[part]) <= most or part.stop - part.start == 1 for part in parts)
     assert not list(sglang_attention._as_many_as_fit([]))
+
+
+@pytest.mark.parametrize("released", ['["kv_cache"]', '["kv_cache", "cuda_graph"]'])
+def test_what_an_engine_is_started_with_on_a_device(tmp_path: Path, released: str) -> None:
+    cfg = read(tmp_path, GOOD, "true_on_policy=true", "rollout.engine=sglang", f"offload.engine={released}")
+    plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
+    world = World(
+        rank=0,
+        num_ranks=1,
+        local_rank=0,
+        num_local_ranks=1,
+        patience=timedelta(minutes=1),
+        device=torch.device("cuda", 0),
+    )
+    launch = launch_options(cfg, plan, world)
+    chosen = {"rl_on_policy_target": "fsdp", "attention_backend": "fa3", "dtype": "bfloat16"}
+    assert {name: launch.arguments[name] for name in chosen} == chosen
+    assert launch.environment.items() >= sglang_kernels.ENVIRONMENT.items()
+    gives_back = "cuda_graph" in released
+    assert launch.arguments.get("disable_prefill_cuda_graph", False) == gives_back
+    assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in launch.environment) == gives_back
 
 
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
@@ -171,6 +226,23 @@ def test_models_that_sglang_computes_otherwise_are_refused(tmp_path: Path) -> No
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     assert "no sliding windows" in refusals(save_qwen3(tmp_path / "sliding", **sliding))[0]
     assert "uses gelu" in refusals(save_qwen3(tmp_path / "gelu", hidden_act="gelu"))[0]
+
+
+@pytest.mark.parametrize("backend, head_dim, refused", [("fa3", 64, 1), ("fa3", 128, 0), ("triton", 64, 0)])
+def test_heads_that_fa3_computes_in_two_ways_are_refused(
+    tmp_path: Path, backend: str, head_dim: int, refused: int
+) -> None:
+    config = AutoConfig.from_pretrained(save_qwen3(tmp_path, head_dim=head_dim))
+    said = list(sglang_operators.attention_problems(config, backend))
+    assert len(said) == refused and all(f"those of this model have {head_dim}" in sentence for sentence in said)
+
+
+def test_an_engine_without_kernels_on_a_device_has_none_there(tmp_path: Path) -> None:
+    """Also for those who read the settings of a run that went elsewhere."""
+    for engine, device_type in (("sglang", "cpu"), ("torch", "cuda")):
+        cfg = read(tmp_path, GOOD, "true_on_policy=true", f"rollout.engine={engine}")
+        with pytest.raises(UserError, match=f'no exact kernels for rollout.engine = "{engine}"'):
+            kernel_of_run(cfg, device_type, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
