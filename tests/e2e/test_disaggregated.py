@@ -69,7 +69,7 @@ def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) 
     assert json.loads((apart / "plan.json").read_text())["steps_ahead"] == 0
 
 
-@pytest.mark.parametrize("engine_ranks", [1, 2])
+@pytest.mark.parametrize("engine_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_ranks: int) -> None:  # noqa: F811
     name = f"apart-{engine_ranks}-of-3"
     launch(folder, 3, f"run.name={name}", *APART, IN_STEP, f"rollout.num_ranks={engine_ranks}", "run.num_steps=2")

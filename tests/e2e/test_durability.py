@@ -229,7 +229,7 @@ def _dies(arguments: list[str], moment: Callable[[int], None], step: int) -> int
     return main(arguments)
 
 
-@pytest.mark.parametrize("moment", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", [0, *(pytest.param(later, marks=pytest.mark.slow) for later in (1, 2))])
 def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: int) -> None:  # noqa: F811
     """In the first checkpoint, or in a later one: none that is not whole has the name of one."""
     name, step = f"torn-{moment}", 1 + moment

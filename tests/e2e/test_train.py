@@ -209,6 +209,7 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole:
     assert steady[0] == steady[1]
 
 
+@pytest.mark.slow
 def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, whole: Path) -> None:
     settings = ["offload.trainer=all", 'offload.engine=["kv_cache", "weights"]', "report.memory=true"]
     done = torchrun(folder, 2, "run.name=offloaded", *settings)
@@ -337,7 +338,9 @@ def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Pat
 LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "parallel.dp_replicate=2"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name == "context" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layout: str) -> None:
     torchrun(folder, 2, f"run.name={layout}", "run.num_steps=2", "checkpoint.every=0", LAYOUTS[layout])
     for one, other in zip(rows(whole)[:3], rows(folder / "runs" / layout), strict=True):
