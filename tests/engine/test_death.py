@@ -43,7 +43,7 @@ prompt_template = "{{metadata[expression]}} ="
 engine = "sglang"
 prompts_per_step = 8
 group_size = 4
-max_response_tokens = {response_tokens}
+max_response_tokens = 100
 tp_size = {tp_size}
 restart_engine = {restart}
 [reward]
@@ -67,9 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """A run on 2 ranks, which have an engine each or share one, and its processes."""
 
-    def __init__(
-        self, folder: Path, model: Path, *, num_steps: int, restart: bool, tp_size: int, response_tokens: int
-    ) -> None:
+    def __init__(self, folder: Path, model: Path, *, num_steps: int, restart: bool, tp_size: int) -> None:
         self.run = folder / "runs/killed"
         config = folder / "c.toml"
         config.write_text(
@@ -80,7 +78,6 @@ class Job:
                 num_steps=num_steps,
                 restart=str(restart).lower(),
                 tp_size=tp_size,
-                response_tokens=response_tokens,
             )
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -145,10 +142,8 @@ class Job:
 
 
 @contextmanager
-def job(
-    folder: Path, model: Path, *, num_steps: int, restart: bool = False, tp_size: int = 1, response_tokens: int = 100
-) -> Iterator[Job]:
-    started = Job(folder, model, num_steps=num_steps, restart=restart, tp_size=tp_size, response_tokens=response_tokens)
+def job(folder: Path, model: Path, *, num_steps: int, restart: bool = False, tp_size: int = 1) -> Iterator[Job]:
+    started = Job(folder, model, num_steps=num_steps, restart=restart, tp_size=tp_size)
     try:
         yield started
     finally:
@@ -178,7 +173,7 @@ def test_a_job_that_is_told_to_stop_saves_with_its_engines(tmp_path: Path, model
 def test_a_killed_scheduler_ends_the_job_with_the_cause(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with job(tmp_path, model, num_steps=1000, response_tokens=220) as run:  # which take seconds
+    with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(1)
         assert ps.main([str(run.run), "dump"]) == 0
         for rank, stacks in enumerate(capsys.readouterr().out.split("== rank ")[1:]):
