@@ -925,6 +925,17 @@ def _refuse_unmeasured_best(checkpoint: CheckpointConfig, *, measures: bool) -> 
         )
 
 
+def _refuse_unknown_changes(kind: type[Section], resume: ResumeConfig) -> None:
+    """Raises ValueError when `resume.changed` names what is no setting."""
+    known = set(_all_keys(kind))
+    for name in resume.changed:
+        # What is in a free table, such as rollout.sglang, has no name of its own.
+        parts = name.split(".")
+        longest = next((i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in known), 0)
+        if longest < len(parts) and (not longest or _at(kind, tuple(parts[:longest]))):
+            raise ValueError(f"resume.changed names {name}, which is no setting{_did_you_mean(kind, tuple(parts))}")
+
+
 def _refuse_less_patience(run: RunConfig, watchdog: WatchdogConfig) -> None:
     """Raises ValueError when collectives would end a stuck run before the watchdog could say where."""
     if watchdog.timeout_s > run.patience_minutes * 60:
@@ -1039,6 +1050,11 @@ class Config(Section):
     def advantages_need_scores(self) -> bool:
         """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
         return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
+
+    @model_validator(mode="after")
+    def _what_has_changed_is_a_setting(self) -> Config:
+        _refuse_unknown_changes(Config, self.resume)
+        return self
 
     @model_validator(mode="after")
     def _somebody_asks_the_critic(self) -> Config:
@@ -1239,6 +1255,11 @@ class SftConfig(Section):
     resume: ResumeConfig = ResumeConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _what_has_changed_is_a_setting(self) -> SftConfig:
+        _refuse_unknown_changes(SftConfig, self.resume)
+        return self
 
     @model_validator(mode="after")
     def _the_best_is_measured(self) -> SftConfig:

@@ -107,9 +107,17 @@ def _write_weights(gatherer: Gatherer, files: Sequence[Sequence[Bucket]], paths:
             if tensors:
                 if written:
                     written.result()
-                written = writer.submit(save_file, tensors, path, {"format": "pt"})
+                written = writer.submit(_save, tensors, path)
         if written:
             written.result()
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """A file for whoever may read its directory: safetensors writes it for its owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
 
 
 def _write_the_rest(

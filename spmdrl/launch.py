@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.checkpoint import Origin, foresee_origin
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config, SectionT, SftConfig, read_config
-from spmdrl.dist.session import launched_ranks
+from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
 from spmdrl.faults.watch import failure_in
 from spmdrl.inputs import Inputs, open_inputs
@@ -41,7 +41,8 @@ def run_from_command_line(
         assert isinstance(cfg, Config | SftConfig)
         _check_there_is_time(cfg.run.stop_before)
         inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks())
-        folder = RunFolder.of(cfg.run.dir, cfg.run.name, cfg.resume.checkpoint)
+        # What a launch may find is asked of its first start: when ranks are started again, the run is their own.
+        folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)
         if arguments.dry_run:
             origin = foresee_origin(cfg, folder.checkpoints)
             _print_dry_run(cfg, inputs, folder, origin, check(cfg, inputs))
@@ -101,7 +102,7 @@ def _print_dry_run(
 
 def _beginning(origin: Origin, num_steps: int) -> Iterator[str]:
     """Where the run would begin, and what it would say about that."""
-    if origin.step == 0:
+    if origin.saved_step is None:
         yield "at step 0: there is no checkpoint to go on from"
     else:
         yield f"after step {origin.step} of {num_steps}: {folder_of(origin.folder, origin.step)}"

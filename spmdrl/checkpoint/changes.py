@@ -53,6 +53,11 @@ HARMLESS = (
 )
 
 
+# What a change does not do, where that may be a surprise.
+_FROM_CHECKPOINT = " (weights are the checkpoint's, whatever that is; a new run.name starts from others)"
+_MEANING = {"model.path": _FROM_CHECKPOINT, "critic.path": _FROM_CHECKPOINT}
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A setting that is not what it was."""
@@ -79,7 +84,7 @@ def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
     chosen = dict(_flat(cfg.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     names = [name for name in sorted(old.keys() | now.keys()) if name in old or name in chosen]
     return [
-        Change(name, f"{name} was {_shown(old, name)} and is {_shown(now, name)}")
+        Change(name, f"{name} was {_shown(old, name)} and is {_shown(now, name)}{_MEANING.get(name, '')}")
         for name in names
         if old.get(name) != now.get(name)
     ]

@@ -258,7 +258,11 @@ def _make_room(folder: Path, unfinished: Path) -> None:
 
 
 def _amend(checkpoint: Path, metrics: Mapping[str, float]) -> None:
-    dataclasses.replace(Manifest.read(checkpoint), metrics=finite(metrics)).write(checkpoint)
+    try:
+        manifest = Manifest.read(checkpoint)
+    except BrokenManifest as error:
+        raise OSError(errno.EIO, str(error), str(checkpoint)) from error
+    dataclasses.replace(manifest, metrics=finite(metrics)).write(checkpoint)
     sync_directory(checkpoint)
 
 

@@ -41,6 +41,11 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def are_restarted() -> bool:
+    """Whether torchrun has started these ranks again after a failure (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def local_rank() -> int:
     """This process's place among its machine's ranks, and the index of its device; needs no process group."""
     return int(os.environ.get("LOCAL_RANK", "0"))

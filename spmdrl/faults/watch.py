@@ -570,5 +570,7 @@ def watch_over(
     try:
         with watch.reporting():
             yield watch
+        if world.is_main:
+            files.stop.unlink(missing_ok=True)  # it came too late to be heard, and is not meant for the next launch
     finally:
         watch.close()

@@ -91,6 +91,8 @@ def read_model_config(cfg: ModelConfig) -> Any:
 
     Raises UserError when the path is not a model, or holds one whose attention or logits are not supported.
     """
+    if not Path(cfg.path).exists():
+        raise UserError(f'model.path = "{cfg.path}" does not exist; set it to a directory: models are not downloaded')
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:

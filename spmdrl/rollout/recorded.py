@@ -113,9 +113,10 @@ class RecordedSampler:
         with failing_together(self._mesh):
             missing = set(range(step + 1, self._plan.num_steps + 1)) - set(recorded_steps(self._folder))
             if missing:
+                shorter = f"set num_steps to {min(missing) - 1}, or " if min(missing) > step + 1 else ""
                 raise UserError(
                     f"debug.load_rollouts = {self._folder} has no rollouts of step {min(missing)}, but run.num_steps = "
-                    f"{self._plan.num_steps}; set num_steps to {min(missing) - 1}, or record that step first"
+                    f'{self._plan.num_steps}; {shorter}record every step: debug.save_rollouts = "all"'
                 )
 
     def dismiss(self) -> None:

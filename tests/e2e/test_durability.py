@@ -130,7 +130,13 @@ def torchrun(
     )
 
 
-def killed_at_random(folder: Path, name: str, *, seed: int, max_restarts: int = 0) -> None:  # noqa: F811
+def killed_at_random(
+    folder: Path,  # noqa: F811
+    name: str,
+    *overrides: str,
+    seed: int,
+    max_restarts: int = 0,
+) -> None:
     """Start the run, and kill -9 one of its ranks somewhere in a step, a few steps further than it was.
 
     In steps and not in seconds, so that the run is not over before it has been killed, however fast the machine is.
@@ -138,7 +144,7 @@ def killed_at_random(folder: Path, name: str, *, seed: int, max_restarts: int = 
     chance = random.Random(seed)
     run = folder / "runs" / name
     wanted = newest_step(run / "checkpoints") + chance.randint(1, 4)
-    launched = torchrun(folder, name, LONGER, max_restarts=max_restarts)
+    launched = torchrun(folder, name, LONGER, *overrides, max_restarts=max_restarts)
     try:
         began = time.monotonic()
         while (last := _last_step(run)).get("step", 0) < wanted:
@@ -184,7 +190,8 @@ def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longe
 
 
 def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:  # noqa: F811
-    killed_at_random(folder, "restarted", seed=3, max_restarts=1)
+    """Also when there must be no run yet where they are started first."""
+    killed_at_random(folder, "restarted", "resume.checkpoint=never", seed=3, max_restarts=1)
     assert_same_run(folder / "runs/restarted", longer)
     assert (folder / "runs/restarted/logs/rank-0.log").read_text().count("rank 0 of 2 on") == 2
 

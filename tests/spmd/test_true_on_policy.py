@@ -256,3 +256,11 @@ def test_a_run_that_does_not_keep_the_promise_ends_before_weights_change(tmp_pat
     report = read_error(FaultFiles(tmp_path / "exact"))
     assert report is not None and report.step == 1
     assert "and true_on_policy = true promises 0; no weights were changed" in report.message
+
+
+def test_with_the_engine_in_the_trainers_place_later_updates_may_move(tmp_path: Path) -> None:
+    """What they are compared with then is the engine, from which the first one moved them."""
+    config = _write_config(tmp_path, save_qwen3)
+    argv = [str(config), "loss.kl_coef=0.0", 'correction.old="rollout"', "run.num_steps=1"]
+    assert run_ranks(1, main, argv) == [0]
+    assert run_ranks(1, _with_another_decode, [*argv, "run.name=broken"]) == [EXIT_DIVERGED]

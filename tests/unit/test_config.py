@@ -217,3 +217,14 @@ SGLANG = 'rollout.engine="sglang"'
 def test_a_placement_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
     (problem,) = problems(tmp_path, GOOD, *overrides)
     assert expected in problem
+
+
+def test_what_resume_may_find_changed_is_a_setting(tmp_path: Path) -> None:
+    names = '["optim", "optim.lr", "data.sources", "rollout.sglang.log_level"]'
+    assert len(read(tmp_path, GOOD, f"resume.changed={names}").resume.changed) == 4
+    for name, hint in (
+        ("optim.learningrate", "the settings there are name, lr"),
+        ("optm", "did you mean optim?"),
+    ):
+        (problem,) = problems(tmp_path, GOOD, f'resume.changed=["{name}"]')
+        assert f"resume.changed names {name}, which is no setting" in problem and hint in problem

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from spmdrl.dist.session import World
 from spmdrl.faults.cause import OomKills, hints_of, is_secondary
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.posts import Post, describe_hang, furthest_behind, has_ended, own_host, read_posts, silent, stuck
@@ -31,7 +33,7 @@ from spmdrl.faults.verdict import (
     read_requeue,
     write_requeue,
 )
-from spmdrl.faults.watch import Stop, Watch, Wish
+from spmdrl.faults.watch import JobFailed, Stop, Watch, Wish, watch_over
 from spmdrl.supervise import conclude, supervise
 from spmdrl.supervise import main as supervise_main
 from spmdrl.tools import ps
@@ -313,6 +315,22 @@ def test_the_file_stop_asks_the_run_to_stop(files: FaultFiles) -> None:
         assert watch.wish_to_stop() == Wish("maintenance", again=True)
     finally:
         watch.close()
+
+
+def test_a_wish_that_came_too_late_is_not_meant_for_the_next_launch(
+    files: FaultFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmdrl.faults.watch.shared_store", dist.HashStore)
+    alone = World(
+        rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, patience=timedelta(1), device=torch.device("cpu")
+    )
+    with watch_over(files, alone, timeout_s=0.0):
+        files.stop.write_text("late")
+    assert not files.stop.exists()
+    with pytest.raises(JobFailed), watch_over(files, alone, timeout_s=0.0):
+        files.stop.write_text("and then it failed")
+        raise ValueError
+    assert files.stop.exists()
 
 
 def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,9 +244,11 @@ def tensors(change: Callable[[dict[str, Any]], object]) -> Change:
 
 
 MODEL = {
-    "absent": Case(lambda folder: shutil.rmtree(folder / "model"), "is not a model directory: it has no config.json"),
+    "absent": Case(lambda folder: shutil.rmtree(folder / "model"), "does not exist; set it to a directory"),
     "a file": Case(replaced("/model", "/rows.jsonl"), "is not a model directory: it has no config.json"),
-    "a name on a hub": Case(nothing, "is not a model directory", ("model.path=Qwen/Qwen3-0.6B",)),
+    "a name on a hub": Case(
+        nothing, "does not exist; set it to a directory: models are not downloaded", ("model.path=Qwen/Qwen3-0.6B",)
+    ),
     "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
     "a config that is not JSON": Case(written("model/config.json", "{"), "is not a valid JSON file"),
     "a list for a config": Case(written("model/config.json", "[]"), "Should have a `model_type` key"),
