@@ -29,20 +29,21 @@ def start_learners(
     policy: Policy, cfg: Config, plan: Plan, meshes: ModelMeshes, *, dtype: torch.dtype
 ) -> dict[str, Learner]:
     """Learners that have learned nothing yet, by the names they have in checkpoints; loads the critic."""
+    optimizers = optimizers_of(cfg)
     learners = {
         POLICY: Learner.start(
             policy,
-            cfg.optim,
+            optimizers[POLICY],
             num_updates=plan.num_updates,
             dtype=dtype,
             frozen_steps=cfg.critic.warmup_steps,
             coefficients=starting_coefficients(cfg),
         )
     }
-    if cfg.has_critic:
+    if CRITIC in optimizers:
         critic = load_critic(cfg.critic_model, meshes)
         learners[CRITIC] = Learner.start(
-            critic, cfg.critic_optim, num_updates=plan.num_updates, dtype=dtype, area="critic"
+            critic, optimizers[CRITIC], num_updates=plan.num_updates, dtype=dtype, area="critic"
         )
     return learners
 

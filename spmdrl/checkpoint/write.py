@@ -62,7 +62,9 @@ class Saver:
         self._buffers = HostBuffers(pinned=meshes.training.device_type == "cuda")
         self._writing: _Writing | None = None
         self._taken: Metrics = {}
-        self.newest = max(saved_steps(folder), default=None)  # step of the last checkpoint, saved or being written
+        # Step of the last checkpoint, saved or being written. As one rank sees it: shared storage may show another list
+        # to another rank, and what is saved next depends on it.
+        self.newest = gather_objects(self._mesh, max(saved_steps(folder), default=None))[0]
 
     def save(self, step: int, *, metrics: Mapping[str, float], collector: Mapping[str, Any] | None = None) -> None:
         """Copy the state after `step`, and begin to write it; waits for the save before.

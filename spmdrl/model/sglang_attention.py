@@ -18,8 +18,6 @@ from spmdrl.model.two_passes import with_gradient_of
 Backend = Literal["fa3", "triton"]
 _SEEN = 2**24  # most keys, counted once for each query that sees them, that decoded tokens are given at the same time
 
-Exact = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [T, H, D], k and v [T, K, D] give [T, H, D]
-
 
 def causal_as_engine(
     backend: Backend,

@@ -91,8 +91,8 @@ def _compute(
     policy = load_policy(cfg.model, meshes.model, **scoring)
     reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
     learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
-    if step > 1:
-        before = folder_of(folder.checkpoints, step - 1)
+    before = folder_of(folder.checkpoints, step - 1)
+    if step > 1 or before.exists():
         checkpoint.require_whole(before, meshes.training, remedy="replay another step")
     checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step - 1)
     objectives = objectives_of(cfg, learners)
