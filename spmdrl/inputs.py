@@ -29,7 +29,7 @@ from spmdrl.model.load import (
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory
-from spmdrl.plan import Plan, plan_run
+from spmdrl.config.plan import Plan, plan_run
 from spmdrl.policy_loss import check_policy_loss
 from spmdrl.predict import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine

@@ -12,7 +12,7 @@ from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.load import load_critic
 from spmdrl.model.policy import Policy
 from spmdrl.objective import ObjectiveFunction, PolicyObjective, ValueObjective
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.update import Learner
 
 POLICY, CRITIC = "policy", "critic"

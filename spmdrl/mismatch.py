@@ -28,7 +28,7 @@ from spmdrl.config import CorrectionConfig, MismatchLimits
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import MAX_WORST, EffectiveFraction, TokenValue, Worst
-from spmdrl.plan import Plan, looks_ahead
+from spmdrl.config.plan import Plan, looks_ahead
 from spmdrl.types import MicroBatch
 
 CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself

@@ -26,7 +26,7 @@ from spmdrl.model.load import load_model_config, load_policy, load_reference, pa
 from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
 from spmdrl.objective import ObjectiveFunction, PolicyObjective, SftObjective
-from spmdrl.plan import Plan, parallel_problems
+from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.prepare import add_logprobs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import Sequence, UserError

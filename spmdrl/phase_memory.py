@@ -28,7 +28,7 @@ from spmdrl.memory import (
     staging_bytes,
     states_per_weight,
 )
-from spmdrl.plan import Plan, needs_old_logprobs
+from spmdrl.config.plan import Plan, needs_old_logprobs
 
 PROCESS_BYTES = GIB // 2  # of the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # the same with CUDA's libraries

@@ -19,7 +19,7 @@ from spmdrl.metrics import Metrics
 from spmdrl.mismatch import correct
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel, Policy
-from spmdrl.plan import Plan, needs_old_logprobs
+from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.types import MicroBatch, TrainingDiverged
 from spmdrl.update import Learner
 

@@ -13,7 +13,7 @@ from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
 from spmdrl.findings import Findings, Witness
 from spmdrl.metrics import Metrics
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.recording import Recording, folder_of, write
 from spmdrl.update import Learner

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from spmdrl.config import LossConfig, ModelConfig
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.types import Sequence
 
 VOCABULARY = 97  # odd, so that no number of ranks divides it

@@ -22,7 +22,7 @@ from spmdrl.config import Config
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.metrics import Max, Mean, Metrics, Total
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import EngineDied, RolloutEngine
 from spmdrl.rollout.group import PromptGroup

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
 from spmdrl.rewards.judge import Pending, judged

@@ -11,7 +11,7 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.metrics import Max
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.collect import Collected, Collector, training_drawing
 from spmdrl.rollout.engine import RolloutEngine

@@ -22,7 +22,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.faults.watch import Watch, Wish
 from spmdrl.metrics import Max, Metrics, merge_all
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.judge import Judge

@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.refit.bucket import Bucket
 from spmdrl.rollout import sglang_process
 from spmdrl.rollout.remote import FIRST, ORDERS

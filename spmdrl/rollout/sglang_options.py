@@ -16,7 +16,7 @@ from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.dist.session import World, local_rank
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
 from spmdrl.rollout.sglang_engine import Launch
 from spmdrl.rollout.transport import shared_memory_problem, wanted_transport

@@ -12,7 +12,7 @@ from spmdrl.dist.session import World
 from spmdrl.faults.watch import Wish
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.plan import Plan
+from spmdrl.config.plan import Plan
 from spmdrl.refit.digest import digest
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.engine import RolloutEngine

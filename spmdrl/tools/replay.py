@@ -33,7 +33,7 @@ from spmdrl.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.plan import Plan, parallel_problems
+from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.prepare import prepare
 from spmdrl.record import read_findings
 from spmdrl.report import RunFolder

@@ -20,7 +20,7 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.load import compute_dtype, load_model_config, load_policy, reshard
 from spmdrl.model.policy import Policy
-from spmdrl.plan import make_plan
+from spmdrl.config.plan import make_plan
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.start import start_engine

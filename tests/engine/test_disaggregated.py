@@ -21,7 +21,7 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.objective import PolicyObjective
-from spmdrl.plan import make_plan
+from spmdrl.config.plan import make_plan
 from spmdrl.prepare import add_logprobs
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.judge import Pending

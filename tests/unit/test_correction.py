@@ -23,7 +23,7 @@ from spmdrl.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_
 from spmdrl.mismatch import batch_sums, effective_fraction, exceeded, kept_tokens, settle, weigh, worst_of
 from spmdrl.model.policy import TokenScores
 from spmdrl.objective import PolicyObjective
-from spmdrl.plan import needs_old_logprobs
+from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.types import MicroBatch
 from tests import oracle

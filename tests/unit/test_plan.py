@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config
-from spmdrl.plan import make_plan
+from spmdrl.config.plan import make_plan
 from spmdrl.types import UserError
 from tests.unit.test_config import GOOD, read
 
