@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.batch import MiniBatch, build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
-from spmdrl.costs import with_costs
+from spmdrl.preflight.flops import with_costs
 from spmdrl.credit import choose_tokens
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World

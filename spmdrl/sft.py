@@ -20,8 +20,8 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import watch_over
-from spmdrl.inputs import Inputs
-from spmdrl.launch import run_from_command_line
+from spmdrl.preflight.inputs import Inputs
+from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.learners import POLICY
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy

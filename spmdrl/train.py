@@ -28,8 +28,8 @@ from spmdrl.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.guard import Guard
-from spmdrl.inputs import Inputs
-from spmdrl.launch import run_from_command_line
+from spmdrl.preflight.inputs import Inputs
+from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.mismatch import exceeded

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, read_config
 from spmdrl.evaluate import eval_metrics
-from spmdrl.inputs import open_held_out
+from spmdrl.preflight.inputs import open_held_out
 from spmdrl.metrics import scalars
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers

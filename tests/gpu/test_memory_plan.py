@@ -18,9 +18,9 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.model.sizes import decoder_of
+from spmdrl.preflight.shapes import decoder_of
 from spmdrl.objective import PolicyObjective
-from spmdrl.predict import Model, predict
+from spmdrl.preflight.forecast import Model, predict
 from spmdrl.report import Report
 from spmdrl.report.resources import resource_metrics
 from spmdrl.update import Learner, update

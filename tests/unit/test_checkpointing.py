@@ -17,7 +17,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
-from spmdrl.model.sizes import decoder_of
+from spmdrl.preflight.shapes import decoder_of
 from tests import kernels_on_cpu
 from tests.live import Watch
 

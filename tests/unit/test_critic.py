@@ -15,7 +15,7 @@ from spmdrl.algo.value import clipped_value_loss, fit_sums
 from spmdrl.memory import ModelSize, plan_memory
 from spmdrl.metrics import ExplainedVariance
 from spmdrl.model.load import critic_shapes, parameter_shapes
-from spmdrl.predict import Model, predict
+from spmdrl.preflight.forecast import Model, predict
 from tests import oracle
 from tests.tiny import model_config
 from tests.unit.test_memory import config

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
-from spmdrl.costs import with_costs
+from spmdrl.preflight.flops import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
@@ -31,7 +31,7 @@ from spmdrl.optim import check_optimizer
 from spmdrl.phase_memory import PhaseMemory
 from spmdrl.config.plan import Plan, plan_run
 from spmdrl.policy_loss import check_policy_loss
-from spmdrl.predict import Model, Prediction, predict_here
+from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError
 

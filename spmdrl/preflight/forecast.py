@@ -24,7 +24,7 @@ from spmdrl.memory import (
 )
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
-from spmdrl.model.sizes import cut_by_tp, decoder_of, expert_names
+from spmdrl.preflight.shapes import cut_by_tp, decoder_of, expert_names
 from spmdrl.phase_memory import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.config.plan import plan_run
 

@@ -19,7 +19,7 @@ from spmdrl.config import Config, SectionT, SftConfig, read_config
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
 from spmdrl.faults.watch import failure_in
-from spmdrl.inputs import Inputs, open_inputs
+from spmdrl.preflight.inputs import Inputs, open_inputs
 from spmdrl.report import RunFolder
 from spmdrl.types import UserError
 

@@ -1,0 +1,1 @@
+"""May it start? Everything that is checked, and foretold, before the first process group."""
