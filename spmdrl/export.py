@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
-from spmdrl.memory import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
+from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.memory import STATE_BLOCK_BYTES
+from spmdrl.memory.device import STATE_BLOCK_BYTES
 from spmdrl.model.host_memory import HostBuffers
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from spmdrl.activations import Decoder
+from spmdrl.memory.activations import Decoder
 from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.dist.session import local_rank
-from spmdrl.memory import (
+from spmdrl.memory.device import (
     Layout,
     MemoryPlan,
     ModelSize,
@@ -25,7 +25,7 @@ from spmdrl.memory import (
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.preflight.shapes import cut_by_tp, decoder_of, expert_names
-from spmdrl.phase_memory import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
+from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.config.plan import plan_run
 
 

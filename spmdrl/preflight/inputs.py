@@ -15,7 +15,7 @@ from spmdrl.preflight.flops import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.export import refuse_overwriting
-from spmdrl.memory import MemoryPlan
+from spmdrl.memory.device import MemoryPlan
 from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
@@ -28,7 +28,7 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.optim import check_optimizer
-from spmdrl.phase_memory import PhaseMemory
+from spmdrl.memory.phases import PhaseMemory
 from spmdrl.config.plan import Plan, plan_run
 from spmdrl.policy_loss import check_policy_loss
 from spmdrl.preflight.forecast import Model, Prediction, predict_here

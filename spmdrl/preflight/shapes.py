@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spmdrl.activations import Decoder
+from spmdrl.memory.activations import Decoder
 
 # Styles of a tensor-parallel plan whose weights every rank holds whole.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.phase_memory import PhaseMemory
+from spmdrl.memory.phases import PhaseMemory
 
 _GIB = 2**30
 _COLUMNS = ("free", "reserved", "allocated", "host", "pinned")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import ReportConfig
-from spmdrl.phase_memory import PhaseMemory
+from spmdrl.memory.phases import PhaseMemory
 from spmdrl.report.console import Display, Progress, open_display
 from spmdrl.report.files import MetricsFile, StepRowsFile, read_rows
 from spmdrl.report.memory import (

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.preflight.launch import EXIT_USER_ERROR
-from spmdrl.memory import CONTEXT_BYTES, GIB, gib
+from spmdrl.memory.device import CONTEXT_BYTES, GIB, gib
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
-from spmdrl.phase_memory import Parts, PhaseMemory, micro_batch_tokens
+from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.types import UserError
 

@@ -14,7 +14,7 @@ from spmdrl.batch import build_batch
 from spmdrl.config import OffloadConfig, OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.memory import GIB, MemoryPlan
+from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.objective import PolicyObjective

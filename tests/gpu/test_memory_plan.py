@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from spmdrl.activations import Kept, kept_bytes
+from spmdrl.memory.activations import Kept, kept_bytes
 from spmdrl.batch import build_batch
 from spmdrl.config import OptimConfig, ReportConfig
 from spmdrl.dist.mesh import Meshes, build_meshes

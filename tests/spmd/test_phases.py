@@ -12,7 +12,7 @@ import torch
 from spmdrl.config import OffloadConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.memory import GIB, MemoryPlan
+from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.phases import MemoryShortage, Phases
 from spmdrl.report.memory import MemoryReading, read_memory
 from spmdrl.rollout.engine import EngineDied

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from spmdrl.activations import Kept, kept_bytes
+from spmdrl.memory.activations import Kept, kept_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import decoder_layers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.value import clipped_value_loss, fit_sums
-from spmdrl.memory import ModelSize, plan_memory
+from spmdrl.memory.device import ModelSize, plan_memory
 from spmdrl.metrics import ExplainedVariance
 from spmdrl.model.load import critic_shapes, parameter_shapes
 from spmdrl.preflight.forecast import Model, predict

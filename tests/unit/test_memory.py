@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from spmdrl.config import Config
-from spmdrl.memory import (
+from spmdrl.memory.device import (
     GIB,
     Layout,
     MemoryPlan,

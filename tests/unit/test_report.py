@@ -18,7 +18,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from spmdrl.config import Config, ReportConfig
-from spmdrl.phase_memory import PhaseMemory
+from spmdrl.memory.phases import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
 from spmdrl.report.curves import smoothed

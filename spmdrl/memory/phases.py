@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from spmdrl.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
+from spmdrl.memory.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
 from spmdrl.config import Config, SftConfig
-from spmdrl.memory import (
+from spmdrl.memory.device import (
     CONTEXT_BYTES,
     EXPORT_BUCKET_BYTES,
     EXPORT_FILE_BYTES,

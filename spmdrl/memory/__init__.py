@@ -1,0 +1,1 @@
+"""Bytes on paper: what a device must hold, phase by phase."""
