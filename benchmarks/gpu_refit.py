@@ -38,8 +38,9 @@ from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout import sglang_cpu, sglang_loader
-from spmdrl.rollout.sglang_engine import Launch, SGLangEngine
+from spmdrl.engine.sglang import cpu as sglang_cpu
+from spmdrl.engine.sglang import loader as sglang_loader
+from spmdrl.engine.sglang.engine import Launch, SGLangEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.other_process import OtherProcess

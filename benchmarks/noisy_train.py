@@ -20,7 +20,7 @@ from spmdrl import train
 from spmdrl.rollout import start
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import LocalSampler
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 
 
 @contextmanager

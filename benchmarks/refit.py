@@ -33,8 +33,10 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout import sglang_cpu, sglang_loader, sglang_process
-from spmdrl.rollout.sglang_engine import Launch, SGLangEngine
+from spmdrl.engine.sglang import cpu as sglang_cpu
+from spmdrl.engine.sglang import loader as sglang_loader
+from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang.engine import Launch, SGLangEngine
 
 MIB = 2**20
 GIB = 2**30

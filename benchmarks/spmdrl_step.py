@@ -25,7 +25,7 @@ from typing import Any
 import workload
 
 import spmdrl.train
-from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.types import Request, Response
 
 CONFIG = """\

@@ -31,7 +31,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import MicroBatch, Request, Sequence
 
 

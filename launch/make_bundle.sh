@@ -47,7 +47,7 @@ for file in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$file" "$site"; do
 # Three quarters of it are kernels of other GPUs, fa3, and parts of SGLang that serve no rollouts.
 rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/rust_extensions/*.so "$site/triton_kernels"
 find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
-cp -r "$here/spmdrl/rollout/sglang_cpu/stubs/IPython" "$site"
+cp -r "$here/spmdrl/engine/sglang/cpu/stubs/IPython" "$site"
 find "$site" -name __pycache__ -prune -exec rm -rf {} +
 
 rm -f "$out"/site.tar.xz.*

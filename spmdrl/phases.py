@@ -24,8 +24,8 @@ from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
-from spmdrl.rollout.engine import RolloutEngine
-from spmdrl.rollout.restart import Restarts
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.restart import Restarts
 from spmdrl.types import ToldToStop
 
 

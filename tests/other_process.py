@@ -15,8 +15,8 @@ from torch import Tensor
 from spmdrl.refit.bucket import Bucket, bucket_of
 from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import Naming
-from spmdrl.rollout.sglang_loader import described, load_bucket
-from spmdrl.rollout.sglang_process import Handle
+from spmdrl.engine.sglang.loader import described, load_bucket
+from spmdrl.engine.sglang.process import Handle
 
 LIMIT_S = 120.0
 

@@ -18,7 +18,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 # Lines around what a rank writes of its own accord, and after everything that it has to say.
 BEGIN, END, DONE = "--- stacks of", "--- end of stacks", "--- nothing else"
 # Set for the processes of an engine: the log that they write to. Their part of this is in
-# `rollout/sglang_cpu/startup/sitecustomize.py`, which imports nothing of spmdrl.
+# `engine/sglang/cpu/startup/sitecustomize.py`, which imports nothing of spmdrl.
 STACKS_TO = "SPMDRL_STACKS_TO"
 
 

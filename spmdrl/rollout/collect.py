@@ -24,9 +24,9 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.metrics import Max, Mean, Metrics, Total
 from spmdrl.config.plan import Plan
 from spmdrl.rewards.judge import Pending
-from spmdrl.rollout.engine import EngineDied, RolloutEngine
+from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.restart import Restarts
+from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Request, Response, Rollout, UserError

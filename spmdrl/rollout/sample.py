@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spmdrl.algo.seeds import rollout_seed
 from spmdrl.config import Config
-from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.types import Prompt, Request, Rollout
 
 

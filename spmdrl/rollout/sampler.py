@@ -14,8 +14,8 @@ from spmdrl.metrics import Max
 from spmdrl.config.plan import Plan
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.collect import Collected, Collector, training_drawing
-from spmdrl.rollout.engine import RolloutEngine
-from spmdrl.rollout.restart import Restarts
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.types import Prompt, Rollout
 

@@ -27,7 +27,7 @@ from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.rollout.remote import (
     ANNOUNCED,
     FIRST,
@@ -43,7 +43,7 @@ from spmdrl.rollout.remote import (
     RefitOrder,
     expected_by,
 )
-from spmdrl.rollout.restart import Restarts
+from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler
 from spmdrl.types import Prompt, Rollout, TrainingDiverged, UserError
 

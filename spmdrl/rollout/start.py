@@ -15,14 +15,14 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.config.plan import Plan
 from spmdrl.refit.digest import digest
 from spmdrl.rewards.judge import Pending
-from spmdrl.rollout.engine import RolloutEngine
-from spmdrl.rollout.listen import ListeningTorchEngine
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.rollout.recorded import NoEngine, RecordedSampler, check_recorded
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
-from spmdrl.rollout.restart import Restarts
+from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler, Sampler
-from spmdrl.rollout.sglang_layout import Share, held_weights
-from spmdrl.rollout.torch_engine import TorchEngine, check_model
+from spmdrl.engine.sglang.layout import Share, held_weights
+from spmdrl.engine.torch_engine import TorchEngine, check_model
 from spmdrl.types import Prompt, Rollout, UserError
 
 
@@ -37,7 +37,7 @@ def check_engine(
         return check_recorded(cfg)
     if cfg.rollout.engine == "torch":
         return check_model(model_config)
-    from spmdrl.rollout.sglang_options import sglang_problems
+    from spmdrl.engine.sglang.options import sglang_problems
 
     problems = sglang_problems(cfg, model_config, stop_token_ids, num_ranks=num_ranks, device_type=device_type)
     if sentences := list(problems):
@@ -64,10 +64,10 @@ def start_engine(
         return _remote_engine(cfg, model_config, plan, world, meshes)
     if cfg.rollout.engine == "sglang":
         # Here, not above: whoever uses the other engine need not have installed it.
-        from spmdrl.rollout.sglang_engine import SGLangEngine
-        from spmdrl.rollout.sglang_listen import ListeningSGLangEngine
-        from spmdrl.rollout.sglang_options import launch_options
-        from spmdrl.rollout.transport import choose_transport
+        from spmdrl.engine.sglang.engine import SGLangEngine
+        from spmdrl.engine.sglang.receive import ListeningSGLangEngine
+        from spmdrl.engine.sglang.options import launch_options
+        from spmdrl.engine.sglang.transport import choose_transport
 
         if meshes.weights is not None:
             return ListeningSGLangEngine(launch_options(cfg, plan, world), meshes, model_config=model_config)
@@ -92,8 +92,8 @@ def start_engine(
 
 def _remote_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshes: Meshes) -> RemoteEngine:
     if cfg.rollout.engine == "sglang":
-        from spmdrl.rollout.sglang_listen import sending_group
-        from spmdrl.rollout.sglang_process import digest as sglang_digest
+        from spmdrl.engine.sglang.receive import sending_group
+        from spmdrl.engine.sglang.process import digest as sglang_digest
 
         shares = [
             Share.of(

@@ -189,7 +189,7 @@ def _verdicts(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
 
 def _stubs_remark() -> str:
     """Without its CUDA kernels SGLang computes with torch, and spmdrl stands in for what it only imports."""
-    return ", on a CPU: spmdrl.rollout.sglang_cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
+    return ", on a CPU: spmdrl.engine.sglang.cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
 
 
 def _missing_for_training(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.sample import eval_sampling, sample
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import UserError
 
 

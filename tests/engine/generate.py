@@ -26,7 +26,7 @@ ARGUMENTS = {
 
 
 def main(model: str, prompts: str, num_tokens: str) -> None:
-    from spmdrl.rollout import sglang_cpu
+    from spmdrl.engine.sglang import cpu as sglang_cpu
 
     sglang_cpu.enable()
     from sglang.srt.entrypoints.engine import Engine

@@ -22,7 +22,7 @@ from spmdrl.model.load import compute_dtype, load_model_config, load_policy, res
 from spmdrl.model.policy import Policy
 from spmdrl.config.plan import make_plan
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.rollout.start import start_engine
 from spmdrl.types import MicroBatch, Request, Response
 

@@ -26,7 +26,7 @@ from spmdrl.prepare import add_logprobs
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.remote import RemoteEngine
-from spmdrl.rollout.restart import Restarts
+from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler

@@ -16,7 +16,7 @@ import torch
 
 from spmdrl.batch import lay_end_to_end
 from spmdrl.model import sglang_operators
-from spmdrl.rollout import sglang_options
+from spmdrl.engine.sglang import options as sglang_options
 from spmdrl.types import Request, Sequence
 from tests import kernels_on_cpu
 from tests.engine import setup

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.rollout import sglang_process
+from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import UserError
 from tests.e2e.test_train import CONFIG, REWARD

@@ -18,7 +18,7 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.export import export_hf
 from spmdrl.model.load import load_policy
-from spmdrl.rollout.sglang_cpu import child_environment
+from spmdrl.engine.sglang.cpu import child_environment
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.engine.setup import change, trainer_logprobs
 from tests.spmd.ranks import run_ranks
@@ -47,7 +47,7 @@ def python(*arguments: str, **environment: str) -> list[str]:
 
 def test_the_engine_can_be_imported() -> None:
     code = """
-from spmdrl.rollout import sglang_cpu
+from spmdrl.engine.sglang import cpu as sglang_cpu
 sglang_cpu.enable()
 sglang_cpu.enable()
 import sglang
@@ -84,7 +84,7 @@ def test_processes_of_the_engine_see_none_before_sglang(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
     environment = child_environment()
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    code = "from spmdrl.rollout.sglang_cpu import on_import; print(on_import.installed())"
+    code = "from spmdrl.engine.sglang.cpu import on_import; print(on_import.installed())"
     assert python("-c", code + SEEN, **environment) == ["the other one", "True", "[]"]
 
 

@@ -21,7 +21,7 @@ from spmdrl.objective import PolicyObjective
 from spmdrl.phases import MemoryShortage, Phases
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import read_memory
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import Request
 from spmdrl.update import Learner, update
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3

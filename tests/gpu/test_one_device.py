@@ -23,8 +23,8 @@ from spmdrl.model.load import load_critic, load_policy, load_reference
 from spmdrl.objective import PolicyObjective, ValueObjective
 from spmdrl.prepare import add_logprobs, add_values
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout.draw import _cumulative
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.sampling import _cumulative
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
 from spmdrl.update import Learner, update

@@ -14,7 +14,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.rollout.transport import cuda_ipc_problem
+from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from tests.other_process import OtherProcess
 from tests.tiny import model_config, save_qwen3
 

@@ -17,7 +17,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.rollout.listen import ListeningTorchEngine
+from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.serve import _Weights
 from spmdrl.types import UserError

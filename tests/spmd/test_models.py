@@ -21,7 +21,7 @@ from spmdrl.model.policy import Policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
 from spmdrl.refit.sink import Naming
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import Request, Sequence, UserError
 from tests.spmd.ranks import run_ranks
 from tests.tiny import (

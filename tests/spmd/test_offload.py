@@ -25,7 +25,7 @@ from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.objective import PolicyObjective
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3

@@ -15,7 +15,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.phases import MemoryShortage, Phases
 from spmdrl.report.memory import MemoryReading, read_memory
-from spmdrl.rollout.engine import EngineDied
+from spmdrl.engine.protocol import EngineDied
 from spmdrl.types import ToldToStop
 from tests.spmd.ranks import run_ranks
 

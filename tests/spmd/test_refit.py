@@ -16,7 +16,7 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit, RefitMismatch, load_whole
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import Request
 from tests.other_process import OtherProcess
 from tests.spmd.ranks import run_ranks

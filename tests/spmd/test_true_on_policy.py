@@ -25,9 +25,9 @@ from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout import torch_engine
-from spmdrl.rollout.draw import draw_tokens
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine import torch_engine
+from spmdrl.engine.sampling import draw_tokens
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.train import main
 from spmdrl.types import Request, Sequence

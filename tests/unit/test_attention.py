@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.kernels import Kernel, Layout, causal_attention
-from spmdrl.rollout.torch_engine import _attend_to_cache
+from spmdrl.engine.torch_engine import _attend_to_cache
 from spmdrl.types import UserError
 from tests import flash_on_cpu
 

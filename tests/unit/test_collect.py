@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM
 
 import spmdrl.dist.collectives
 import spmdrl.rollout.collect
-import spmdrl.rollout.restart
+import spmdrl.engine.restart
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector, Drawing
-from spmdrl.rollout.engine import EngineDied
-from spmdrl.rollout.restart import MAX_RESTARTS, Restarts
+from spmdrl.engine.protocol import EngineDied
+from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
 from tests.exact import skip_where_inexact
 from tests.tiny import save_llama, save_qwen3
@@ -143,7 +143,7 @@ class Mesh:
 
 @pytest.fixture(autouse=True)
 def _threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect, spmdrl.rollout.restart):
+    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect, spmdrl.engine.restart):
         monkeypatch.setattr(module, "gather_objects", lambda mesh, value: mesh.gather(value))
 
 

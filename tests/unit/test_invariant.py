@@ -23,9 +23,9 @@ from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_scores, scores_of_
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout import torch_engine
-from spmdrl.rollout.draw import draw_tokens
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine import torch_engine
+from spmdrl.engine.sampling import draw_tokens
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import MicroBatch, Request, Response
 from tests.exact import skip_where_inexact
 from tests.tiny import SIZES, VOCABULARY, save_llama, save_model, save_qwen3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.rollout.sglang_layout import Share, held_weights
+from spmdrl.engine.sglang.layout import Share, held_weights
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
 

@@ -22,8 +22,8 @@ from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenScores
-from spmdrl.rollout.sglang_layout import Share, held_weights
-from spmdrl.rollout.sglang_options import launch_options
+from spmdrl.engine.sglang.layout import Share, held_weights
+from spmdrl.engine.sglang.options import launch_options
 from spmdrl.types import MicroBatch, UserError
 from tests import kernels_on_cpu
 from tests.tiny import random_sequences, save_gemma3, save_llama, save_qwen3

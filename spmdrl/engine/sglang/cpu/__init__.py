@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from spmdrl.rollout.sglang_cpu import on_import
+from spmdrl.engine.sglang.cpu import on_import
 
 __all__ = ["child_environment", "enable", "startup_path"]
 

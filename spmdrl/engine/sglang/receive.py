@@ -14,9 +14,9 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
 from spmdrl.config.plan import Plan
 from spmdrl.refit.bucket import Bucket
-from spmdrl.rollout import sglang_process
+from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.rollout.remote import FIRST, ORDERS
-from spmdrl.rollout.sglang_engine import Launch, SGLangEngine
+from spmdrl.engine.sglang.engine import Launch, SGLangEngine
 
 GROUP_NAME = "spmdrl_weights"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.refit.bucket import Bucket
-from spmdrl.rollout.torch_engine import TorchEngine
+from spmdrl.engine.torch_engine import TorchEngine
 
 
 class ListeningTorchEngine(TorchEngine):

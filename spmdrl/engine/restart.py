@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import failing_together, gather_objects
-from spmdrl.rollout.engine import EngineDied
+from spmdrl.engine.protocol import EngineDied
 
 MAX_RESTARTS = 3  # during one piece of work: what kills an engine that often will do so again
 

@@ -26,8 +26,8 @@ from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import Naming
-from spmdrl.rollout.draw import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
-from spmdrl.rollout.source import Source
+from spmdrl.engine.sampling import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
+from spmdrl.engine.requests import Source
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass

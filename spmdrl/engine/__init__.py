@@ -1,0 +1,1 @@
+"""Engines: requests in, responses out, and weights that can be replaced."""

@@ -1,0 +1,1 @@
+"""The SGLang engine; nothing outside this folder imports SGLang to sample."""
