@@ -20,7 +20,7 @@ from spmdrl.algo.seeds import uniform
 from spmdrl.batch import FILLING, MiniBatch
 from spmdrl.metrics import Metrics, scalars
 from spmdrl.refit.digest import digest
-from spmdrl.rollout.recording import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
+from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
 from spmdrl.update import Learner
 
 NUM_PROJECTIONS = 8

@@ -15,7 +15,7 @@ from spmdrl.findings import Findings, Witness
 from spmdrl.metrics import Metrics
 from spmdrl.config.plan import Plan
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.recording import Recording, folder_of, write
+from spmdrl.rollout.files import Recording, folder_of, write
 from spmdrl.update import Learner
 
 

@@ -17,7 +17,7 @@ from spmdrl.refit.digest import digest
 from spmdrl.rewards.judge import Pending
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.receive import ListeningTorchEngine
-from spmdrl.rollout.recorded import NoEngine, RecordedSampler, check_recorded
+from spmdrl.rollout.from_files import NoEngine, RecordedSampler, check_recorded
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
 from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler, Sampler

@@ -37,8 +37,8 @@ from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.prepare import prepare
 from spmdrl.record import read_findings
 from spmdrl.report import RunFolder
-from spmdrl.rollout.recorded import as_collected
-from spmdrl.rollout.recording import Recording, read_parts, recorded_steps
+from spmdrl.rollout.from_files import as_collected
+from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.score import score_groups
 from spmdrl.types import TrainingDiverged, UserError
 from spmdrl.update import update

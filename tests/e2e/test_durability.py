@@ -30,7 +30,7 @@ from spmdrl.faults import cause
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
-from spmdrl.rollout.recording import read_parts
+from spmdrl.rollout.files import read_parts
 from spmdrl.train import main
 from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
 from tests.spmd.ranks import run_ranks

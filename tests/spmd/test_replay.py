@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from spmdrl import train
 from spmdrl.findings import Findings, difference
 from spmdrl.record import read_findings
-from spmdrl.rollout.recording import folder_of, read_part, recorded_steps, write_part
+from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from tests.spmd.ranks import run_ranks

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.findings import Findings, Mark, difference
-from spmdrl.rollout.recording import Outcome, Recording, folder_of, read_part, read_parts, recorded_steps, write_part
+from spmdrl.rollout.files import Outcome, Recording, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
 
 TOKENS = st.lists(st.integers(0, 2**17), max_size=5).map(tuple)

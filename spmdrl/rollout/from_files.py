@@ -17,7 +17,7 @@ from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
 from spmdrl.rewards.judge import Pending, judged
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.recording import Recording, read_parts, recorded_steps
+from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.types import UserError
 
 
