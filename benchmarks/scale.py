@@ -36,8 +36,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import spmdrl.batch
-from spmdrl.batch import build_batch
+import spmdrl.step.batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.exchange import SequenceSize
@@ -46,7 +46,7 @@ from spmdrl.dist.session import World
 from spmdrl.model.load import load_policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.parity import plan_of, random_batch
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.update import Learner, update
 
@@ -163,17 +163,17 @@ def sizes_of_others(num_ranks: int) -> Iterator[SequenceSize]:
 @contextmanager
 def synthetic_sizes(sizes: list[SequenceSize]) -> Iterator[None]:
     """Let the batch be built of these, after the collective that would have brought them."""
-    gather = spmdrl.batch.gather_sizes
+    gather = spmdrl.step.batch.gather_sizes
 
     def gathered(sequences: Any, mesh: Any) -> list[SequenceSize]:
         gather(sequences, mesh)
         return sizes
 
-    spmdrl.batch.gather_sizes = gathered
+    spmdrl.step.batch.gather_sizes = gathered
     try:
         yield
     finally:
-        spmdrl.batch.gather_sizes = gather
+        spmdrl.step.batch.gather_sizes = gather
 
 
 class Meter(TorchDispatchMode):

@@ -25,7 +25,7 @@ from engine import time_engine
 from generate_peer import request_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.batch import lay_end_to_end
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.seeds import uniform
-from spmdrl.batch import FILLING, MiniBatch
+from spmdrl.step.batch import FILLING, MiniBatch
 from spmdrl.metrics import Metrics, scalars
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk

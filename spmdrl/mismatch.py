@@ -23,7 +23,7 @@ from spmdrl.algo.correction import (
 )
 from spmdrl.algo.loss import Mismatch
 from spmdrl.algo.segments import on_tokens, sequence_sums
-from spmdrl.batch import MiniBatch
+from spmdrl.step.batch import MiniBatch
 from spmdrl.config import CorrectionConfig, MismatchLimits
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes

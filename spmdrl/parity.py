@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.batch import MiniBatch, build_batch
+from spmdrl.step.batch import MiniBatch, build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.preflight.flops import with_costs
-from spmdrl.credit import choose_tokens
+from spmdrl.step.credit import choose_tokens
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
@@ -27,7 +27,7 @@ from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
 from spmdrl.objective import ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import Sequence, UserError
 from spmdrl.update import Learner, update

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.batch import MiniBatch
+from spmdrl.step.batch import MiniBatch
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together

@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import SftConfig
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.export import export_hf
+from spmdrl.step.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import watch_over
 from spmdrl.preflight.inputs import Inputs

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch, to_sequence
+from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.coefficients import next_coefficients
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.evaluate import eval_metrics
-from spmdrl.export import export_hf
+from spmdrl.step.evaluate import eval_metrics
+from spmdrl.step.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.guard import Guard
@@ -36,9 +36,9 @@ from spmdrl.mismatch import exceeded
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
-from spmdrl.phases import Phases
-from spmdrl.prepare import prepare
-from spmdrl.probe import probe_metrics
+from spmdrl.step.handover import Phases
+from spmdrl.step.logprobs import prepare
+from spmdrl.step.probe import probe_metrics
 from spmdrl.record import start_recorder
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
@@ -49,7 +49,7 @@ from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
-from spmdrl.score import failure_lines, rollout_metrics, score_groups
+from spmdrl.step.score import failure_lines, rollout_metrics, score_groups
 from spmdrl.types import ToldToStop
 from spmdrl.update import update
 

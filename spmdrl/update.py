@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.batch import MiniBatch
+from spmdrl.step.batch import MiniBatch
 from spmdrl.config import OptimConfig
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes

@@ -14,7 +14,7 @@ from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, Sf
 from spmdrl.preflight.flops import with_costs
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
-from spmdrl.export import refuse_overwriting
+from spmdrl.step.export import refuse_overwriting
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel

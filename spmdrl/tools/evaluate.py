@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, read_config
-from spmdrl.evaluate import eval_metrics
+from spmdrl.step.evaluate import eval_metrics
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.metrics import scalars
 from spmdrl.model.attention import Kernel, choose_kernel

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch, to_sequence
+from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects
@@ -34,12 +34,12 @@ from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.prepare import prepare
+from spmdrl.step.logprobs import prepare
 from spmdrl.record import read_findings
 from spmdrl.report import RunFolder
 from spmdrl.rollout.from_files import as_collected
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
-from spmdrl.score import score_groups
+from spmdrl.step.score import score_groups
 from spmdrl.types import TrainingDiverged, UserError
 from spmdrl.update import update
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import spmdrl.rollout.sampler
-from spmdrl.batch import build_batch, to_sequence
+from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.config import Config
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
@@ -22,7 +22,7 @@ from spmdrl.faults.watch import Watch
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.objective import PolicyObjective
 from spmdrl.config.plan import make_plan
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.remote import RemoteEngine
@@ -30,7 +30,7 @@ from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
-from spmdrl.score import score_groups
+from spmdrl.step.score import score_groups
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 from spmdrl.update import Learner, update
 from tests.engine.setup import prompts, settings

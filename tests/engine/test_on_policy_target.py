@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.batch import lay_end_to_end
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.model import sglang_operators
 from spmdrl.engine.sglang import options as sglang_options
 from spmdrl.types import Request, Sequence

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.export import export_hf
+from spmdrl.step.export import export_hf
 from spmdrl.model.load import load_policy
 from spmdrl.engine.sglang.cpu import child_environment
 from spmdrl.tools.tiny_model import character_tokenizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spmdrl.batch import lay_end_to_end
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.kernels import Kernel, Layout, causal_attention

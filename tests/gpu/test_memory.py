@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OffloadConfig, OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
@@ -18,7 +18,7 @@ from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.objective import PolicyObjective
-from spmdrl.phases import MemoryShortage, Phases
+from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import read_memory
 from spmdrl.engine.torch_engine import TorchEngine

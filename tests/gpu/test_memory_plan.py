@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from spmdrl.memory.activations import Kept, kept_bytes
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, ReportConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session

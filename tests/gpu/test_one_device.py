@@ -14,14 +14,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.algo.seeds import uniform
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_critic, load_policy, load_reference
 from spmdrl.objective import PolicyObjective, ValueObjective
-from spmdrl.prepare import add_logprobs, add_values
+from spmdrl.step.logprobs import add_logprobs, add_values
 from spmdrl.refit.refit import Refit
 from spmdrl.engine.sampling import _cumulative
 from spmdrl.engine.torch_engine import TorchEngine

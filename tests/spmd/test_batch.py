@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.metrics import scalars
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.report.resources import with_speed
 from spmdrl.update import update
 from tests.spmd.ranks import run_ranks

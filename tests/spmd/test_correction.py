@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
@@ -18,7 +18,7 @@ from spmdrl.metrics import scalars, worst_tokens
 from spmdrl.mismatch import correct
 from spmdrl.model.load import load_policy
 from spmdrl.objective import PolicyObjective
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import TrainingDiverged
 from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks

@@ -17,9 +17,9 @@ from spmdrl import checkpoint
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens
-from spmdrl.batch import MiniBatch, build_batch
+from spmdrl.step.batch import MiniBatch, build_batch
 from spmdrl.config import Config, OptimConfig, ParallelConfig
-from spmdrl.credit import assign_credit, choose_tokens
+from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
@@ -27,8 +27,8 @@ from spmdrl.guard import Guard
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenScores
 from spmdrl.objective import PolicyObjective
-from spmdrl.prepare import add_logprobs
-from spmdrl.score import score_groups
+from spmdrl.step.logprobs import add_logprobs
+from spmdrl.step.score import score_groups
 from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
 from spmdrl.update import Learner, update
 from tests import oracle

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import Config, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
@@ -18,7 +18,7 @@ from spmdrl.learners import objectives_of, start_learners
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.prepare import prepare
+from spmdrl.step.logprobs import prepare
 from spmdrl.types import UserError
 from spmdrl.update import update
 from tests.spmd.ranks import run_ranks

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spmdrl.config import ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.export import export_hf
+from spmdrl.step.export import export_hf
 from spmdrl.model.load import load_policy
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.spmd.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session

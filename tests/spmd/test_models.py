@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.batch import lay_end_to_end
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.objective import PolicyObjective
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import Sequence
 from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks

@@ -13,7 +13,7 @@ from spmdrl.config import OffloadConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.memory.device import GIB, MemoryPlan
-from spmdrl.phases import MemoryShortage, Phases
+from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.report.memory import MemoryReading, read_memory
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.types import ToldToStop

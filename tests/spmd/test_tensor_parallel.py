@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
 from spmdrl import checkpoint
-from spmdrl.batch import build_batch
+from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.objective import PolicyObjective
-from spmdrl.prepare import add_logprobs
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial

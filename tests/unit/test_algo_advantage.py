@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdrl.algo import advantage
 from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
 from spmdrl.config import AdvantageConfig
-from spmdrl.score import group_advantages
+from spmdrl.step.score import group_advantages
 from tests import oracle
 
 CASES: list[dict[str, Any]] = [

@@ -24,7 +24,7 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.metrics import Total
 from spmdrl.rewards.scorer import Scorer
-from spmdrl.score import failure_lines, rollout_metrics
+from spmdrl.step.score import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.batch import lay_end_to_end
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.dist.session import World
 from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spmdrl.batch import lay_end_to_end, to_sequence
+from spmdrl.step.batch import lay_end_to_end, to_sequence
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Mean, Metrics

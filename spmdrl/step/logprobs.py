@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.seeds import mix
-from spmdrl.batch import MiniBatch
+from spmdrl.step.batch import MiniBatch
 from spmdrl.config import Config, CorrectionConfig, LossConfig
-from spmdrl.credit import assign_credit, choose_tokens
+from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learners import CRITIC, POLICY
