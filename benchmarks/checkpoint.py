@@ -35,7 +35,7 @@ from spmdrl.config import CheckpointConfig, ModelConfig, OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 SIZES: dict[str, dict[str, int]] = {
     "10m": {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 4096},

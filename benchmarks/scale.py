@@ -44,11 +44,11 @@ from spmdrl.dist.exchange import SequenceSize
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World
 from spmdrl.model.load import load_policy
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.parity import plan_of, random_batch
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.gather import Gatherer
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 
 ROLLOUTS_PER_RANK = 64
 MAX_TOKENS = 128

@@ -21,7 +21,7 @@ from spmdrl.step.batch import FILLING, MiniBatch
 from spmdrl.metrics import Metrics, scalars
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 NUM_PROJECTIONS = 8
 _BITS = 24  # of one `uniform`

@@ -25,12 +25,12 @@ from spmdrl.dist.session import World
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
 from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
-from spmdrl.objective import ObjectiveFunction, PolicyObjective, SftObjective
+from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import Sequence, UserError
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 
 UPDATES = 3  # of SGD, and of AdamW
 SGD = OptimConfig(name="sgd", lr=0.1)

@@ -16,7 +16,7 @@ from spmdrl.metrics import Metrics
 from spmdrl.config.plan import Plan
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 
 class Recorder:

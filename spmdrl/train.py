@@ -18,7 +18,7 @@ import torch
 
 from spmdrl import checkpoint
 from spmdrl.step.batch import build_batch, to_sequence
-from spmdrl.coefficients import next_coefficients
+from spmdrl.learn.coefficients import next_coefficients
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -27,12 +27,12 @@ from spmdrl.step.evaluate import eval_metrics
 from spmdrl.step.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch, watch_over
-from spmdrl.guard import Guard
+from spmdrl.learn.limits import Guard
 from spmdrl.preflight.inputs import Inputs
 from spmdrl.preflight.launch import run_from_command_line
-from spmdrl.learners import POLICY, objectives_of, start_learners
+from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
-from spmdrl.mismatch import exceeded
+from spmdrl.learn.mismatch import exceeded
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
@@ -51,7 +51,7 @@ from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.step.score import failure_lines, rollout_metrics, score_groups
 from spmdrl.types import ToldToStop
-from spmdrl.update import update
+from spmdrl.learn.update import update
 
 
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:

@@ -22,7 +22,7 @@ from spmdrl.config import OptimConfig
 from spmdrl.dist.collectives import failing_together
 from spmdrl.model.policy import PackedModel
 from spmdrl.types import UserError
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 
 def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, step: int) -> None:

@@ -14,7 +14,7 @@ from spmdrl.checkpoint.places import BROKEN, folder_of, leftovers, rename, saved
 from spmdrl.checkpoint.restore import refuse_other_state
 from spmdrl.config import Config, SftConfig
 from spmdrl.dist.collectives import gather_objects, require_same
-from spmdrl.learners import optimizers_of
+from spmdrl.learn.learners import optimizers_of
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_unflatten
 
 from spmdrl.model.host_memory import HostBuffers
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 Tree = dict[str, Any]
 

@@ -32,7 +32,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Max, Metrics, Total
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.types import UserError
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 STATE, COLLECTOR = "state.json", "collector.json"
 ABANDON_S = 30.0  # how long a run that fails waits for the save that is under way

@@ -27,10 +27,10 @@ from spmdrl.model.load import (
     parallel_model_problems,
 )
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.optim import check_optimizer
+from spmdrl.learn.optim import check_optimizer
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.config.plan import Plan, plan_run
-from spmdrl.policy_loss import check_policy_loss
+from spmdrl.learn.policy_loss import check_policy_loss
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine
 from spmdrl.types import Prompt, UserError

@@ -19,7 +19,7 @@ from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.algo.value import fit_sums
 from spmdrl.step.batch import FILLING, MiniBatch
-from spmdrl.coefficients import KL_IN_REWARD
+from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.config import Config, LossConfig
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes

@@ -14,14 +14,14 @@ from spmdrl.config import Config, CorrectionConfig, LossConfig
 from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learners import CRITIC, POLICY
+from spmdrl.learn.learners import CRITIC, POLICY
 from spmdrl.metrics import Metrics
-from spmdrl.mismatch import correct
+from spmdrl.learn.mismatch import correct
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel, Policy
 from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.types import MicroBatch, TrainingDiverged
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 USUAL_LOSS, NO_CORRECTION = LossConfig(), CorrectionConfig()
 

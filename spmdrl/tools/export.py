@@ -23,7 +23,7 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.step.export import export_hf, refuse_overwriting
 from spmdrl.faults.verdict import EXIT_USER_ERROR
-from spmdrl.learners import POLICY
+from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config, load_policy
 from spmdrl.report import RunFolder
 from spmdrl.types import UserError

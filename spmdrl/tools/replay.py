@@ -28,8 +28,8 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, launched_ranks, spmd_session
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
 from spmdrl.findings import Findings, Witness, advantages_of_all, difference
-from spmdrl.guard import Guard
-from spmdrl.learners import POLICY, objectives_of, start_learners
+from spmdrl.learn.limits import Guard
+from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
@@ -41,7 +41,7 @@ from spmdrl.rollout.from_files import as_collected
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.step.score import score_groups
 from spmdrl.types import TrainingDiverged, UserError
-from spmdrl.update import update
+from spmdrl.learn.update import update
 
 EXIT_DIFFERENT = 1
 NAMES_SHOWN = 3

@@ -20,7 +20,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch
 from spmdrl.model.load import load_model_config, load_policy
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.config.plan import make_plan
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.refit import Refit
@@ -32,7 +32,7 @@ from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.step.score import score_groups
 from spmdrl.types import Prompt, RewardOutcome, Rollout
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.engine.setup import prompts, settings
 from tests.engine.test_sglang_engine import START_LIMIT_S
 from tests.spmd.ranks import run_ranks

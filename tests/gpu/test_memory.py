@@ -17,13 +17,13 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import read_memory
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import Request
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 
 CUDA = torch.device("cuda")

@@ -19,11 +19,11 @@ from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.preflight.shapes import decoder_of
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.report import Report
 from spmdrl.report.resources import resource_metrics
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.gpu.test_memory import MIB, allocated, state
 from tests.live import Watch
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3

@@ -20,14 +20,14 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_critic, load_policy, load_reference
-from spmdrl.objective import PolicyObjective, ValueObjective
+from spmdrl.learn.objective import PolicyObjective, ValueObjective
 from spmdrl.step.logprobs import add_logprobs, add_values
 from spmdrl.refit.refit import Refit
 from spmdrl.engine.sampling import _cumulative
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.e2e.test_train import CONFIG, REWARD
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 

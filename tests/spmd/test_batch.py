@@ -13,7 +13,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.metrics import scalars
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.report.resources import with_speed
-from spmdrl.update import update
+from spmdrl.learn.update import update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import plan_for, random_sequences
 

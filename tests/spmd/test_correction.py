@@ -13,14 +13,14 @@ from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits, OptimCon
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.guard import Guard
+from spmdrl.learn.limits import Guard
 from spmdrl.metrics import scalars, worst_tokens
-from spmdrl.mismatch import correct
+from spmdrl.learn.mismatch import correct
 from spmdrl.model.load import load_policy
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import TrainingDiverged
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_qwen3
 

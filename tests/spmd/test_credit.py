@@ -23,14 +23,14 @@ from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.guard import Guard
+from spmdrl.learn.limits import Guard
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenScores
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups
 from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests import oracle
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_llama

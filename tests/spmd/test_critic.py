@@ -14,13 +14,13 @@ from spmdrl.config import Config, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learners import objectives_of, start_learners
+from spmdrl.learn.learners import objectives_of, start_learners
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.logprobs import prepare
 from spmdrl.types import UserError
-from spmdrl.update import update
+from spmdrl.learn.update import update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_credit import COUNT, GROUP_SIZE, config, everywhere
 from tests.tiny import model_config, plan_for, random_sequences, save_llama, save_qwen3

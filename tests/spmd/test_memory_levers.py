@@ -18,8 +18,8 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.objective import PolicyObjective
-from spmdrl.update import Learner, update
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 

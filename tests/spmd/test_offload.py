@@ -22,11 +22,11 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
 from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 

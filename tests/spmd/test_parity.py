@@ -13,10 +13,10 @@ from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy, load_reference
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import Sequence
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 

@@ -16,9 +16,9 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
-from spmdrl.objective import PolicyObjective
+from spmdrl.learn.objective import PolicyObjective
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.update import Learner, update
+from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial
 from tests.tiny import (

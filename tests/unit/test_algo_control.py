@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spmdrl.algo.control import next_entropy_coef, next_kl_coef, overlong_penalty
-from spmdrl.coefficients import ENTROPY, KL_IN_REWARD, next_coefficients, starting_coefficients
+from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, next_coefficients, starting_coefficients
 from spmdrl.config import Config
 
 TABLES = {

@@ -16,7 +16,7 @@ from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chos
 from spmdrl.algo.loss import PolicyLoss
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import LossConfig
-from spmdrl.policy_loss import check_policy_loss, policy_loss_function
+from spmdrl.learn.policy_loss import check_policy_loss, policy_loss_function
 from spmdrl.types import MicroBatch, UserError
 from tests import oracle
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import OptimConfig
 from spmdrl.model.host_state import StateOnHost
-from spmdrl.optim import check_optimizer, make_optimizer
+from spmdrl.learn.optim import check_optimizer, make_optimizer
 
 SETTINGS: list[dict[str, Any]] = [
     {"name": "adamw", "weight_decay": 0.1},

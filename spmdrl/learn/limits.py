@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.config import Config, MismatchLimits
 from spmdrl.dist.collectives import merge_over
 from spmdrl.metrics import Metrics, scalars
-from spmdrl.mismatch import exceeded
-from spmdrl.objective import DRIFT
+from spmdrl.learn.mismatch import exceeded
+from spmdrl.learn.objective import DRIFT
 from spmdrl.types import TrainingDiverged
 
 NO_LIMITS = MismatchLimits()

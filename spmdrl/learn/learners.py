@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from spmdrl.coefficients import starting_coefficients
+from spmdrl.learn.coefficients import starting_coefficients
 from spmdrl.config import Config, OptimConfig, SftConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.load import load_critic
 from spmdrl.model.policy import Policy
-from spmdrl.objective import ObjectiveFunction, PolicyObjective, ValueObjective
+from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, ValueObjective
 from spmdrl.config.plan import Plan
-from spmdrl.update import Learner
+from spmdrl.learn.update import Learner
 
 POLICY, CRITIC = "policy", "critic"
 
