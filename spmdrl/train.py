@@ -39,7 +39,7 @@ from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.step.handover import Phases
 from spmdrl.step.logprobs import prepare
 from spmdrl.step.probe import probe_metrics
-from spmdrl.record import start_recorder
+from spmdrl.replay.recorder import start_recorder
 from spmdrl.refit.refit import Refit
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl import train
-from spmdrl.findings import Findings, difference
-from spmdrl.record import read_findings
+from spmdrl.replay.fingerprints import Findings, difference
+from spmdrl.replay.recorder import read_findings
 from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
 from spmdrl.tools.tiny_model import save_tiny_model

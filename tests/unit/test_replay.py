@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.findings import Findings, Mark, difference
+from spmdrl.replay.fingerprints import Findings, Mark, difference
 from spmdrl.rollout.files import Outcome, Recording, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
 

@@ -11,7 +11,7 @@ from spmdrl.step.batch import MiniBatch
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
-from spmdrl.findings import Findings, Witness
+from spmdrl.replay.fingerprints import Findings, Witness
 from spmdrl.metrics import Metrics
 from spmdrl.config.plan import Plan
 from spmdrl.rollout.collect import Collected
