@@ -45,7 +45,7 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World
 from spmdrl.model.load import load_policy
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.parity import plan_of, random_batch
+from spmdrl.tools.parity_cases import plan_of, random_batch
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.learn.update import Learner, update

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config import PackConfig
 from spmdrl.dist.session import spmd_session
-from spmdrl.parity import (
+from spmdrl.tools.parity_cases import (
     ONE_RANK,
     Case,
     Imitation,

@@ -18,7 +18,7 @@ from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_to
 from spmdrl.preflight.forecast import Model, describe_rank, predict
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
 from spmdrl.report.resources import resource_metrics
-from spmdrl.tools import plan
+from spmdrl.tools import fit as plan
 from spmdrl.types import UserError
 from tests.unit.test_memory import config
 

@@ -1,4 +1,4 @@
-"""`python -m spmdrl.tools.plan CONFIG.toml --ranks 8 --gpu-gib 80 [section.key=value ...]`: will it fit?
+"""`python -m spmdrl.tools.fit CONFIG.toml --ranks 8 --gpu-gib 80 [section.key=value ...]`: will it fit?
 
 It predicts what each phase of a run holds on each rank's GPU and on the host, from the settings and the model's
 config.json alone: no GPU, no weights. What does not fit is told with the settings that would make it fit, and the exit
