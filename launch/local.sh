@@ -46,6 +46,6 @@ folder=$(python -m "$module" "$@" --dry-run --ranks "$ranks" | sed -n '/^# run f
 # A signal that reaches torchrun itself: 30 seconds, its default, are too short for a step and a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # Without --local-addr the ranks would meet at this machine's host name, which need not resolve.
-exec python -m spmdrl.supervise "$folder" \
+exec python -m spmdrl.faults.supervise "$folder" \
     torchrun --standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --nproc-per-node "$ranks" -m "$module" "$@"

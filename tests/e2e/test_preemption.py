@@ -268,7 +268,7 @@ class Job:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "spmdrl.train", str(folder / "c.toml"), f"run.name={name}", *settings]
         if supervised:
-            command = [sys.executable, "-m", "spmdrl.supervise", str(self.files.folder), *command]
+            command = [sys.executable, "-m", "spmdrl.faults.supervise", str(self.files.folder), *command]
         self._output = (folder / f"{name}.txt").open("w+")
         self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
 

@@ -34,8 +34,8 @@ from spmdrl.faults.verdict import (
     write_requeue,
 )
 from spmdrl.faults.watch import JobFailed, Stop, Watch, Wish, watch_over
-from spmdrl.supervise import conclude, supervise
-from spmdrl.supervise import main as supervise_main
+from spmdrl.faults.supervise import conclude, supervise
+from spmdrl.faults.supervise import main as supervise_main
 from spmdrl.tools import ps
 from spmdrl.types import UserError
 
@@ -236,7 +236,7 @@ def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
 def test_a_signal_to_the_supervisor_becomes_a_file_and_not_torchruns_end(tmp_path: Path) -> None:
     # The command stands for torchrun: it would die by the signal, and ends when the file is there.
     waits = f"while [ ! -e {tmp_path}/run/stop ]; do sleep 0.02; done; cat {tmp_path}/run/stop"
-    command = [sys.executable, "-m", "spmdrl.supervise", str(tmp_path / "run"), "sh", "-c", f"echo up; {waits}"]
+    command = [sys.executable, "-m", "spmdrl.faults.supervise", str(tmp_path / "run"), "sh", "-c", f"echo up; {waits}"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None and started.stdout.readline() == "up\n"
     started.send_signal(signal.SIGUSR1)

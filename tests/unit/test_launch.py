@@ -78,7 +78,7 @@ def test_local_starts_torchrun_by_what_reads_the_end_of_the_run(stubs: Stubs) ->
     stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
     stubs.add("torchrun")
     assert stubs.run("launch/local.sh", "some.toml", NPROC="2").returncode == 0
-    assert stubs.calls[-1].startswith("python -m spmdrl.supervise runs/mine torchrun --standalone")
+    assert stubs.calls[-1].startswith("python -m spmdrl.faults.supervise runs/mine torchrun --standalone")
     assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in stubs.calls[-1]
 
 
@@ -118,7 +118,7 @@ def test_slurm_checks_once_for_all_nodes_then_starts_one_torchrun_a_node(stubs: 
     assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1", **allocation).returncode == 0
     check, start = (call for call in stubs.calls if not call.startswith("scontrol"))
     assert check == "python -m spmdrl.train some.toml a.b=1 --dry-run --ranks 16"
-    assert start.startswith("python -m spmdrl.supervise --requeue scontrol requeue 123 runs/mine srun --kill")
+    assert start.startswith("python -m spmdrl.faults.supervise --requeue scontrol requeue 123 runs/mine srun --kill")
     assert start.endswith(
         "--nnodes 2 --nproc-per-node 8 --master-addr node7 --master-port 20123 -m spmdrl.train some.toml a.b=1"
     )
