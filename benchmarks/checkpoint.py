@@ -34,8 +34,8 @@ from spmdrl.checkpoint.tensors import LearnerState, num_bytes, tree_of
 from spmdrl.config import CheckpointConfig, ModelConfig, OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.load import load_policy
 from spmdrl.learn.update import Learner
+from spmdrl.model.load import load_policy
 
 SIZES: dict[str, dict[str, int]] = {
     "10m": {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 4096},

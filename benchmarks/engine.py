@@ -22,9 +22,9 @@ import workload
 from generate_peer import check_lengths, generate, request_prompts, time_generate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import choose_kernel
 from spmdrl.refit.refit import load_whole
-from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import Request
 
 

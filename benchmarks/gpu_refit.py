@@ -37,10 +37,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.refit.refit import Refit
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang.engine import Launch, SGLangEngine
+from spmdrl.refit.refit import Refit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.other_process import OtherProcess

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from spmdrl import train
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.rollout import start
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import LocalSampler
-from spmdrl.engine.torch_engine import TorchEngine
 
 
 @contextmanager

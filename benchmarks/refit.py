@@ -30,13 +30,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.load import load_policy
-from spmdrl.model.policy import Policy
-from spmdrl.refit.refit import Refit
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import Launch, SGLangEngine
+from spmdrl.model.load import load_policy
+from spmdrl.model.policy import Policy
+from spmdrl.refit.refit import Refit
 
 MIB = 2**20
 GIB = 2**30

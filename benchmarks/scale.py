@@ -37,18 +37,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import spmdrl.step.batch
-from spmdrl.step.batch import build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.exchange import SequenceSize
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World
-from spmdrl.model.load import load_policy
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.tools.parity_cases import plan_of, random_batch
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.refit.gather import Gatherer
 from spmdrl.learn.update import Learner, update
+from spmdrl.model.load import load_policy
+from spmdrl.refit.gather import Gatherer
+from spmdrl.step.batch import build_batch
+from spmdrl.step.logprobs import add_logprobs
+from spmdrl.tools.parity_cases import plan_of, random_batch
 
 ROLLOUTS_PER_RANK = 64
 MAX_TOKENS = 128

@@ -25,13 +25,13 @@ from engine import time_engine
 from generate_peer import request_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.step.batch import lay_end_to_end
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, Request, Sequence
 
 

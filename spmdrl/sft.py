@@ -12,27 +12,27 @@ from contextlib import ExitStack
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch
 from spmdrl.config import SftConfig
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.step.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import watch_over
-from spmdrl.preflight.inputs import Inputs
-from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.learn.learners import POLICY
+from spmdrl.learn.objective import SftObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
-from spmdrl.learn.objective import SftObjective
+from spmdrl.preflight.inputs import Inputs
+from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.report.run_folder import describe_machine
+from spmdrl.step.batch import build_batch
+from spmdrl.step.export import export_hf
 from spmdrl.types import Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
-from spmdrl.learn.update import Learner, update
 
 
 def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:

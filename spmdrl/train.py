@@ -17,30 +17,25 @@ from typing import Any
 import torch
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch, to_sequence
-from spmdrl.learn.coefficients import next_coefficients
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.step.evaluate import eval_metrics
-from spmdrl.step.export import export_hf
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch, watch_over
-from spmdrl.learn.limits import Guard
-from spmdrl.preflight.inputs import Inputs
-from spmdrl.preflight.launch import run_from_command_line
+from spmdrl.learn.coefficients import next_coefficients
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
-from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
+from spmdrl.learn.limits import Guard
 from spmdrl.learn.mismatch import exceeded
+from spmdrl.learn.update import update
+from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
-from spmdrl.step.handover import Phases
-from spmdrl.step.logprobs import prepare
-from spmdrl.step.probe import probe_metrics
-from spmdrl.replay.recorder import start_recorder
+from spmdrl.preflight.inputs import Inputs
+from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.refit.refit import Refit
+from spmdrl.replay.recorder import start_recorder
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
@@ -49,9 +44,14 @@ from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.step.batch import build_batch, to_sequence
+from spmdrl.step.evaluate import eval_metrics
+from spmdrl.step.export import export_hf
+from spmdrl.step.handover import Phases
+from spmdrl.step.logprobs import prepare
+from spmdrl.step.probe import probe_metrics
 from spmdrl.step.score import failure_lines, rollout_metrics, score_groups
 from spmdrl.types import ToldToStop
-from spmdrl.learn.update import update
 
 
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:

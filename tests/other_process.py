@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.engine.sglang.loader import described, load_bucket
+from spmdrl.engine.sglang.process import Handle
 from spmdrl.refit.bucket import Bucket, bucket_of
 from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import Naming
-from spmdrl.engine.sglang.loader import described, load_bucket
-from spmdrl.engine.sglang.process import Handle
 
 LIMIT_S = 120.0
 

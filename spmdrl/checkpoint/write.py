@@ -29,10 +29,10 @@ from spmdrl.checkpoint.tensors import LearnerState, Tree, copy_to_host, in_chunk
 from spmdrl.config import CheckpointConfig, OptimConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.update import Learner
 from spmdrl.metrics import Max, Metrics, Total
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.types import UserError
-from spmdrl.learn.update import Learner
 
 STATE, COLLECTOR = "state.json", "collector.json"
 ABANDON_S = 30.0  # how long a run that fails waits for the save that is under way

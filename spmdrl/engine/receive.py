@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.refit.bucket import Bucket
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.refit.bucket import Bucket
 
 
 class ListeningTorchEngine(TorchEngine):

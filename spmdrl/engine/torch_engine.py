@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from spmdrl.engine.requests import Source
+from spmdrl.engine.sampling import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
@@ -26,8 +28,6 @@ from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import Naming
-from spmdrl.engine.sampling import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
-from spmdrl.engine.requests import Source
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass

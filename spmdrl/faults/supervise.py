@@ -1,4 +1,4 @@
-"""`python -m spmdrl.faults.supervise RUN COMMAND...`: start the ranks of a run, pass on wishes to stop, and say how it ended.
+"""Start the ranks of a run, pass on requests to stop, and say how it ended: `python -m spmdrl.faults.supervise`.
 
 The programs in launch/ start torchrun by this. SIGTERM and SIGUSR1 become the file RUN/stop, which the ranks of all
 nodes see: torchrun would give them 30 seconds, and passes on no SIGUSR1 that it was not told of. What a rank has left

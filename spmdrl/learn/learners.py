@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from spmdrl.learn.coefficients import starting_coefficients
 from spmdrl.config import Config, OptimConfig, SftConfig
+from spmdrl.config.plan import Plan
 from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.learn.coefficients import starting_coefficients
+from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, ValueObjective
+from spmdrl.learn.update import Learner
 from spmdrl.model.load import load_critic
 from spmdrl.model.policy import Policy
-from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, ValueObjective
-from spmdrl.config.plan import Plan
-from spmdrl.learn.update import Learner
 
 POLICY, CRITIC = "policy", "critic"
 

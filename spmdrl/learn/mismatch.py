@@ -23,12 +23,12 @@ from spmdrl.algo.correction import (
 )
 from spmdrl.algo.loss import Mismatch
 from spmdrl.algo.segments import on_tokens, sequence_sums
-from spmdrl.step.batch import MiniBatch
 from spmdrl.config import CorrectionConfig, MismatchLimits
+from spmdrl.config.plan import Plan, looks_ahead
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import MAX_WORST, EffectiveFraction, TokenValue, Worst
-from spmdrl.config.plan import Plan, looks_ahead
+from spmdrl.step.batch import MiniBatch
 from spmdrl.types import MicroBatch
 
 CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself

@@ -12,11 +12,11 @@ from torch import Tensor
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.loss import mismatch, sft_loss, weighted_sum
 from spmdrl.algo.value import clipped_value_loss
-from spmdrl.learn.coefficients import ENTROPY
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchConfig
+from spmdrl.learn.coefficients import ENTROPY
 from spmdrl.learn.mismatch import mismatch_means, weigh
-from spmdrl.model.policy import TokenScores
 from spmdrl.learn.policy_loss import policy_loss_function
+from spmdrl.model.policy import TokenScores
 from spmdrl.types import MicroBatch
 
 DRIFT = "update/k3_old_nats"  # KL(policy that sampled || policy): how far a step's updates have gone so far

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from spmdrl.memory.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
 from spmdrl.config import Config, SftConfig
+from spmdrl.config.plan import Plan, needs_old_logprobs
+from spmdrl.memory.activations import Decoder, Kept, forward_bytes, kept_bytes, layer_workspace_bytes, logits_bytes
 from spmdrl.memory.device import (
     CONTEXT_BYTES,
     EXPORT_BUCKET_BYTES,
@@ -28,7 +29,6 @@ from spmdrl.memory.device import (
     staging_bytes,
     states_per_weight,
 )
-from spmdrl.config.plan import Plan, needs_old_logprobs
 
 PROCESS_BYTES = GIB // 2  # of the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # the same with CUDA's libraries

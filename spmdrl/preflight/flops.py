@@ -9,8 +9,8 @@ from typing import Any
 
 from spmdrl.algo.packing import flop_coefficients
 from spmdrl.config import ModelConfig, PackConfig
-from spmdrl.model.load import parameter_shapes
 from spmdrl.config.plan import Plan
+from spmdrl.model.load import parameter_shapes
 
 
 def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any) -> Plan:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from spmdrl.memory.activations import Decoder
 from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
+from spmdrl.config.plan import plan_run
 from spmdrl.dist.session import local_rank
+from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import (
     Layout,
     MemoryPlan,
@@ -22,11 +23,10 @@ from spmdrl.memory.device import (
     training_memory,
     training_problems,
 )
+from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.preflight.shapes import cut_by_tp, decoder_of, expert_names
-from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
-from spmdrl.config.plan import plan_run
 
 
 @dataclass(frozen=True, slots=True)

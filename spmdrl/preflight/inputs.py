@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
-from spmdrl.preflight.flops import with_costs
+from spmdrl.config.plan import Plan, plan_run
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
-from spmdrl.step.export import refuse_overwriting
+from spmdrl.learn.optim import check_optimizer
+from spmdrl.learn.policy_loss import check_policy_loss
 from spmdrl.memory.device import MemoryPlan
+from spmdrl.memory.phases import PhaseMemory
 from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
@@ -27,12 +29,10 @@ from spmdrl.model.load import (
     parallel_model_problems,
 )
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.learn.optim import check_optimizer
-from spmdrl.memory.phases import PhaseMemory
-from spmdrl.config.plan import Plan, plan_run
-from spmdrl.learn.policy_loss import check_policy_loss
+from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine
+from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import Prompt, UserError
 
 T = TypeVar("T")

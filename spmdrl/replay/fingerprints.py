@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.seeds import uniform
-from spmdrl.step.batch import FILLING, MiniBatch
+from spmdrl.learn.update import Learner
 from spmdrl.metrics import Metrics, scalars
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
-from spmdrl.learn.update import Learner
+from spmdrl.step.batch import FILLING, MiniBatch
 
 NUM_PROJECTIONS = 8
 _BITS = 24  # of one `uniform`

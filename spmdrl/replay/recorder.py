@@ -7,16 +7,16 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.step.batch import MiniBatch
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
-from spmdrl.dist.collectives import failing_together
-from spmdrl.replay.fingerprints import Findings, Witness
-from spmdrl.metrics import Metrics
 from spmdrl.config.plan import Plan
+from spmdrl.dist.collectives import failing_together
+from spmdrl.learn.update import Learner
+from spmdrl.metrics import Metrics
+from spmdrl.replay.fingerprints import Findings, Witness
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write
-from spmdrl.learn.update import Learner
+from spmdrl.step.batch import MiniBatch
 
 
 class Recorder:

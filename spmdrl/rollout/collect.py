@@ -19,14 +19,14 @@ from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
+from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.metrics import Max, Mean, Metrics, Total
-from spmdrl.config.plan import Plan
-from spmdrl.rewards.judge import Pending
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
-from spmdrl.rollout.group import PromptGroup
 from spmdrl.engine.restart import Restarts
+from spmdrl.metrics import Max, Mean, Metrics, Total
+from spmdrl.rewards.judge import Pending
+from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Request, Response, Rollout, UserError

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
-from spmdrl.dist.collectives import failing_together
 from spmdrl.config.plan import Plan
+from spmdrl.dist.collectives import failing_together
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
 from spmdrl.rewards.judge import Pending, judged

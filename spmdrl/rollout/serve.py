@@ -15,19 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.restart import Restarts
 from spmdrl.faults.watch import Watch, Wish
 from spmdrl.metrics import Max, Metrics, merge_all
-from spmdrl.config.plan import Plan
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.collect import Collected
-from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.rollout.remote import (
     ANNOUNCED,
     FIRST,
@@ -43,7 +44,6 @@ from spmdrl.rollout.remote import (
     RefitOrder,
     expected_by,
 )
-from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler
 from spmdrl.types import Prompt, Rollout, TrainingDiverged, UserError
 

@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import World
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.receive import ListeningTorchEngine
+from spmdrl.engine.restart import Restarts
+from spmdrl.engine.sglang.layout import Share, held_weights
+from spmdrl.engine.torch_engine import TorchEngine, check_model
 from spmdrl.faults.watch import Wish
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.config.plan import Plan
 from spmdrl.refit.digest import digest
 from spmdrl.rewards.judge import Pending
-from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.rollout.from_files import NoEngine, RecordedSampler, check_recorded
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
-from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sampler import LocalSampler, Sampler
-from spmdrl.engine.sglang.layout import Share, held_weights
-from spmdrl.engine.torch_engine import TorchEngine, check_model
 from spmdrl.types import Prompt, Rollout, UserError
 
 
@@ -65,8 +65,8 @@ def start_engine(
     if cfg.rollout.engine == "sglang":
         # Here, not above: whoever uses the other engine need not have installed it.
         from spmdrl.engine.sglang.engine import SGLangEngine
-        from spmdrl.engine.sglang.receive import ListeningSGLangEngine
         from spmdrl.engine.sglang.options import launch_options
+        from spmdrl.engine.sglang.receive import ListeningSGLangEngine
         from spmdrl.engine.sglang.transport import choose_transport
 
         if meshes.weights is not None:
@@ -92,8 +92,8 @@ def start_engine(
 
 def _remote_engine(cfg: Config, model_config: Any, plan: Plan, world: World, meshes: Meshes) -> RemoteEngine:
     if cfg.rollout.engine == "sglang":
-        from spmdrl.engine.sglang.receive import sending_group
         from spmdrl.engine.sglang.process import digest as sglang_digest
+        from spmdrl.engine.sglang.receive import sending_group
 
         shares = [
             Share.of(

@@ -19,10 +19,10 @@ from spmdrl.algo.packing import (
     padding_tokens,
     sequence_costs,
 )
+from spmdrl.config.plan import Plan
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Mean, Metrics, Total, merge_all
-from spmdrl.config.plan import Plan
 from spmdrl.types import MicroBatch, Rollout, ScoredRollout, Sequence, TrainingDiverged
 
 FILLING = -1  # the index of a sequence that is there to fill a micro-batch up

@@ -18,12 +18,12 @@ from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.algo.value import fit_sums
-from spmdrl.step.batch import FILLING, MiniBatch
-from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.config import Config, LossConfig
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.metrics import ExplainedVariance, Mean, Metrics, merge_all
+from spmdrl.step.batch import FILLING, MiniBatch
 from spmdrl.step.score import group_advantages, whitened
 from spmdrl.types import MicroBatch
 

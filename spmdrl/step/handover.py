@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import OffloadConfig
 from spmdrl.dist.collectives import gather_objects, host_barrier
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.restart import Restarts
 from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
-from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.restart import Restarts
 from spmdrl.types import ToldToStop
 
 

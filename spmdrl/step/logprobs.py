@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.seeds import mix
-from spmdrl.step.batch import MiniBatch
 from spmdrl.config import Config, CorrectionConfig, LossConfig
-from spmdrl.step.credit import assign_credit, choose_tokens
+from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learners import CRITIC, POLICY
-from spmdrl.metrics import Metrics
 from spmdrl.learn.mismatch import correct
+from spmdrl.learn.update import Learner
+from spmdrl.metrics import Metrics
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel, Policy
-from spmdrl.config.plan import Plan, needs_old_logprobs
+from spmdrl.step.batch import MiniBatch
+from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.types import MicroBatch, TrainingDiverged
-from spmdrl.learn.update import Learner
 
 USUAL_LOSS, NO_CORRECTION = LossConfig(), CorrectionConfig()
 

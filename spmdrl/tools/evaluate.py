@@ -12,16 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, read_config
-from spmdrl.step.evaluate import eval_metrics
-from spmdrl.preflight.inputs import open_held_out
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.metrics import scalars
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
+from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.judge import Judge
 from spmdrl.rollout.sample import eval_sampling, sample
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.step.evaluate import eval_metrics
 from spmdrl.types import UserError
 
 

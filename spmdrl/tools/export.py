@@ -21,11 +21,11 @@ from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.step.export import export_hf, refuse_overwriting
 from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config, load_policy
 from spmdrl.report import RunFolder
+from spmdrl.step.export import export_hf, refuse_overwriting
 from spmdrl.types import UserError
 
 

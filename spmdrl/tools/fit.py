@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdrl.config import Config, SftConfig, read_run_config
-from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.memory.device import CONTEXT_BYTES, GIB, gib
-from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
+from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
+from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4

@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.dist.session import spmd_session
-from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.model.load import load_model_config
+from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.tools.parity_cases import (
     ADAMW_BOUND_OF_MOST,
     BOUND,

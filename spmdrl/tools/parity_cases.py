@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.step.batch import MiniBatch, build_batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
-from spmdrl.preflight.flops import with_costs
-from spmdrl.step.credit import choose_tokens
+from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
+from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
 from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
-from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
-from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.step.logprobs import add_logprobs
+from spmdrl.preflight.flops import with_costs
 from spmdrl.refit.gather import Gatherer
+from spmdrl.step.batch import MiniBatch, build_batch
+from spmdrl.step.credit import choose_tokens
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import Sequence, UserError
-from spmdrl.learn.update import Learner, update
 
 UPDATES = 3  # of SGD, and of AdamW
 SGD = OptimConfig(name="sgd", lr=0.1)

@@ -20,28 +20,28 @@ from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
+from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, launched_ranks, spmd_session
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
-from spmdrl.replay.fingerprints import Findings, Witness, advantages_of_all, difference
-from spmdrl.learn.limits import Guard
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
+from spmdrl.learn.limits import Guard
+from spmdrl.learn.update import update
 from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.step.logprobs import prepare
+from spmdrl.replay.fingerprints import Findings, Witness, advantages_of_all, difference
 from spmdrl.replay.recorder import read_findings
 from spmdrl.report import RunFolder
-from spmdrl.rollout.from_files import as_collected
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
+from spmdrl.rollout.from_files import as_collected
+from spmdrl.step.batch import build_batch, to_sequence
+from spmdrl.step.logprobs import prepare
 from spmdrl.step.score import score_groups
 from spmdrl.types import TrainingDiverged, UserError
-from spmdrl.learn.update import update
 
 EXIT_DIFFERENT = 1
 NAMES_SHOWN = 3

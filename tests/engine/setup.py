@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from spmdrl.config import Config
+from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.model.load import compute_dtype, load_model_config, load_policy, reshard
 from spmdrl.model.policy import Policy
-from spmdrl.config.plan import make_plan
 from spmdrl.refit.refit import Refit
-from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.rollout.start import start_engine
 from spmdrl.types import MicroBatch, Request, Response
 

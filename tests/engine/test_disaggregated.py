@@ -13,26 +13,26 @@ import pytest
 import torch
 
 import spmdrl.rollout.sampler
-from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.config import Config
+from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.restart import Restarts
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch
-from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.config.plan import make_plan
-from spmdrl.step.logprobs import add_logprobs
+from spmdrl.learn.update import Learner, update
+from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.judge import Pending
 from spmdrl.rollout.remote import RemoteEngine
-from spmdrl.engine.restart import Restarts
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.step.batch import build_batch, to_sequence
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups
 from spmdrl.types import Prompt, RewardOutcome, Rollout
-from spmdrl.learn.update import Learner, update
 from tests.engine.setup import prompts, settings
 from tests.engine.test_sglang_engine import START_LIMIT_S
 from tests.spmd.ranks import run_ranks

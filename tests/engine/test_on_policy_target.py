@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.step.batch import lay_end_to_end
-from spmdrl.model import sglang_operators
 from spmdrl.engine.sglang import options as sglang_options
+from spmdrl.model import sglang_operators
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Request, Sequence
 from tests import kernels_on_cpu
 from tests.engine import setup

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.step.export import export_hf
-from spmdrl.model.load import load_policy
 from spmdrl.engine.sglang.cpu import child_environment
+from spmdrl.model.load import load_policy
+from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.engine.setup import change, trainer_logprobs
 from tests.spmd.ranks import run_ranks
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 SEEN = """
 from importlib.util import find_spec
 specs = map(find_spec, ("triton", "torchvision", "sgl_kernel", "IPython"))
-print([name for spec in specs if spec and "sglang_cpu" in (name := spec.origin or "")])
+print([name for spec in specs if spec and "sglang/cpu" in (name := spec.origin or "")])
 """
 
 
@@ -64,7 +64,7 @@ except RuntimeError as error:
 # torch and transformers have looked for the real packages before the stubs were there.
 from transformers.utils import is_torchvision_available
 import triton, torchvision
-print([has_triton_package(), is_torchvision_available()], "sglang_cpu" in torchvision.__file__)
+print([has_triton_package(), is_torchvision_available()], "sglang/cpu" in torchvision.__file__)
 """
     assert python("-c", code) == ["0.5.23", "triton is not installed", "[False, False] True"]
 

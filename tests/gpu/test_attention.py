@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spmdrl.step.batch import lay_end_to_end
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.model.load import load_policy
+from spmdrl.step.batch import lay_end_to_end
 from tests.tiny import (
     model_config,
     random_sequences,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import CorrectionConfig, LossConfig
-from spmdrl.metrics import Metrics
 from spmdrl.learn.mismatch import effective_fraction, worst_of
-from spmdrl.model.policy import TokenScores
 from spmdrl.learn.objective import PolicyObjective
+from spmdrl.metrics import Metrics
+from spmdrl.model.policy import TokenScores
 from spmdrl.types import MicroBatch
 from tests.unit.test_correction import CORRECTIONS, batch, random_sequences, settled
 

@@ -10,9 +10,9 @@ import torch
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
-from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from tests.other_process import OtherProcess
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import _trained, assert_same_change, initial

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OffloadConfig, OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
-from spmdrl.learn.objective import PolicyObjective
-from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import read_memory
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.step.batch import build_batch
+from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.types import Request
-from spmdrl.learn.update import Learner, update
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 
 CUDA = torch.device("cuda")

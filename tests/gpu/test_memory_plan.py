@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from spmdrl.memory.activations import Kept, kept_bytes
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, ReportConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
+from spmdrl.memory.activations import Kept, kept_bytes
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.preflight.shapes import decoder_of
-from spmdrl.learn.objective import PolicyObjective
 from spmdrl.preflight.forecast import Model, predict
+from spmdrl.preflight.shapes import decoder_of
 from spmdrl.report import Report
 from spmdrl.report.resources import resource_metrics
-from spmdrl.learn.update import Learner, update
+from spmdrl.step.batch import build_batch
 from tests.gpu.test_memory import MIB, allocated, state
 from tests.live import Watch
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3

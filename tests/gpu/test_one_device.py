@@ -14,20 +14,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.algo.seeds import uniform
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.attention import packed_attention
-from spmdrl.model.load import load_critic, load_policy, load_reference
-from spmdrl.learn.objective import PolicyObjective, ValueObjective
-from spmdrl.step.logprobs import add_logprobs, add_values
-from spmdrl.refit.refit import Refit
 from spmdrl.engine.sampling import _cumulative
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.learn.objective import PolicyObjective, ValueObjective
+from spmdrl.learn.update import Learner, update
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.load import load_critic, load_policy, load_reference
+from spmdrl.refit.refit import Refit
+from spmdrl.step.batch import build_batch
+from spmdrl.step.logprobs import add_logprobs, add_values
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
-from spmdrl.learn.update import Learner, update
 from tests.e2e.test_train import CONFIG, REWARD
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 

@@ -11,10 +11,10 @@ import torch
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from tests.other_process import OtherProcess
 from tests.tiny import model_config, save_qwen3
 

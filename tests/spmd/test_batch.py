@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from spmdrl.step.batch import build_batch
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.metrics import scalars
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.report.resources import with_speed
 from spmdrl.learn.update import update
+from spmdrl.metrics import scalars
+from spmdrl.report.resources import with_speed
+from spmdrl.step.batch import build_batch
+from spmdrl.step.logprobs import add_logprobs
 from tests.spmd.ranks import run_ranks
 from tests.tiny import plan_for, random_sequences
 

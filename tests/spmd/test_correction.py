@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.step.batch import build_batch
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.limits import Guard
-from spmdrl.metrics import scalars, worst_tokens
 from spmdrl.learn.mismatch import correct
-from spmdrl.model.load import load_policy
 from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
+from spmdrl.metrics import scalars, worst_tokens
+from spmdrl.model.load import load_policy
+from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import TrainingDiverged
-from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_qwen3
 

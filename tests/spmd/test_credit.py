@@ -17,20 +17,20 @@ from spmdrl import checkpoint
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens
-from spmdrl.step.batch import MiniBatch, build_batch
 from spmdrl.config import Config, OptimConfig, ParallelConfig
-from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.limits import Guard
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenScores
-from spmdrl.learn.objective import PolicyObjective
+from spmdrl.step.batch import MiniBatch, build_batch
+from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups
 from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
-from spmdrl.learn.update import Learner, update
 from tests import oracle
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_llama

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch
 from spmdrl.config import Config, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learners import objectives_of, start_learners
+from spmdrl.learn.update import update
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
+from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import prepare
 from spmdrl.types import UserError
-from spmdrl.learn.update import update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_credit import COUNT, GROUP_SIZE, config, everywhere
 from tests.tiny import model_config, plan_for, random_sequences, save_llama, save_qwen3

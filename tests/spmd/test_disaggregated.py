@@ -14,10 +14,10 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.serve import _Weights
 from spmdrl.types import UserError

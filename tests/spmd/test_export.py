@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spmdrl.config import ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.step.export import export_hf
 from spmdrl.model.load import load_policy
+from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, save_gemma3, save_gpt_oss, save_qwen3, save_qwen3_moe

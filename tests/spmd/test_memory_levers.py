@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.step.batch import build_batch
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 

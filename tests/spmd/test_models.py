@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.step.batch import lay_end_to_end
 from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
 from spmdrl.refit.sink import Naming
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Request, Sequence, UserError
 from tests.spmd.ranks import run_ranks
 from tests.tiny import (

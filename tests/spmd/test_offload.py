@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
-from spmdrl.learn.objective import PolicyObjective
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
-from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.learn.update import Learner, update
+from spmdrl.step.batch import build_batch
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 

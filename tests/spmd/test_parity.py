@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.load import load_policy, load_reference
 from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
+from spmdrl.model.load import load_policy, load_reference
+from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import Sequence
-from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 

@@ -12,10 +12,10 @@ import torch
 from spmdrl.config import OffloadConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.memory.device import GIB, MemoryPlan
-from spmdrl.step.handover import MemoryShortage, Phases
-from spmdrl.report.memory import MemoryReading, read_memory
 from spmdrl.engine.protocol import EngineDied
+from spmdrl.memory.device import GIB, MemoryPlan
+from spmdrl.report.memory import MemoryReading, read_memory
+from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.types import ToldToStop
 from tests.spmd.ranks import run_ranks
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
 from spmdrl import checkpoint
-from spmdrl.step.batch import build_batch
 from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
-from spmdrl.learn.objective import PolicyObjective
+from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.learn.update import Learner, update
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial
 from tests.tiny import (

@@ -12,10 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmdrl.step.batch import lay_end_to_end
 from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine import torch_engine
+from spmdrl.engine.sampling import draw_tokens
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR, read_error
 from spmdrl.model.attention import IMPLEMENTATION
@@ -25,9 +27,7 @@ from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
-from spmdrl.engine import torch_engine
-from spmdrl.engine.sampling import draw_tokens
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.train import main
 from spmdrl.types import Request, Sequence

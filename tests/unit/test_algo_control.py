@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spmdrl.algo.control import next_entropy_coef, next_kl_coef, overlong_penalty
-from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, next_coefficients, starting_coefficients
 from spmdrl.config import Config
+from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, next_coefficients, starting_coefficients
 
 TABLES = {
     "run": {"name": "x", "num_steps": 1},

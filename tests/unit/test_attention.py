@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.engine.torch_engine import _attend_to_cache
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.kernels import Kernel, Layout, causal_attention
-from spmdrl.engine.torch_engine import _attend_to_cache
 from spmdrl.types import UserError
 from tests import flash_on_cpu
 

@@ -19,17 +19,17 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
 import spmdrl.dist.collectives
-import spmdrl.rollout.collect
 import spmdrl.engine.restart
+import spmdrl.rollout.collect
 from spmdrl.algo.seeds import mix, rollout_seed
+from spmdrl.engine.protocol import EngineDied
+from spmdrl.engine.restart import MAX_RESTARTS, Restarts
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector, Drawing
-from spmdrl.engine.protocol import EngineDied
-from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.rollout.sample import Sampling
-from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
 from tests.exact import skip_where_inexact
 from tests.tiny import save_llama, save_qwen3

@@ -23,6 +23,8 @@ from spmdrl.faults.cause import OomKills, hints_of, is_secondary
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.posts import Post, describe_hang, furthest_behind, has_ended, own_host, read_posts, silent, stuck
 from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
+from spmdrl.faults.supervise import conclude, supervise
+from spmdrl.faults.supervise import main as supervise_main
 from spmdrl.faults.verdict import (
     EXIT_CODES,
     EXIT_REQUEUE,
@@ -34,8 +36,6 @@ from spmdrl.faults.verdict import (
     write_requeue,
 )
 from spmdrl.faults.watch import JobFailed, Stop, Watch, Wish, watch_over
-from spmdrl.faults.supervise import conclude, supervise
-from spmdrl.faults.supervise import main as supervise_main
 from spmdrl.tools import ps
 from spmdrl.types import UserError
 

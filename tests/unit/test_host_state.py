@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import OptimConfig
-from spmdrl.model.host_state import StateOnHost
 from spmdrl.learn.optim import check_optimizer, make_optimizer
+from spmdrl.model.host_state import StateOnHost
 
 SETTINGS: list[dict[str, Any]] = [
     {"name": "adamw", "weight_decay": 0.1},

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from spmdrl.engine import torch_engine
+from spmdrl.engine.sampling import draw_tokens
+from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -23,9 +26,6 @@ from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_scores, scores_of_
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
-from spmdrl.engine import torch_engine
-from spmdrl.engine.sampling import draw_tokens
-from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.types import MicroBatch, Request, Response
 from tests.exact import skip_where_inexact
 from tests.tiny import SIZES, VOCABULARY, save_llama, save_model, save_qwen3

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
-from spmdrl.memory.activations import Decoder, Kept, kept_bytes, kept_per_layer
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
+from spmdrl.memory.activations import Decoder, Kept, kept_bytes, kept_per_layer
 from spmdrl.memory.device import CONTEXT_BYTES, GIB, Layout, ModelSize, gathered_weights, model_size
-from spmdrl.model.load import parameter_shapes
-from spmdrl.preflight.shapes import cut_by_tp, expert_names
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
+from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
+from spmdrl.preflight.shapes import cut_by_tp, expert_names
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
 from spmdrl.report.resources import resource_metrics
 from spmdrl.tools import fit as plan

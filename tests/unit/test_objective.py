@@ -14,8 +14,8 @@ from torch import Tensor
 from spmdrl.algo.aggregation import AGGREGATIONS
 from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.config import LossConfig
-from spmdrl.model.policy import TokenScores
 from spmdrl.learn.objective import PolicyObjective
+from spmdrl.model.policy import TokenScores
 from tests import oracle
 from tests.unit.test_correction import CLIP, CUTS, MAX_RESPONSE_TOKENS, batch, random_sequences
 

@@ -13,8 +13,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.step.batch import lay_end_to_end
 from spmdrl.dist.session import World
+from spmdrl.engine.sglang.layout import Share, held_weights
+from spmdrl.engine.sglang.options import launch_options
 from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -22,8 +23,7 @@ from spmdrl.model.kernels import Kernel, Layout, causal_attention
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenScores
-from spmdrl.engine.sglang.layout import Share, held_weights
-from spmdrl.engine.sglang.options import launch_options
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, UserError
 from tests import kernels_on_cpu
 from tests.tiny import random_sequences, save_gemma3, save_llama, save_qwen3

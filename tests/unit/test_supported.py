@@ -27,10 +27,10 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from spmdrl.engine.torch_engine import TorchEngine, check_model
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.load import load_model_config, persistent_buffers
 from spmdrl.refit.refit import load_whole
-from spmdrl.engine.torch_engine import TorchEngine, check_model
 from spmdrl.tools.text_model import main as save_text_model
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import Request, UserError

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from spmdrl.refit.refit import load_whole
 from spmdrl.engine.sampling import RowSampling, draw_tokens
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
 from tests.tiny import VOCABULARY, save_llama, save_qwen3
 

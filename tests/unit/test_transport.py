@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.model.load import load_model_config
 from spmdrl.engine.sglang import transport
 from spmdrl.engine.sglang.transport import choose_transport, shared_memory_problem, shortage, wanted_transport
+from spmdrl.model.load import load_model_config
 from spmdrl.types import UserError
 from tests.engine.setup import settings
 from tests.tiny import VOCABULARY, save_qwen3

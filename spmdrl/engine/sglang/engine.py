@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
-from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.sink import Naming
+from spmdrl.engine.protocol import EngineDied
+from spmdrl.engine.requests import Source
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang.layout import Share, held_weights
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
-from spmdrl.engine.requests import Source
+from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.sink import Naming
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 SETTLE_LIMIT_S = 60.0

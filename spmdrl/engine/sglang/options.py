@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import EXACT_BACKENDS, Config
-from spmdrl.dist.session import World, local_rank
-from spmdrl.model import sglang_kernels
-from spmdrl.model.load import compute_dtype
 from spmdrl.config.plan import Plan
+from spmdrl.dist.session import World, local_rank
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import Launch
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
+from spmdrl.model import sglang_kernels
+from spmdrl.model.load import compute_dtype
 from spmdrl.types import UserError
 
 # Arguments of SGLang that follow from settings of ours, and those that are no one's choice.

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.protocol import EngineDied
+from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.types import UserError
 
 T = TypeVar("T")

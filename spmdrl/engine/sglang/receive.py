@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
-from spmdrl.config.plan import Plan
-from spmdrl.refit.bucket import Bucket
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.rollout.remote import FIRST, ORDERS
 from spmdrl.engine.sglang.engine import Launch, SGLangEngine
+from spmdrl.refit.bucket import Bucket
+from spmdrl.rollout.remote import FIRST, ORDERS
 
 GROUP_NAME = "spmdrl_weights"
 
