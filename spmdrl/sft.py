@@ -51,7 +51,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         watch.reporting(),
     ):
         meshes = build_meshes(world, cfg.parallel)
-        origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
+        origin = checkpoint.find_resume_point(cfg, folder.checkpoints, meshes.world)
         step = origin.step
         report = at_the_end.enter_context(
             Report(

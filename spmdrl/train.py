@@ -41,7 +41,7 @@ from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.report.samples import sample_rows, worst_token_rows
-from spmdrl.rewards.judge import Judge
+from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.step.batch import build_batch, to_sequence
@@ -51,14 +51,14 @@ from spmdrl.step.handover import Phases
 from spmdrl.step.logprobs import prepare
 from spmdrl.step.probe import probe_metrics
 from spmdrl.step.score import failure_lines, rollout_metrics, score_groups
-from spmdrl.types import ToldToStop
+from spmdrl.types import StopRequested
 
 
 def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
     """Join the other ranks and take this rank's part: to train, or to hold an engine for those that do."""
     plan = inputs.plan
     with (
-        Judge(cfg.reward, inputs.tokenizer) as judge,
+        RewardClient(cfg.reward, inputs.tokenizer) as judge,
         spmd_session(
             threads_per_rank=cfg.run.threads_per_rank,
             deterministic=cfg.run.deterministic,
@@ -69,7 +69,7 @@ def run(cfg: Config, inputs: Inputs, folder: RunFolder) -> None:
         ) as watch,
     ):
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
-        origin = checkpoint.find_origin(cfg, folder.checkpoints, meshes.world)
+        origin = checkpoint.find_resume_point(cfg, folder.checkpoints, meshes.world)
         take_part = train if meshes.trains else sample_for_others
         take_part(cfg, inputs, folder, world, meshes, judge, watch, origin)
 
@@ -80,9 +80,9 @@ def sample_for_others(
     folder: RunFolder,
     world: World,
     meshes: Meshes,
-    judge: Judge,
+    judge: RewardClient,
     watch: Watch,
-    origin: checkpoint.Origin,
+    origin: checkpoint.ResumePoint,
 ) -> None:
     """Hold an engine for the ranks that train, until they want no more."""
     with closing(start_engine(cfg, inputs.model_config, inputs.plan, world, meshes)) as engine, watch.reporting():
@@ -108,9 +108,9 @@ def train(
     folder: RunFolder,
     world: World,
     meshes: Meshes,
-    judge: Judge,
+    judge: RewardClient,
     watch: Watch,
-    origin: checkpoint.Origin,
+    origin: checkpoint.ResumePoint,
 ) -> None:
     """Train from a checkpoint, or from the start, to the last step, and export the model; or, told to stop, to the next
     edge between two phases. Then a step that has not come to its update is given up, and one that has is finished but
@@ -209,7 +209,7 @@ def train(
         def pass_edge() -> None:
             """Between two phases: go on, unless a rank was told to stop."""
             if watch.agree_to_stop(meshes.training):
-                raise ToldToStop
+                raise StopRequested
 
         phases.refit(version=step)
         try:
@@ -223,7 +223,7 @@ def train(
 
             while done < plan.num_steps:
                 if watch.agree_to_stop_before_step(meshes.training):
-                    raise ToldToStop
+                    raise StopRequested
                 step = done + 1
                 watch.begin_step(step)
                 saved = saver.check()
@@ -293,8 +293,8 @@ def train(
                         export_hf(policy, inputs.tokenizer, folder.hf_after(step), meshes, dtype=dtype)
                 report.memory(step, phases.take_edges())
                 if stopping:
-                    raise ToldToStop
-        except ToldToStop:
+                    raise StopRequested
+        except StopRequested:
             if saver.newest != done:
                 save()
             saver.wait()
@@ -313,7 +313,7 @@ def train(
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
     """Score one sample, as --dry-run promises; returns what was found to be in order."""
     prompt = inputs.prompts.take(0, 1)[0]
-    with Judge(cfg.reward, inputs.tokenizer) as judge:
+    with RewardClient(cfg.reward, inputs.tokenizer) as judge:
         outcome = judge.check(prompt)
         unprotected = judge.unprotected
     return [

@@ -1,6 +1,6 @@
 """The nouns: what flows from one phase of a step to the next.
 
-A step moves `Prompt -> Rollout -> ScoredRollout -> MicroBatch`. Everything is frozen; a phase makes new
+A step moves `Prompt -> Rollout -> RewardedRollout -> MicroBatch`. Everything is frozen; a phase makes new
 values and never edits the ones it was given.
 """
 
@@ -25,7 +25,7 @@ class TrainingDiverged(RuntimeError):
     """A number that must be finite is not. No weights were changed by the update that raised it."""
 
 
-class ToldToStop(Exception):
+class StopRequested(Exception):
     """All ranks that train have agreed to stop; each of them raises it at the same place."""
 
 
@@ -113,7 +113,7 @@ class RewardOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredRollout:
+class RewardedRollout:
     """A rollout with its reward, and its advantage within its prompt group."""
 
     rollout: Rollout

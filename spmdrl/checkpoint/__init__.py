@@ -3,15 +3,15 @@
 from spmdrl.checkpoint.changes import resolved
 from spmdrl.checkpoint.places import newest_step, saved_steps
 from spmdrl.checkpoint.restore import collector_state, restore
-from spmdrl.checkpoint.resume import Origin, find_origin, foresee_origin, require_whole
+from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, foresee_resume_point, require_whole
 from spmdrl.checkpoint.write import Saver, save
 
 __all__ = [
-    "Origin",
+    "ResumePoint",
     "Saver",
     "collector_state",
-    "find_origin",
-    "foresee_origin",
+    "find_resume_point",
+    "foresee_resume_point",
     "newest_step",
     "require_whole",
     "resolved",

@@ -20,7 +20,7 @@ from spmdrl.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ResumePoint:
     """Where a launch begins; the same on every rank."""
 
     folder: Path  # of checkpoints
@@ -43,7 +43,7 @@ Examine = Callable[[Path], list[str]]
 """A clause for everything that is wrong with a checkpoint."""
 
 
-def find_origin(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) -> Origin:
+def find_resume_point(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) -> ResumePoint:
     """What `[resume]` chooses; every rank of the mesh must call this.
 
     All files of the checkpoint have been compared with its manifest, a part of them by each rank. Raises UserError when
@@ -56,8 +56,8 @@ def find_origin(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) ->
     return origin
 
 
-def foresee_origin(cfg: Config | SftConfig, checkpoints: Path) -> Origin:
-    """What `find_origin` will choose or refuse, found by one process that changes nothing.
+def foresee_resume_point(cfg: Config | SftConfig, checkpoints: Path) -> ResumePoint:
+    """What `find_resume_point` will choose or refuse, found by one process that changes nothing.
 
     Files with tensors are compared with the manifest by their names and sizes only.
     """
@@ -71,14 +71,14 @@ def require_whole(checkpoint: Path, mesh: DeviceMesh, *, remedy: str) -> None:
         raise UserError(f"{checkpoint} cannot be loaded: {', '.join(problems)}; {remedy}")
 
 
-def _choose(cfg: Config | SftConfig, checkpoints: Path, examine: Examine) -> tuple[Origin, list[int]]:
+def _choose(cfg: Config | SftConfig, checkpoints: Path, examine: Examine) -> tuple[ResumePoint, list[int]]:
     """Where `[resume]` begins, and the steps of the newer checkpoints that are passed over."""
     folder, steps, remedy = checkpoints, saved_steps(checkpoints), "set run.name to a new name to start at step 0"
     if not steps and cfg.resume.checkpoint not in ("auto", "never"):
         folder, steps = _named(cfg.resume.checkpoint)
         remedy = "set resume.checkpoint to another"
     if not steps:
-        return Origin(checkpoints, 0, tuple(unfinished(checkpoints, 0))), []
+        return ResumePoint(checkpoints, 0, tuple(unfinished(checkpoints, 0))), []
     step, broken = _newest_whole(folder, steps, examine)
     if step is None or (broken and not cfg.resume.allow_older):
         raise UserError("\n".join(_refusal(folder, steps, examine, remedy)))
@@ -91,7 +91,7 @@ def _choose(cfg: Config | SftConfig, checkpoints: Path, examine: Examine) -> tup
         *_other_versions(manifest),
         *(f"{sentence}; set aside as {BROKEN[1:]}, going on from step {step}" for sentence in broken.values()),
     ]
-    return Origin(folder, step, tuple(notes), manifest.metrics), list(broken)
+    return ResumePoint(folder, step, tuple(notes), manifest.metrics), list(broken)
 
 
 def _named(path: str) -> tuple[Path, list[int]]:

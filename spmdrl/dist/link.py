@@ -27,13 +27,13 @@ class Link:
         values may be on their way; a sender that is further ahead waits."""
         self._group = world.get_group()
         self._channel, self._in_flight = channel, in_flight
-        self._sent: defaultdict[int, deque[_Parcel]] = defaultdict(deque)
+        self._sent: defaultdict[int, deque[_PendingSend]] = defaultdict(deque)
 
     def send(self, value: Any, *, to: int) -> None:
         """Send a picklable value to a rank, which must receive it some time."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sent = self._sent[to]
-        sent.append(_Parcel([torch.tensor([content.numel()]), content], to, self._group, self._channel))
+        sent.append(_PendingSend([torch.tensor([content.numel()]), content], to, self._group, self._channel))
         while len(sent) > self._in_flight:
             sent.popleft().wait()
 
@@ -62,7 +62,7 @@ class Link:
                     sent.popleft().wait()
 
 
-class _Parcel:
+class _PendingSend:
     """One value on its way, with the memory that it is sent from."""
 
     def __init__(self, parts: list[Tensor], to: int, group: dist.ProcessGroup, channel: int) -> None:

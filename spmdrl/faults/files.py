@@ -43,7 +43,7 @@ class FaultFiles:
 
     @property
     def posts(self) -> Path:
-        """See `posts.Post`."""
+        """See `posts.RankStatus`."""
         return self.folder / "ranks"
 
     def post_of(self, rank: int) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.posts import read_posts
+from spmdrl.faults.rank_status import read_posts
 from spmdrl.faults.verdict import EXIT_REQUEUE, SUPERVISED, read_error, read_requeue
 
 

@@ -30,8 +30,8 @@ from spmdrl.dist.collectives import any_rank, gather_objects
 from spmdrl.dist.session import World, shared_store
 from spmdrl.faults.cause import OomKills, chain, hints_of, is_secondary
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.posts import (
-    Post,
+from spmdrl.faults.rank_status import (
+    RankStatus,
     describe_hang,
     furthest_behind,
     has_ended,
@@ -98,7 +98,7 @@ def failure_in(error: BaseException) -> JobFailed | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StopRequest:
     """That the run stop, saved."""
 
     reason: str
@@ -112,11 +112,11 @@ class Stop:
         """`before`: steps that would not end before it are not begun, and one that has not ended then is given up;
         without a time zone it is local time."""
         self._before = before
-        self._asked: Wish | None = None
+        self._asked: StopRequest | None = None
         self._last_end: float | None = None
         self._longest_step_s = 0.0
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, wish: StopRequest) -> None:
         """Somebody wants the run to stop; the first reason is the one that is told."""
         self._asked = self._asked or wish
 
@@ -126,13 +126,13 @@ class Stop:
             self._longest_step_s = max(self._longest_step_s, now - self._last_end)
         self._last_end = now
 
-    def wish(self, now: float) -> Wish | None:
+    def wish(self, now: float) -> StopRequest | None:
         """What there is at unix time `now`: as asked, or by the clock."""
         if self._asked is not None or self._before is None or now < self._before.timestamp():
             return self._asked
-        return Wish(f"run.stop_before = {self._before.isoformat(timespec='minutes')}", again=False)
+        return StopRequest(f"run.stop_before = {self._before.isoformat(timespec='minutes')}", again=False)
 
-    def wish_before_step(self, now: float) -> Wish | None:
+    def wish_before_step(self, now: float) -> StopRequest | None:
         """The same between two steps: by the clock also when a step like the longest would be late."""
         return self.wish(now + self._longest_step_s)
 
@@ -155,9 +155,9 @@ class Watch:
         self._tick_s = min(TICK_S, timeout_s / 10 or TICK_S)
         self._beat_s = min(BEAT_S, timeout_s / 10 or BEAT_S)
         self._check_s = max(self._tick_s, timeout_s / 20, num_ranks / 10)  # all of them may look at all posts
-        self._stop, self._agreed = Stop(stop_before), Wish("")
+        self._stop, self._agreed = Stop(stop_before), StopRequest("")
         self._beat = 0  # the thread's, as the post is the main thread's: neither waits for the other
-        self._post = Post(
+        self._post = RankStatus(
             launch=launch,
             rank=rank,
             num_ranks=num_ranks,
@@ -215,12 +215,12 @@ class Watch:
         hints = OomKills.now().since(self._oom_kills) if "SIGKILL" in text else []
         return "; ".join([text, *hints])
 
-    def ask_to_stop(self, wish: Wish | None) -> None:
+    def ask_to_stop(self, wish: StopRequest | None) -> None:
         """What another rank was asked, if anything."""
         if wish is not None:
             self._stop.ask(wish)
 
-    def wish_to_stop(self) -> Wish | None:
+    def wish_to_stop(self) -> StopRequest | None:
         """What this rank was asked, if anything."""
         return self._stop.wish(time.time())
 
@@ -235,7 +235,7 @@ class Watch:
         self._stop.end_step(now)
         return self._agree(mesh, self._stop.wish_before_step(now))
 
-    def _agree(self, mesh: DeviceMesh, mine: Wish | None) -> bool:
+    def _agree(self, mesh: DeviceMesh, mine: StopRequest | None) -> bool:
         if not any_rank(mesh, mine is not None):
             return False
         wishes = [wish for wish in gather_objects(mesh, mine) if wish is not None]
@@ -274,7 +274,7 @@ class Watch:
         self._signals.settimeout(self._tick_s)
         self._wakeup.setblocking(False)
         # That is for the thread; a handler of Python's only has to be there, but hears SIGUSR1 a moment sooner.
-        handlers = {signal.SIGTERM: lambda *_: None, signal.SIGUSR1: lambda *_: self._stop.ask(Wish("SIGUSR1"))}
+        handlers = {signal.SIGTERM: lambda *_: None, signal.SIGUSR1: lambda *_: self._stop.ask(StopRequest("SIGUSR1"))}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._faults_before = faulthandler.is_enabled()
@@ -352,7 +352,7 @@ class Watch:
                 self._leave_within(LEAVE_S, EXIT_LOST_RANK, "SIGTERM, and another rank has ended")
             else:
                 self.note(f"{name}: asked to stop")
-                self._stop.ask(Wish(name))
+                self._stop.ask(StopRequest(name))
 
     def _leave_within(self, seconds: float, code: int, why: str) -> None:
         """End this process then, if it has not ended by itself: its main thread may wait for ranks that are gone."""
@@ -363,7 +363,7 @@ class Watch:
     def _job_ends(self) -> bool:
         return self._other_failed() or any(has_ended(post, self._post.host) for post in self._others())
 
-    def _others(self) -> list[Post]:
+    def _others(self) -> list[RankStatus]:
         posts = read_posts(self._files, launch=self._post.launch)
         return [post for post in posts if post.rank != self._post.rank]
 
@@ -377,7 +377,7 @@ class Watch:
                 reason = self._files.stop.read_text(encoding="utf-8").strip()
             except OSError:
                 reason = ""
-            self._stop.ask(Wish(reason or str(self._files.stop)))
+            self._stop.ask(StopRequest(reason or str(self._files.stop)))
         report = read_error(self._files, launch=self._post.launch)
         if report is not None and report.kind == "hang":
             self._end_in_hang()
@@ -448,7 +448,7 @@ class Watch:
             self._show()
             time.sleep(min(self._beat_s, max(0.0, deadline - time.monotonic())))
 
-    def _wake(self, post: Post) -> None:
+    def _wake(self, post: RankStatus) -> None:
         """Have a rank of this host that does not answer say where it is; one that was stopped goes on to do so."""
         if post.host == self._post.host and ask_for_stacks(post.pid):
             with contextlib.suppress(OSError):
@@ -532,7 +532,7 @@ def _kind_of(error: Exception) -> Kind:
     return "diverged" if isinstance(error, TrainingDiverged) else "error"
 
 
-def _who(post: Post) -> dict[str, Any]:
+def _who(post: RankStatus) -> dict[str, Any]:
     """Whose failure it is, for a report."""
     return {"rank": post.rank, "host": post.host, "pid": post.pid, "step": post.step, "phase": post.phase}
 

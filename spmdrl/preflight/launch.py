@@ -13,7 +13,7 @@ from datetime import datetime
 import tomlkit
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.checkpoint import Origin, foresee_origin
+from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config, SectionT, SftConfig, read_config
 from spmdrl.dist.session import are_restarted, launched_ranks
@@ -44,7 +44,7 @@ def run_from_command_line(
         # What a launch may find is asked of its first start: when ranks are started again, the run is their own.
         folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)
         if arguments.dry_run:
-            origin = foresee_origin(cfg, folder.checkpoints)
+            origin = foresee_resume_point(cfg, folder.checkpoints)
             _print_dry_run(cfg, inputs, folder, origin, check(cfg, inputs))
             return 0
         run(cfg, inputs, folder.create())
@@ -85,7 +85,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _print_dry_run(
-    cfg: Config | SftConfig, inputs: Inputs, folder: RunFolder, origin: Origin, checked: Sequence[str]
+    cfg: Config | SftConfig, inputs: Inputs, folder: RunFolder, origin: ResumePoint, checked: Sequence[str]
 ) -> None:
     print("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
     print(f"# run folder\n{folder.path}\n")
@@ -100,7 +100,7 @@ def _print_dry_run(
         print(f"- {line}")
 
 
-def _beginning(origin: Origin, num_steps: int) -> Iterator[str]:
+def _beginning(origin: ResumePoint, num_steps: int) -> Iterator[str]:
     """Where the run would begin, and what it would say about that."""
     if origin.saved_step is None:
         yield "at step 0: there is no checkpoint to go on from"

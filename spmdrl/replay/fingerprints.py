@@ -29,7 +29,7 @@ _CHUNK = 1 << 22  # elements whose signs exist at the same time
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Fingerprint:
     """A part of a gradient, known again by its bits, and how far from another by a few numbers.
 
     The square of the difference of two projections, each a sum over the elements with signs that chance has chosen, is
@@ -43,7 +43,7 @@ class Mark:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, part: Tensor) -> Mark:
+    def of(cls, part: Tensor) -> Fingerprint:
         """Of a tensor that is whole on this rank; on any device the signs are the same."""
         flat = part.reshape(-1)
         sums = torch.zeros(1 + NUM_PROJECTIONS, dtype=torch.float64, device=part.device)
@@ -56,19 +56,19 @@ class Mark:
         squared_norm, *projections = sums.tolist()
         return cls(digest(part), squared_norm, tuple(projections))
 
-    def squared_distance(self, other: Mark) -> float:
+    def squared_distance(self, other: Fingerprint) -> float:
         """The squared norm of the difference of the two parts, estimated."""
         pairs = zip(self.projections, other.projections, strict=True)
         return sum((mine - theirs) ** 2 for mine, theirs in pairs) / NUM_PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class StepFingerprint:
     """What one rank found in one step."""
 
     advantages: Mapping[int, Tensor]  # [n] float32 of the sequences it trained on, by place in the step's global order
     weights: Mapping[str, str]  # digests of its parts before the step, by "learner/parameter"
-    gradients: Mapping[str, Mark]  # of its parts, by "learner/update/parameter"; as the optimizer got them
+    gradients: Mapping[str, Fingerprint]  # of its parts, by "learner/update/parameter"; as the optimizer got them
     numbers: Mapping[str, float]  # losses and gradient norms of all ranks together, by metric
 
     def write(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class Findings:
             os.replace(unfinished, path)
 
     @classmethod
-    def read(cls, path: Path) -> Findings:
+    def read(cls, path: Path) -> StepFingerprint:
         """What was written. Raises UserError when the file is missing or damaged."""
         numbers, tensors = json.loads(read_header(path)["numbers"]), read_tensors(path)
         digests = from_bytes(tensors["digests"])
@@ -99,7 +99,7 @@ class Findings:
             advantages=dict(zip(tensors["index"].tolist(), parts, strict=True)),
             weights=digests["weights"],
             gradients={
-                name: Mark(found, squared_norm, tuple(projections))
+                name: Fingerprint(found, squared_norm, tuple(projections))
                 for (name, found), (squared_norm, *projections) in zip(
                     digests["gradients"].items(), tensors["gradients"].tolist(), strict=True
                 )
@@ -108,21 +108,21 @@ class Findings:
         )
 
 
-class Witness:
+class GradientHooks:
     """Looks at what optimizers are about to step with; `take` once a step."""
 
     def __init__(self, learners: Mapping[str, Learner]) -> None:
         self._weights: dict[str, str] = {}
-        self._gradients: dict[str, Mark] = {}
+        self._gradients: dict[str, Fingerprint] = {}
         self._updates = dict.fromkeys(learners, 0)
         self._depth = 0  # an optimizer with its state on the host steps within its step, once for each block
         for name, learner in learners.items():
             learner.optimizer.register_step_pre_hook(partial(self._before, name, learner))
             learner.optimizer.register_step_post_hook(self._after)
 
-    def take(self, mini_batches: Iterable[MiniBatch], updated: Metrics) -> Findings:
+    def take(self, mini_batches: Iterable[MiniBatch], updated: Metrics) -> StepFingerprint:
         """What was found since the last call; `updated` is what the updates reported."""
-        found = Findings(
+        found = StepFingerprint(
             advantages=_advantages(mini_batches),
             weights=self._weights,
             gradients=self._gradients,
@@ -141,7 +141,7 @@ class Witness:
             if update == 1:
                 self._weights[f"{name}/{parameter_name}"] = digest(_local(parameter.detach()))
             if parameter.grad is not None:
-                self._gradients[f"{name}/{update}/{parameter_name}"] = Mark.of(_local(parameter.grad))
+                self._gradients[f"{name}/{update}/{parameter_name}"] = Fingerprint.of(_local(parameter.grad))
 
     def _after(self, *_: Any) -> None:
         self._depth -= 1
@@ -178,7 +178,7 @@ class Difference:
         return not (self.advantages or any(self.numbers.values()) or self.weights or self.gradients)
 
 
-def difference(before: Sequence[Findings], now: Sequence[Findings]) -> Difference:
+def difference(before: Sequence[StepFingerprint], now: Sequence[StepFingerprint]) -> Difference:
     """Compare the findings of all ranks, which may be other ranks than before."""
     same_parts = len(before) == len(now)
     marks, marks_now = _by_name([found.gradients for found in before]), _by_name([found.gradients for found in now])
@@ -206,7 +206,7 @@ def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [found[name] for found in of_ranks if name in found] for name in names}
 
 
-def advantages_of_all(findings: Sequence[Findings]) -> dict[int, Tensor]:
+def advantages_of_all(findings: Sequence[StepFingerprint]) -> dict[int, Tensor]:
     """Of all ranks, those that train on the same sequences having found the same."""
     return {index: advantages for found in findings for index, advantages in found.advantages.items()}
 
@@ -218,7 +218,7 @@ def _largest_difference(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) 
     return max((float((x - other[index]).abs().max()) for index, x in one.items() if x.numel()), default=0.0)
 
 
-def _apart(marks: Sequence[Mark], others: Sequence[Mark]) -> float:
+def _apart(marks: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> float:
     """The norm of the difference of two gradients, of which each rank has a part, relative to that of the first."""
     if len(marks) != len(others):
         return math.inf

@@ -13,7 +13,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.update import Learner
 from spmdrl.metrics import Metrics
-from spmdrl.replay.fingerprints import Findings, Witness
+from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write
 from spmdrl.step.batch import MiniBatch
@@ -31,7 +31,7 @@ class Recorder:
         """`mesh` is of the ranks that train; all of them call the methods together."""
         self._config, self._plan = resolved(cfg), plan.as_dict()
         self._keep_last = None if cfg.debug.save_rollouts == "all" else cfg.debug.save_rollouts
-        self._witness = Witness(learners)
+        self._witness = GradientHooks(learners)
         self._mesh, self._folder = mesh, folder
 
     def save_rollouts(self, step: int, collected: Collected) -> None:
@@ -72,11 +72,11 @@ def start_recorder(
     return Recorder(cfg, plan, learners, mesh, folder)
 
 
-def read_findings(folder: Path, step: int, *, num_ranks: int) -> list[Findings] | None:
+def read_findings(folder: Path, step: int, *, num_ranks: int) -> list[StepFingerprint] | None:
     """What each rank found in a step; None when the step did not end on every one. Raises UserError when a file is
     damaged."""
     paths = [_path(folder, step, rank) for rank in range(num_ranks)]
-    return [Findings.read(path) for path in paths] if all(path.exists() for path in paths) else None
+    return [StepFingerprint.read(path) for path in paths] if all(path.exists() for path in paths) else None
 
 
 def _path(folder: Path, step: int, rank: int) -> Path:

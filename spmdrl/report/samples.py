@@ -8,12 +8,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.metrics import TokenValue
-from spmdrl.types import ScoredRollout
+from spmdrl.types import RewardedRollout
 
 
-def sample_rows(scored: Sequence[ScoredRollout], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def sample_rows(scored: Sequence[RewardedRollout], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """One rollout of each group: prompt, response, reward, and a summary of the engine's log-probabilities."""
-    groups: dict[int, ScoredRollout] = {}
+    groups: dict[int, RewardedRollout] = {}
     for item in scored:
         groups.setdefault(item.rollout.prompt.prompt_id, item)
     return [_row(item, tokenizer) for item in groups.values()]
@@ -43,7 +43,7 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
     ]
 
 
-def _row(scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _row(scored: RewardedRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     rollout, response = scored.rollout, scored.rollout.response
     return {
         "prompt_id": rollout.prompt.prompt_id,

@@ -25,7 +25,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.metrics import Max, Mean, Metrics, Total
-from spmdrl.rewards.judge import Pending
+from spmdrl.rewards.client import Pending
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets

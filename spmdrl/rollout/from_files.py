@@ -15,7 +15,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.judge import Pending, judged
+from spmdrl.rewards.client import Pending, judged
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.types import UserError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.algo.seeds import rollout_seed
-from spmdrl.rewards.judge import Pending
+from spmdrl.rewards.client import Pending
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span
 
 NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())

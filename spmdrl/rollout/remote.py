@@ -23,11 +23,11 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
-from spmdrl.faults.watch import Wish
+from spmdrl.faults.watch import StopRequest
 from spmdrl.metrics import Metrics, merge_all
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.judge import Pending, judged
+from spmdrl.rewards.client import Pending, judged
 from spmdrl.rollout.collect import Collected
 from spmdrl.types import RewardOutcome, Rollout
 
@@ -57,7 +57,7 @@ class Delivery:
     group_size: int
     state: Mapping[str, Any] | None  # of the collector after this step; for the first
     messages: tuple[str, ...]  # for the user
-    wish: Wish | None  # to stop, of ranks that hold engines
+    wish: StopRequest | None  # to stop, of ranks that hold engines
 
 
 def engine_leaders(plan: Plan, *, ranks_per_engine: int) -> range:
@@ -70,7 +70,7 @@ class Dismissed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
+class Shutdown:
     """The last value on its channel from a rank that leads an engine and was dismissed."""
 
 
@@ -206,7 +206,7 @@ class RemoteSampler:
         meshes: Meshes,
         *,
         tell: Callable[[str], None],
-        heed: Callable[[Wish | None], None],
+        heed: Callable[[StopRequest | None], None],
     ) -> None:
         """`leaders` are the ranks that lead engines; `tell` shows the user a line; `heed` hears that a rank that holds
         an engine was asked to stop."""
@@ -253,6 +253,6 @@ class RemoteSampler:
             self._orders.send(Dismissed(), to=rank)
         for link in (self._rollouts, self._probes, self._held_out):
             for rank in self._leaders:
-                while not isinstance(link.receive(source=rank), Farewell):
+                while not isinstance(link.receive(source=rank), Shutdown):
                     pass
         self._orders.settle()

@@ -14,7 +14,7 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.metrics import Max
-from spmdrl.rewards.judge import Pending
+from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector, training_drawing
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.types import Prompt, Rollout

@@ -23,11 +23,11 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.faults.watch import Watch, Wish
+from spmdrl.faults.watch import StopRequest, Watch
 from spmdrl.metrics import Max, Metrics, merge_all
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
-from spmdrl.rewards.judge import Judge
+from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.remote import (
     ANNOUNCED,
@@ -39,9 +39,9 @@ from spmdrl.rollout.remote import (
     ROLLOUTS,
     Delivery,
     Dismissed,
-    Farewell,
     Outcome,
     RefitOrder,
+    Shutdown,
     expected_by,
 )
 from spmdrl.rollout.sampler import LocalSampler
@@ -52,7 +52,7 @@ def serve(
     cfg: Config,
     plan: Plan,
     meshes: Meshes,
-    judge: Judge,
+    judge: RewardClient,
     watch: Watch,
     engine: RolloutEngine,
     prompts: PromptStream,
@@ -189,7 +189,7 @@ class _Deliveries:
         metrics: Metrics,
         state: Mapping[str, Any] | None,
         messages: Sequence[str],
-        wish: Wish | None,
+        wish: StopRequest | None,
     ) -> None:
         """Send what was sampled for a step."""
         for rank in self._receivers:
@@ -229,7 +229,7 @@ class _Deliveries:
         except Dismissed:
             for rank in self._receivers:
                 for link in (self._rollouts, self._probes, self._held_out):
-                    link.send(Farewell(), to=rank)
+                    link.send(Shutdown(), to=rank)
             weights.settle()
             self.settle()
 

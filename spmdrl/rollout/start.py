@@ -15,11 +15,11 @@ from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.engine.sglang.layout import Share, held_weights
 from spmdrl.engine.torch_engine import TorchEngine, check_model
-from spmdrl.faults.watch import Wish
+from spmdrl.faults.watch import StopRequest
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.refit.digest import digest
-from spmdrl.rewards.judge import Pending
+from spmdrl.rewards.client import Pending
 from spmdrl.rollout.from_files import NoEngine, RecordedSampler, check_recorded
 from spmdrl.rollout.remote import RemoteEngine, RemoteSampler, engine_leaders
 from spmdrl.rollout.sampler import LocalSampler, Sampler
@@ -138,7 +138,7 @@ def start_sampler(
     meshes: Meshes,
     *,
     tell: Callable[[str], None],
-    heed: Callable[[Wish | None], None],
+    heed: Callable[[StopRequest | None], None],
     restarts: Restarts,
 ) -> Sampler:
     """Who samples for this rank, which trains: its own engine, those of other ranks, or a run before this one. See

@@ -23,7 +23,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
 from spmdrl.dist.mesh import Meshes
 from spmdrl.metrics import Mean, Metrics, Total, merge_all
-from spmdrl.types import MicroBatch, Rollout, ScoredRollout, Sequence, TrainingDiverged
+from spmdrl.types import MicroBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
 FILLING = -1  # the index of a sequence that is there to fill a micro-batch up
 MiniBatch = list[MicroBatch]  # this rank's share of the rollouts behind one optimizer step
@@ -39,7 +39,7 @@ class Batch:
     metrics: Metrics
 
 
-def to_sequence(scored: ScoredRollout, index: int) -> Sequence:
+def to_sequence(scored: RewardedRollout, index: int) -> Sequence:
     """Prompt and response as training sees them: only the response is trained."""
     prompt, response = scored.rollout.prompt.token_ids, scored.rollout.response
     _require_finite_logprobs(scored.rollout)

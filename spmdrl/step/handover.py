@@ -26,7 +26,7 @@ from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
-from spmdrl.types import ToldToStop
+from spmdrl.types import StopRequested
 
 
 class MemoryShortage(RuntimeError):
@@ -107,7 +107,7 @@ class Phases:
             self._pass_edge("trainer awake", self._trainer.wake, self._to_compute)
         try:
             yield
-        except ToldToStop:
+        except StopRequested:
             self._end_training()
             raise
         self._end_training()

@@ -16,12 +16,12 @@ from spmdrl.algo.control import overlong_penalty
 from spmdrl.config import AdvantageConfig, Config
 from spmdrl.dist.collectives import sum_over
 from spmdrl.metrics import Mean, Metrics, Total, Values
-from spmdrl.types import RewardOutcome, Rollout, ScoredRollout
+from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
 Outcome = tuple[Rollout, RewardOutcome]
 
 
-def score_groups(outcomes: Iterable[Outcome], cfg: Config, mesh: DeviceMesh) -> list[ScoredRollout]:
+def score_groups(outcomes: Iterable[Outcome], cfg: Config, mesh: DeviceMesh) -> list[RewardedRollout]:
     """Give each rollout its advantage; prompt-major order, samples in order within their group.
 
     Baselines are compared with, and are none of the results. Where the advantage needs log-probabilities it is the
@@ -47,7 +47,7 @@ def score_groups(outcomes: Iterable[Outcome], cfg: Config, mesh: DeviceMesh) -> 
         if cfg.advantage.whitens:
             (advantages,) = whitened([advantages], [num_tokens], mesh)
     return [
-        ScoredRollout(
+        RewardedRollout(
             rollout=rollout, outcome=outcome, advantage=advantage, baseline=baselines.get(rollout.prompt.prompt_id)
         )
         for (rollout, outcome), advantage in zip(trained, advantages.tolist(), strict=True)
@@ -88,7 +88,7 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
     return rollout, shaped
 
 
-def rollout_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
+def rollout_metrics(scored: Sequence[RewardedRollout]) -> Metrics:
     """What the step's rollouts of this rank looked like."""
     responses = [s.rollout.response for s in scored]
     baselines = {s.rollout.prompt.prompt_id: s.baseline for s in scored if s.baseline is not None}
@@ -114,7 +114,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
     return metrics
 
 
-def failure_lines(step: int, scored: Sequence[ScoredRollout]) -> list[str]:
+def failure_lines(step: int, scored: Sequence[RewardedRollout]) -> list[str]:
     """A sentence for each reason why rewards of this rank could not be computed, such as a worker that died."""
     reasons = Counter(s.outcome.failure for s in scored if s.outcome.failure is not None)
     return [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in reasons.items()]

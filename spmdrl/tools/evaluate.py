@@ -19,7 +19,7 @@ from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
-from spmdrl.rewards.judge import Judge
+from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.sample import eval_sampling, sample
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.types import UserError
@@ -44,7 +44,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         max_running=cfg.rollout.max_running,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    with Judge(cfg.reward, held_out.tokenizer) as judge:
+    with RewardClient(cfg.reward, held_out.tokenizer) as judge:
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         rollouts = sample(engine, held_out.prompts, sampling, run_seed=cfg.run.seed, step=0)
         outcomes = judge.collect([judge.submit(rollout) for rollout in rollouts])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.posts import Post, own_host, process_state, read_posts
+from spmdrl.faults.rank_status import RankStatus, own_host, process_state, read_posts
 from spmdrl.faults.stacks import ask_descendants, ask_for_stacks, size_of, text_after
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import format_duration
@@ -19,7 +19,7 @@ DUMP_WAIT_S = 1.0  # for the processes to write
 _COLUMNS = ("rank", "host", "pid", "step", "phase", "for", "state")
 
 
-def table(posts: Sequence[Post], *, host: str, now: float) -> Iterator[str]:
+def table(posts: Sequence[RankStatus], *, host: str, now: float) -> Iterator[str]:
     """A line for each rank."""
     rows = [_COLUMNS, *(_row(post, host, now) for post in posts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
@@ -27,12 +27,12 @@ def table(posts: Sequence[Post], *, host: str, now: float) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _row(post: Post, host: str, now: float) -> tuple[str, ...]:
+def _row(post: RankStatus, host: str, now: float) -> tuple[str, ...]:
     age = "" if post.ended else format_duration(max(0.0, now - post.moved_at))
     return (str(post.rank), post.host, str(post.pid), str(post.step), post.phase, age, _state(post, host))
 
 
-def _state(post: Post, host: str) -> str:
+def _state(post: RankStatus, host: str) -> str:
     if post.ended:
         return "ended"
     if post.host != host:
@@ -41,7 +41,7 @@ def _state(post: Post, host: str) -> str:
     return {None: "gone", "T": "stopped"}.get(state, "running")
 
 
-def dump(files: FaultFiles, posts: Sequence[Post], *, host: str) -> Iterator[str]:
+def dump(files: FaultFiles, posts: Sequence[RankStatus], *, host: str) -> Iterator[str]:
     """The stacks of the ranks on this host and of their engines, as they write them to their logs now."""
     sizes = {post.rank: size_of(files.log_of(post.rank)) for post in posts}
     asked = [post for post in posts if not post.ended and post.host == host and ask_for_stacks(post.pid)]

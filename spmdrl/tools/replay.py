@@ -33,7 +33,7 @@ from spmdrl.learn.update import update
 from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.replay.fingerprints import Findings, Witness, advantages_of_all, difference
+from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
 from spmdrl.replay.recorder import read_findings
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
@@ -51,8 +51,8 @@ NAMES_SHOWN = 3
 class Replay:
     """A step as the run found it and as it is found now, of all ranks."""
 
-    before: list[Findings] | None  # None when the run did not get to the end of the step
-    now: list[Findings]
+    before: list[StepFingerprint] | None  # None when the run did not get to the end of the step
+    now: list[StepFingerprint]
 
 
 def replay(run: Path, step: int) -> Replay:
@@ -80,7 +80,7 @@ def replay(run: Path, step: int) -> Replay:
 
 def _compute(
     cfg: Config, plan: Plan, folder: RunFolder, parts: Sequence[Recording], world: World, *, step: int
-) -> list[Findings]:
+) -> list[StepFingerprint]:
     """The phases of the step between sampling and refit; what every rank found."""
     meshes = build_meshes(world, cfg.parallel)
     dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
@@ -97,7 +97,7 @@ def _compute(
     checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step - 1)
     objectives = objectives_of(cfg, learners)
     guards = {POLICY: Guard.of(cfg, meshes.training)}
-    witness = Witness(learners)
+    witness = GradientHooks(learners)
 
     # On as many ranks as trained, each takes what it had then.
     collected = as_collected(parts[world.rank :: world.num_ranks], group_size=cfg.rollout.group_size)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.posts import read_posts
+from spmdrl.faults.rank_status import read_posts
 from spmdrl.faults.verdict import read_error
 from spmdrl.tools import ps
 from spmdrl.tools.tiny_model import save_tiny_model

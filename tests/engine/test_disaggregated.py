@@ -24,7 +24,7 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.refit import Refit
-from spmdrl.rewards.judge import Pending
+from spmdrl.rewards.client import Pending
 from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve

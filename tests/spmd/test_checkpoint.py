@@ -123,7 +123,7 @@ def _lose(name: str) -> Damage:
 def _begins(cfg: Config, place: Path, meshes: Meshes) -> str:
     """Where a run with these checkpoints begins, or why it does not."""
     try:
-        origin = checkpoint.find_origin(cfg, place, meshes.world)
+        origin = checkpoint.find_resume_point(cfg, place, meshes.world)
     except UserError as error:
         return str(error).replace(f"{place}/", "")
     return "\n".join([f"{origin.folder.name} {origin.step}", *origin.notes])
@@ -228,7 +228,7 @@ def _without_room(path: str, folder: str, shortage: Shortage) -> tuple[str, list
             saver.save(2, metrics={})
             with pytest.raises(UserError) as caught:
                 saver.wait()
-        assert checkpoint.find_origin(config(), Path(folder), meshes.world).step == 1
+        assert checkpoint.find_resume_point(config(), Path(folder), meshes.world).step == 1
         before = saved_steps(Path(folder))
         saver.save(2, metrics={})
         saver.wait()

@@ -16,7 +16,7 @@ from spmdrl.engine.protocol import EngineDied
 from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.report.memory import MemoryReading, read_memory
 from spmdrl.step.handover import MemoryShortage, Phases
-from spmdrl.types import ToldToStop
+from spmdrl.types import StopRequested
 from tests.spmd.ranks import run_ranks
 
 PLAN = MemoryPlan(
@@ -170,8 +170,8 @@ def _told_to_stop() -> list[str]:
         phases.refit(version=0)
         with phases.rollout():
             device.calls.clear()
-        with pytest.raises(ToldToStop), phases.training():
-            raise ToldToStop
+        with pytest.raises(StopRequested), phases.training():
+            raise StopRequested
         with phases.training():
             device.change("save")
         return device.calls

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl import train
-from spmdrl.replay.fingerprints import Findings, difference
+from spmdrl.replay.fingerprints import StepFingerprint, difference
 from spmdrl.replay.recorder import read_findings
 from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
@@ -109,7 +109,7 @@ def test_a_step_is_computed_again_to_the_last_bit(folder: Path) -> None:
     assert {name.split("/")[1] for name in findings[0].gradients} == {"1", "2"}
 
 
-def now(run: Path, step: int) -> list[Findings]:
+def now(run: Path, step: int) -> list[StepFingerprint]:
     return replay.replay(run, step).now
 
 

@@ -21,7 +21,16 @@ import torch.distributed as dist
 from spmdrl.dist.session import World
 from spmdrl.faults.cause import OomKills, hints_of, is_secondary
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.posts import Post, describe_hang, furthest_behind, has_ended, own_host, read_posts, silent, stuck
+from spmdrl.faults.rank_status import (
+    RankStatus,
+    describe_hang,
+    furthest_behind,
+    has_ended,
+    own_host,
+    read_posts,
+    silent,
+    stuck,
+)
 from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
 from spmdrl.faults.supervise import conclude, supervise
 from spmdrl.faults.supervise import main as supervise_main
@@ -35,7 +44,7 @@ from spmdrl.faults.verdict import (
     read_requeue,
     write_requeue,
 )
-from spmdrl.faults.watch import JobFailed, Stop, Watch, Wish, watch_over
+from spmdrl.faults.watch import JobFailed, Stop, StopRequest, Watch, watch_over
 from spmdrl.tools import ps
 from spmdrl.types import UserError
 
@@ -47,7 +56,7 @@ def files(tmp_path: Path) -> FaultFiles:
     return FaultFiles(tmp_path)
 
 
-def post(rank: int, **changes: Any) -> Post:
+def post(rank: int, **changes: Any) -> RankStatus:
     settings = {
         "launch": "one",
         "rank": rank,
@@ -59,7 +68,7 @@ def post(rank: int, **changes: Any) -> Post:
         "phases_entered": 7,
         "moved_at": 50.0,
     }
-    return Post(**(settings | changes))
+    return RankStatus(**(settings | changes))
 
 
 def error_report(rank: int = 0, **changes: Any) -> ErrorReport:
@@ -163,7 +172,7 @@ def test_a_process_that_is_gone_is_seen_on_its_own_host_only() -> None:
 def test_stopping_waits_for_no_step_that_would_end_too_late() -> None:
     deadline = datetime(2026, 11, 21, 8, 0)
     at = deadline.timestamp()
-    late = Wish("run.stop_before = 2026-11-21T08:00", again=False)
+    late = StopRequest("run.stop_before = 2026-11-21T08:00", again=False)
     stop = Stop(before=deadline)
     stop.end_step(at - 100)
     assert stop.wish_before_step(at - 99) is None
@@ -173,9 +182,9 @@ def test_stopping_waits_for_no_step_that_would_end_too_late() -> None:
     # A step that has begun may try, until the moment itself.
     assert stop.wish(at - 1) is None
     assert stop.wish(at) == late
-    stop.ask(Wish("SIGTERM", again=True))
-    stop.ask(Wish("SIGUSR1", again=True))
-    assert stop.wish(at) == stop.wish_before_step(at) == stop.wish(at - 100) == Wish("SIGTERM", again=True)
+    stop.ask(StopRequest("SIGTERM", again=True))
+    stop.ask(StopRequest("SIGUSR1", again=True))
+    assert stop.wish(at) == stop.wish_before_step(at) == stop.wish(at - 100) == StopRequest("SIGTERM", again=True)
     assert Stop().wish(at) is None
 
 
@@ -277,7 +286,7 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
         while watch.wish_to_stop() is None:
             assert time.monotonic() < deadline + 5
             time.sleep(0.01)
-        assert watch.wish_to_stop() == Wish("SIGUSR1", again=True)
+        assert watch.wish_to_stop() == StopRequest("SIGUSR1", again=True)
     finally:
         watch.close()
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
@@ -312,7 +321,7 @@ def test_the_file_stop_asks_the_run_to_stop(files: FaultFiles) -> None:
         while watch.wish_to_stop() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert watch.wish_to_stop() == Wish("maintenance", again=True)
+        assert watch.wish_to_stop() == StopRequest("maintenance", again=True)
     finally:
         watch.close()
 

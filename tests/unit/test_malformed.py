@@ -29,7 +29,7 @@ from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
-from spmdrl.types import Prompt, Response, Rollout, ScoredRollout, Span
+from spmdrl.types import Prompt, Response, RewardedRollout, Rollout, Span
 from tests.unit.test_rewards import item, running, wait_for
 
 CONFIG = """\
@@ -752,7 +752,7 @@ def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: S
     response = Response(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", spans=(Span(0, 1),))
     prompt = Prompt(prompt_id=0, token_ids=(1,), text="", answer=None, task="", metadata={})
     rollout = Rollout(prompt=prompt, sample_index=0, seed=0, response=response)
-    scored = [ScoredRollout(rollout=rollout, outcome=outcome, advantage=0.0) for outcome in outcomes]
+    scored = [RewardedRollout(rollout=rollout, outcome=outcome, advantage=0.0) for outcome in outcomes]
     num_failed = sum(failure is not None for failure in SURVIVED.values())
     assert rollout_metrics(scored)["reward/failed_count"] == Total(num_failed)
     num_timeouts = list(SURVIVED.values()).count("timeout")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.replay.fingerprints import Findings, Mark, difference
+from spmdrl.replay.fingerprints import Fingerprint, StepFingerprint, difference
 from spmdrl.rollout.files import Outcome, Recording, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
 
@@ -83,11 +83,11 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         read_parts(tmp_path, 7)
 
 
-def findings(gradient: torch.Tensor, advantage: float = 0.5) -> Findings:
-    return Findings(
+def findings(gradient: torch.Tensor, advantage: float = 0.5) -> StepFingerprint:
+    return StepFingerprint(
         advantages={4: torch.full((3,), advantage), 2: torch.empty(0)},
         weights={"policy/w": "0" * 16},
-        gradients={"policy/1/w": Mark.of(gradient)},
+        gradients={"policy/1/w": Fingerprint.of(gradient)},
         numbers={"update/loss": 0.1, "update/grad_norm": math.pi},
     )
 
@@ -95,7 +95,7 @@ def findings(gradient: torch.Tensor, advantage: float = 0.5) -> Findings:
 def test_findings_are_read_as_they_were_written(tmp_path: Path) -> None:
     found = findings(torch.randn(3, 5, generator=torch.Generator().manual_seed(0)))
     found.write(tmp_path / "found-0.safetensors")
-    read = Findings.read(tmp_path / "found-0.safetensors")
+    read = StepFingerprint.read(tmp_path / "found-0.safetensors")
     assert (read.weights, read.gradients, read.numbers) == (found.weights, found.gradients, found.numbers)
     assert difference([found], [read]).is_none
     assert [path.name for path in tmp_path.iterdir()] == ["found-0.safetensors"]
@@ -127,7 +127,7 @@ def test_one_bit_is_a_difference() -> None:
 
 def test_what_one_of_two_lacks_is_infinitely_far() -> None:
     found = findings(torch.ones(2))
-    empty = Findings(advantages={}, weights={}, gradients={}, numbers={})
+    empty = StepFingerprint(advantages={}, weights={}, gradients={}, numbers={})
     apart = difference([found], [empty])
     assert apart.advantages == apart.gradients["policy/1/w"] == math.inf
     assert apart.weights == ["policy/w"] and math.isnan(apart.numbers["update/loss"])

@@ -17,7 +17,7 @@ from spmdrl.types import Prompt, RewardOutcome, Rollout
 Pending = tuple[Rollout, "Future[RewardOutcome]"]
 
 
-class Judge:
+class RewardClient:
     """This rank's reward processes. Use it in a `with` statement: they end with it."""
 
     def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -41,7 +41,7 @@ class Judge:
         """The reward of the reference answer itself. Raises UserError when it cannot be computed."""
         return self._scorer.check(_item(prompt, prompt.answer or ""))
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> RewardClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -15,7 +15,7 @@ from spmdrl.faults.files import FaultFiles, read_json, replace_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
+class RankStatus:
     """What one rank says of itself, some seconds ago at most."""
 
     launch: str  # the same on all ranks of a launch, and different in another
@@ -45,11 +45,11 @@ class Post:
         replace_json(files.post_of(self.rank), dataclasses.asdict(self))
 
 
-def read_posts(files: FaultFiles, *, launch: str | None = None) -> list[Post]:
+def read_posts(files: FaultFiles, *, launch: str | None = None) -> list[RankStatus]:
     """The posts of a launch, or whatever there are, in the order of ranks."""
     found = [read_json(path) for path in files.posts.glob("rank-*.json")]
-    names = {field.name for field in dataclasses.fields(Post)}
-    posts = [Post(**content) for content in found if content is not None and content.keys() == names]
+    names = {field.name for field in dataclasses.fields(RankStatus)}
+    posts = [RankStatus(**content) for content in found if content is not None and content.keys() == names]
     return sorted((post for post in posts if launch in (None, post.launch)), key=lambda post: post.rank)
 
 
@@ -63,24 +63,24 @@ def process_state(pid: int) -> str | None:
     return None if state in "ZX" else state
 
 
-def has_ended(post: Post, host: str) -> bool:
+def has_ended(post: RankStatus, host: str) -> bool:
     """Whether a rank of this host is gone without having said so; what is on other hosts cannot be seen."""
     return not post.ended and post.host == host and process_state(post.pid) is None
 
 
-def stuck(posts: Sequence[Post], *, now: float, timeout_s: float) -> bool:
+def stuck(posts: Sequence[RankStatus], *, now: float, timeout_s: float) -> bool:
     """Whether no rank that is in the loop has got on for so long."""
     running = [post for post in posts if not post.ended]
     return bool(running) and all(now - post.moved_at > timeout_s for post in running)
 
 
-def silent(before: Sequence[Post], after: Sequence[Post]) -> list[Post]:
+def silent(before: Sequence[RankStatus], after: Sequence[RankStatus]) -> list[RankStatus]:
     """Ranks whose watch did not run between two looks at the posts: stopped, gone, or unable to run Python."""
     beats = {post.rank: post.beat for post in before}
     return [post for post in after if not post.ended and beats.get(post.rank) == post.beat]
 
 
-def furthest_behind(posts: Sequence[Post]) -> list[Post]:
+def furthest_behind(posts: Sequence[RankStatus]) -> list[RankStatus]:
     """The ranks that have entered the fewest phases of the earliest step; empty when all are equally far."""
     running = [post for post in posts if not post.ended]
     places = {post.rank: (post.step, post.phases_entered) for post in running}
@@ -89,7 +89,7 @@ def furthest_behind(posts: Sequence[Post]) -> list[Post]:
     return [post for post in running if places[post.rank] == min(places.values())]
 
 
-def describe_hang(posts: Sequence[Post], silent_ranks: Collection[int], *, timeout_s: float) -> str:
+def describe_hang(posts: Sequence[RankStatus], silent_ranks: Collection[int], *, timeout_s: float) -> str:
     """One sentence: who holds up whom, and where."""
     stopped = [post for post in posts if post.rank in silent_ranks]
     behind = furthest_behind(posts)
