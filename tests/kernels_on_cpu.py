@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.model import invariant, sglang_attention, sglang_kernels
-from spmdrl.model.kernels import Layout, causal_attention
+from spmdrl.model.kernels import SequenceLayout, causal_attention
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _varlen(offsets: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     seqlens = offsets.cu_queries.diff().tolist()
-    return causal_attention(Layout(seqlens, offsets.cu_queries), "sdpa")(q, k, v, **options)
+    return causal_attention(SequenceLayout(seqlens, offsets.cu_queries), "sdpa")(q, k, v, **options)
 
 
 def in_portions_of(patch: pytest.MonkeyPatch, num_keys: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from spmdrl.types import Request
 
 
-class Source:
+class RequestQueue:
     """Requests in the order they are asked for. None among them says: nothing to start now."""
 
     def __init__(self, requests: Iterable[Request | None]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from spmdrl.engine.requests import Source
+from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sampling import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
@@ -123,7 +123,7 @@ class TorchEngine:
         """See `RolloutEngine.generate`. Requests of the same prompt that wait together share its prefill."""
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
-        source = Source(requests)
+        source = RequestQueue(requests)
         waiting: deque[_Running] = deque()
         rows: list[_Running] = []
         sampling = self._sampling(rows)

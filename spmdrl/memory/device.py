@@ -22,7 +22,7 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """Over how many ranks each parameter of one copy of the policy is laid."""
 
     copy_ranks: int  # that hold one copy between them
@@ -54,7 +54,7 @@ class ModelSize:
     largest_weight: int = 0  # undivided
 
 
-def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, layout: Layout) -> ModelSize:
+def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, layout: ShardLayout) -> ModelSize:
     """Sizes from the shape of each parameter, and which parameters form each decoder layer."""
     gathered = {name: math.prod(shape) // layout.cuts(name) for name, shape in shapes.items()}
     in_layers = [sum(gathered[name] for name in layer) for layer in layers]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from spmdrl.model.kernels import Kernel, Layout, causal_attention, load_varlen
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, load_varlen
 from spmdrl.types import UserError
 
 IMPLEMENTATION = "spmdrl"
@@ -85,7 +85,7 @@ def packed_attention(
     cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host; sampled [T] bool says
     which tokens an engine decoded, for kernels that are to do what it did.
     """
-    causal = causal_attention(Layout(seqlens, cu_seqlens, sampled=sampled), kernel)
+    causal = causal_attention(SequenceLayout(seqlens, cu_seqlens, sampled=sampled), kernel)
 
     def attend(
         query: Tensor,

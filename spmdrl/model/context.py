@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.attention import Attend
-from spmdrl.model.kernels import CausalAttention, Kernel, Layout, causal_attention
+from spmdrl.model.kernels import CausalAttention, Kernel, SequenceLayout, causal_attention
 from spmdrl.model.ring import has_ring_attention, ring_attention
 from spmdrl.types import UserError
 
@@ -64,7 +64,7 @@ def context_attention(
     """
     assert sum(seqlens) % mesh.size() == 0, f"{sum(seqlens)} tokens cannot be cut into {mesh.size()} equal chunks"
     if style == "ulysses":
-        return _HeadsForTokens(causal_attention(Layout(seqlens, cu_seqlens), kernel), mesh)
+        return _HeadsForTokens(causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel), mesh)
     heads_per_group = functools.partial(_heads_per_group, sum(seqlens))
     if kernel == "flash_attn_2" and has_ring_attention():
         return ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)
@@ -77,7 +77,7 @@ def context_attention(
         lent = _lent_tokens([earlier for _, earlier in chunks], num_tokens)
         mine, earlier = chunks[rank]
         offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
-        attend = causal_attention(Layout(mine, offsets, earlier), kernel)
+        attend = causal_attention(SequenceLayout(mine, offsets, earlier), kernel)
         return _View(attend, send=lent[rank], receive=[by_lender[rank] for by_lender in lent])
 
     return _KeysComeToQueries(view, heads_per_group, mesh)

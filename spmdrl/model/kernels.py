@@ -25,7 +25,7 @@ Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SequenceLayout:
     """Where the T queries lie, and the earlier + T keys; earlier ones belong to the first sequence."""
 
     seqlens: list[int]  # [S] queries of each sequence
@@ -45,7 +45,7 @@ class CausalAttention(Protocol):
     ) -> Tensor: ...
 
 
-def causal_attention(layout: Layout, kernel: Kernel) -> CausalAttention:
+def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
     """Each query sees the keys of its own sequence up to its own token."""
     if kernel == "sdpa":
         return functools.partial(_sdpa_in_runs, layout)
@@ -87,7 +87,7 @@ def runs_of_equal_length(seqlens: list[int], start: int = 0) -> Iterator[tuple[s
         start += count * length
 
 
-def _runs(layout: Layout) -> Iterator[tuple[slice, slice, int]]:
+def _runs(layout: SequenceLayout) -> Iterator[tuple[slice, slice, int]]:
     """(queries, keys, sequences) of every run of neighbours of equal lengths."""
     start, rest = 0, layout.seqlens
     if layout.earlier:
@@ -98,7 +98,7 @@ def _runs(layout: Layout) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _sdpa_in_runs(
-    layout: Layout, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
+    layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     """One batched call for each run."""
     outputs = []
@@ -147,7 +147,7 @@ class _Offsets(NamedTuple):
     max_keys: int
 
 
-def _offsets(layout: Layout) -> _Offsets:
+def _offsets(layout: SequenceLayout) -> _Offsets:
     cu_keys = F.pad(layout.cu_seqlens[1:] + layout.earlier, (1, 0))
     longest = max(layout.seqlens)
     return _Offsets(layout.cu_seqlens, cu_keys, longest, max(longest, layout.earlier + layout.seqlens[0]))

@@ -13,9 +13,9 @@ from spmdrl.config.plan import plan_run
 from spmdrl.dist.session import local_rank
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import (
-    Layout,
     MemoryPlan,
     ModelSize,
+    ShardLayout,
     engine_problems,
     memory_problems,
     model_size,
@@ -52,7 +52,7 @@ class Model:
         """The parameters of one of so many ranks that train."""
         in_layers = set().union(*self.layers)
         vocabulary = {name for name in self.shapes.keys() - in_layers if len(self.shapes[name]) == 2}
-        layout = Layout(
+        layout = ShardLayout(
             copy_ranks=num_training // parallel.dp_replicate,
             tp=parallel.tp,
             ep=parallel.ep,

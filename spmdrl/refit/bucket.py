@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.refit.layout import Cut, Layout
+from spmdrl.refit.layout import Cut, ParameterLayout
 
 # Weights that engines fuse into one. Some loaders fail, or load rubbish, when a bucket brings only part of them.
 _LOADED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -46,9 +46,9 @@ class Weight:
     sent_as: tuple[tuple[str, torch.Size], ...]  # its own name and shape, or those of a checkpoint's unfused parts
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParameterLayout:
         """Where each rank's part lies in it."""
-        return Layout(self.shape, self.cuts)
+        return ParameterLayout(self.shape, self.cuts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParameterLayout:
     """A tensor of this shape, cut one axis after the other; the last axis numbers neighbouring ranks."""
 
     shape: torch.Size

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.kernels import Kernel, Layout, causal_attention
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import lay_end_to_end
 from tests.tiny import (
@@ -45,7 +45,7 @@ def output_and_gradients(
     leaves = [leaf.to(device, dtype, copy=True).requires_grad_() for leaf in leaves]
     q, k, v, sinks = leaves
     cu_seqlens = torch.tensor([0, *SEQLENS], device=device).cumsum(0).to(torch.int32)
-    causal = causal_attention(Layout(SEQLENS, cu_seqlens, len(k) - len(q)), kernel)
+    causal = causal_attention(SequenceLayout(SEQLENS, cu_seqlens, len(k) - len(q)), kernel)
     out = causal(q, k, v, scale=0.2, window=window, sinks=sinks if has_sinks else None)
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out.float() * slope.to(device)).sum().backward()

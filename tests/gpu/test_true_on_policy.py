@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
-from spmdrl.model.kernels import Kernel, Layout, causal_attention
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.tools.tiny_model import save_tiny_model
 from tests.e2e.test_train import CONFIG, REWARD
 
@@ -95,7 +95,7 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
 
     def attended(seqlens: list[int], tokens: slice, name: Kernel = kernel) -> torch.Tensor:
         cu_seqlens = torch.tensor([0, *seqlens]).cumsum(0).int().cuda()
-        layout = Layout(seqlens, cu_seqlens, sampled=sampled[tokens])
+        layout = SequenceLayout(seqlens, cu_seqlens, sampled=sampled[tokens])
         options: dict[str, Any] = {"scale": head_dim**-0.5, "window": None, "sinks": None}
         return causal_attention(layout, name)(q[tokens], k[tokens], v[tokens], **options)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.engine.torch_engine import _attend_to_cache
 from spmdrl.model.attention import packed_attention
-from spmdrl.model.kernels import Kernel, Layout, causal_attention
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.types import UserError
 from tests import flash_on_cpu
 
@@ -79,7 +79,7 @@ CASES = [*product(("sdpa", "varlen"), (False, True)), *product(FLASH_ATTN, (Fals
 def test_kernels_equal_the_written_out_softmax(
     kernel: Kernel, has_sinks: bool, earlier: int, window: int | None
 ) -> None:
-    causal = causal_attention(Layout(SEQLENS, CU_SEQLENS, earlier), kernel)
+    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, earlier), kernel)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return causal(q, k, v, scale=SCALE, window=window, sinks=sinks if has_sinks else None)
@@ -110,17 +110,19 @@ def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: p
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     q, k, v, sinks = inputs(earlier=5)
     for given, window in ((None, None), (sinks, 14)):
-        causal_attention(Layout(SEQLENS, CU_SEQLENS), "sdpa")(q, k[5:], v[5:], scale=SCALE, window=window, sinks=given)
+        causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), "sdpa")(
+            q, k[5:], v[5:], scale=SCALE, window=window, sinks=given
+        )
         assert calls == [(3, True), (1, True), (1, True), (2, True)]
         calls.clear()
     # The first of three equal lengths sees more.
-    causal_attention(Layout(SEQLENS, CU_SEQLENS, 5), "sdpa")(q, k, v, scale=SCALE, window=None, sinks=None)
+    causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, 5), "sdpa")(q, k, v, scale=SCALE, window=None, sinks=None)
     assert calls == [(1, False), (2, True), (1, True), (1, True), (2, True)]
 
 
 @pytest.mark.parametrize("kernel", FLASH_ATTN)
 def test_flash_attn_is_asked_to_be_deterministic_and_refuses_sinks(kernel: Kernel) -> None:
-    causal = causal_attention(Layout(SEQLENS, CU_SEQLENS), kernel)
+    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), kernel)
     q, k, v, sinks = inputs()
     usual = causal(q, k, v, scale=SCALE, window=None, sinks=None)
     torch.use_deterministic_algorithms(True)
@@ -136,7 +138,7 @@ def test_flash_attn_is_asked_to_be_deterministic_and_refuses_sinks(kernel: Kerne
 def test_a_package_that_is_missing_is_named(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, FLASH_ATTN[kernel], None)
     with pytest.raises(UserError, match=f'"{kernel}" needs a package that is not installed .*{FLASH_ATTN[kernel]}'):
-        causal_attention(Layout(SEQLENS, CU_SEQLENS), kernel)
+        causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), kernel)
 
 
 def test_decoding_in_bfloat16_counts_the_sinks() -> None:

@@ -20,7 +20,7 @@ from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
-from spmdrl.model.kernels import Layout, causal_attention
+from spmdrl.model.kernels import SequenceLayout, causal_attention
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_scores, scores_of_logits
 from spmdrl.model.operators import operators_of
@@ -226,7 +226,7 @@ def test_attention_is_the_plain_one_but_for_rounding(heads: tuple[int, int], win
     slope = torch.randn(sum(seqlens), heads[0], 12)
     results = []
     for kernel in ("invariant", "sdpa"):
-        attend = causal_attention(Layout(seqlens, cu_seqlens), kernel)
+        attend = causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel)
         out = attend(*inputs, scale=0.3, window=window, sinks=None)
         results.append([out, *torch.autograd.grad((out * slope).sum(), inputs)])
     for exact, plain in zip(*results, strict=True):

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from spmdrl.config import Config
 from spmdrl.memory.device import (
     GIB,
-    Layout,
     MemoryPlan,
     ModelSize,
+    ShardLayout,
     engine_problems,
     full_bucket,
     memory_problems,
@@ -154,7 +154,7 @@ def test_sizes_are_those_of_the_model(tmp_path, save) -> None:
     path = save(tmp_path)
     parameters = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     size = model_size(
-        *parameter_shapes(AutoConfig.from_pretrained(path), model_config(path)), layout=Layout(copy_ranks=2)
+        *parameter_shapes(AutoConfig.from_pretrained(path), model_config(path)), layout=ShardLayout(copy_ranks=2)
     )
     assert size.whole == sum(p.numel() for p in parameters.values())
     layer = sum(p.numel() for name, p in parameters.items() if ".layers.1." in name)

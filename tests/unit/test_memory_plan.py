@@ -11,7 +11,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
 from spmdrl.memory.activations import Decoder, Kept, kept_bytes, kept_per_layer
-from spmdrl.memory.device import CONTEXT_BYTES, GIB, Layout, ModelSize, gathered_weights, model_size
+from spmdrl.memory.device import CONTEXT_BYTES, GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
@@ -173,7 +173,7 @@ def test_tensor_parallelism_cuts_what_the_models_plan_says(tp: int) -> None:
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     }
-    size = model_size(shapes, layers, layout=Layout(copy_ranks=4, tp=tp, cut_by_tp=cut))
+    size = model_size(shapes, layers, layout=ShardLayout(copy_ranks=4, tp=tp, cut_by_tp=cut))
     assert size.largest_layer == (ATTENTION + MLP) // tp + NORMS
     whole = WHOLE - 4 * (ATTENTION + MLP)
     assert size.shard == (ATTENTION + MLP) + whole * tp // 4
@@ -195,7 +195,7 @@ def test_expert_parallelism_deals_experts() -> None:
     shapes, layers = parameter_shapes(moe, ModelConfig(path="m"))
     experts = expert_names(shapes)
     of_experts = 2 * 8 * 3 * 64 * 32
-    one, four = (model_size(shapes, layers, layout=Layout(copy_ranks=4, ep=ep, experts=experts)) for ep in (1, 4))
+    one, four = (model_size(shapes, layers, layout=ShardLayout(copy_ranks=4, ep=ep, experts=experts)) for ep in (1, 4))
     assert one.shard == four.shard and one.whole == four.whole
     assert one.largest_layer - four.largest_layer == of_experts // 2 * 3 // 4
     decoder = describe(moe)

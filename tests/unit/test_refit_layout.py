@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.refit.layout import Cut, Layout
+from spmdrl.refit.layout import Cut, ParameterLayout
 
 TP, SHARD = 2, 3
 
@@ -47,7 +47,7 @@ CASES = {
 def test_parts_make_the_whole(case: str) -> None:
     shape, cuts = CASES[case]
     whole = torch.arange(1, math.prod(shape) + 1).view(shape)
-    layout = Layout(whole.shape, cuts)
+    layout = ParameterLayout(whole.shape, cuts)
     coordinates = list(itertools.product(*(range(cut.num_ranks) for cut in cuts)))
     parts = torch.zeros(len(coordinates), layout.max_numel, dtype=whole.dtype)
     for row, coordinate in zip(parts, coordinates, strict=True):
@@ -60,4 +60,4 @@ def test_parts_make_the_whole(case: str) -> None:
 
 def test_equal_boxes_are_joined_by_one_copy() -> None:
     for case in ("rows", "rows, the same on two", "rows and columns", "rows of rows", "rows, then rows"):
-        assert Layout(torch.Size(CASES[case][0]), CASES[case][1])._grid() is not None, case
+        assert ParameterLayout(torch.Size(CASES[case][0]), CASES[case][1])._grid() is not None, case

@@ -19,7 +19,7 @@ from spmdrl.engine.sglang.options import launch_options
 from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
-from spmdrl.model.kernels import Kernel, Layout, causal_attention
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenScores
@@ -126,8 +126,8 @@ def test_attention_is_the_plain_one_and_has_its_gradient(
     )
     cu_seqlens = torch.tensor([0, *SEQLENS]).cumsum(0).int()
     sampled = torch.cat([torch.arange(n) >= prompt for n, prompt in zip(SEQLENS, PROMPTS, strict=True)])
-    plain = causal_attention(Layout(SEQLENS, cu_seqlens), "sdpa")(q, k, v, scale=0.3, window=None, sinks=None)
-    layout = Layout(SEQLENS, cu_seqlens, sampled=sampled)
+    plain = causal_attention(SequenceLayout(SEQLENS, cu_seqlens), "sdpa")(q, k, v, scale=0.3, window=None, sinks=None)
+    layout = SequenceLayout(SEQLENS, cu_seqlens, sampled=sampled)
     kernels_on_cpu.in_portions_of(on_cpu, 9)
     kernel: Kernel = "sglang_fa3" if backend == "fa3" else "sglang_triton"
     exact = causal_attention(layout, kernel)(q, k, v, scale=0.3, window=None, sinks=None)

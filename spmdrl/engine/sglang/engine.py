@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
 from spmdrl.engine.protocol import EngineDied
-from spmdrl.engine.requests import Source
+from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.layout import Share, held_weights
@@ -95,7 +95,7 @@ class SGLangEngine:
         assert self.version >= 0, "the engine has no weights: refit before sampling"
         assert not self._released, f"the engine sleeps, without its {', '.join(self._released)}: wake it first"
         self._abort = self._is_idle = False
-        source = Source(requests)
+        source = RequestQueue(requests)
         finished: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
         running = 0
         while True:
