@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
+from spmdrl.algo.metrics import histograms, merge_all, scalars
 from spmdrl.config import SftConfig
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
@@ -21,7 +22,6 @@ from spmdrl.faults.watch import watch_over
 from spmdrl.learn.learners import POLICY
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import Learner, update
-from spmdrl.metrics import histograms, merge_all, scalars
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.preflight.inputs import Inputs
 from spmdrl.preflight.launch import run_from_command_line

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from spmdrl import checkpoint
+from spmdrl.algo.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -28,7 +29,6 @@ from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.learn.limits import Guard
 from spmdrl.learn.mismatch import exceeded
 from spmdrl.learn.update import update
-from spmdrl.metrics import histograms, merge_all, scalars, worst_tokens
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of

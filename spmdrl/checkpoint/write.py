@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.algo.metrics import Max, Metrics, Total
 from spmdrl.checkpoint.manifest import BrokenManifest, Manifest, finite, write_json
 from spmdrl.checkpoint.places import UNFINISHED, delete, folder_of, leftovers, remove, saved_steps, sync_directory
 from spmdrl.checkpoint.retention import superseded
@@ -30,7 +31,6 @@ from spmdrl.config import CheckpointConfig, OptimConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.update import Learner
-from spmdrl.metrics import Max, Metrics, Total
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.types import UserError
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.metrics import Metrics, merge_all
+from spmdrl.algo.metrics import Metrics, merge_all
 from spmdrl.types import TrainingDiverged, UserError
 
 T = TypeVar("T")

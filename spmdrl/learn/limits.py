@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.config import Config, MismatchLimits
 from spmdrl.dist.collectives import merge_over
 from spmdrl.learn.mismatch import exceeded
 from spmdrl.learn.objective import DRIFT
-from spmdrl.metrics import Metrics, scalars
 from spmdrl.types import TrainingDiverged
 
 NO_LIMITS = MismatchLimits()

@@ -22,12 +22,12 @@ from spmdrl.algo.correction import (
     weight_sums,
 )
 from spmdrl.algo.loss import Mismatch
+from spmdrl.algo.metrics import MAX_WORST, EffectiveFraction, TokenValue, Worst
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.config import CorrectionConfig, MismatchLimits
 from spmdrl.config.plan import Plan, looks_ahead
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
-from spmdrl.metrics import MAX_WORST, EffectiveFraction, TokenValue, Worst
 from spmdrl.step.batch import MiniBatch
 from spmdrl.types import MicroBatch
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from spmdrl.algo.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.config import OptimConfig
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
@@ -19,7 +20,6 @@ from spmdrl.learn.limits import Guard
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import Objective, ObjectiveFunction
 from spmdrl.learn.optim import make_optimizer, set_learning_rate
-from spmdrl.metrics import Max, Mean, Metrics, merge_all
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
 from spmdrl.step.batch import MiniBatch

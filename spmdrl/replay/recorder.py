@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.algo.metrics import Metrics
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.update import Learner
-from spmdrl.metrics import Metrics
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 
-from spmdrl.metrics import Max, Metrics, Total
+from spmdrl.algo.metrics import Max, Metrics, Total
 from spmdrl.report.memory import PREDICTED, Peak
 
 _GIB = 2**30

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.metrics import TokenValue
+from spmdrl.algo.metrics import TokenValue
 from spmdrl.types import RewardedRollout
 
 

@@ -18,13 +18,13 @@ from typing import Any
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.algo.metrics import Max, Mean, Metrics, Total
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.metrics import Max, Mean, Metrics, Total
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.algo.metrics import Metrics, merge_all
 from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.faults.watch import StopRequest
-from spmdrl.metrics import Metrics, merge_all
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
 from spmdrl.rewards.client import Pending, judged

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from spmdrl.algo.metrics import Max
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
@@ -13,7 +14,6 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.metrics import Max
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector, training_drawing
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from spmdrl.algo.metrics import Max, Metrics, merge_all
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
@@ -24,7 +25,6 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.faults.watch import StopRequest, Watch
-from spmdrl.metrics import Max, Metrics, merge_all
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.client import RewardClient

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.algo.aggregation import token_weights
+from spmdrl.algo.metrics import Mean, Metrics, Total, merge_all
 from spmdrl.algo.packing import (
     balance,
     fill_fraction,
@@ -22,7 +23,6 @@ from spmdrl.algo.packing import (
 from spmdrl.config.plan import Plan
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
 from spmdrl.dist.mesh import Meshes
-from spmdrl.metrics import Mean, Metrics, Total, merge_all
 from spmdrl.types import MicroBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
 FILLING = -1  # the index of a sequence that is there to fill a micro-batch up

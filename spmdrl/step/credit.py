@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.algo.advantage import ESTIMATORS, gae, with_final_rewards
 from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen
 from spmdrl.algo.kl import kl_at_loss_tokens
+from spmdrl.algo.metrics import ExplainedVariance, Mean, Metrics, merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.algo.value import fit_sums
@@ -22,7 +23,6 @@ from spmdrl.config import Config, LossConfig
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.coefficients import KL_IN_REWARD
-from spmdrl.metrics import ExplainedVariance, Mean, Metrics, merge_all
 from spmdrl.step.batch import FILLING, MiniBatch
 from spmdrl.step.score import group_advantages, whitened
 from spmdrl.types import MicroBatch

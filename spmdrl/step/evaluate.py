@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from spmdrl.algo.metrics import Mean, Metrics
 from spmdrl.config import RewardConfig
-from spmdrl.metrics import Mean, Metrics
 from spmdrl.types import RewardOutcome, Rollout
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.algo.metrics import Metrics
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config, CorrectionConfig, LossConfig
 from spmdrl.config.plan import Plan, needs_old_logprobs
@@ -16,7 +17,6 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learners import CRITIC, POLICY
 from spmdrl.learn.mismatch import correct
 from spmdrl.learn.update import Learner
-from spmdrl.metrics import Metrics
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel, Policy
 from spmdrl.step.batch import MiniBatch

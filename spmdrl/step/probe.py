@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from spmdrl.algo.metrics import Max, Mean, Metrics
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes
-from spmdrl.metrics import Max, Mean, Metrics
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import lay_end_to_end, to_sequence
 from spmdrl.types import RewardedRollout, RewardOutcome, Rollout

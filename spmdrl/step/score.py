@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.advantage import ESTIMATORS, moments, whiten
 from spmdrl.algo.control import overlong_penalty
+from spmdrl.algo.metrics import Mean, Metrics, Total, Values
 from spmdrl.config import AdvantageConfig, Config
 from spmdrl.dist.collectives import sum_over
-from spmdrl.metrics import Mean, Metrics, Total, Values
 from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
 Outcome = tuple[Rollout, RewardOutcome]

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
 from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.metrics import scalars
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run

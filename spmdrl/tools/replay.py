@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
 from spmdrl import checkpoint
+from spmdrl.algo.metrics import merge_all
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan, parallel_problems
@@ -30,7 +31,6 @@ from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.learn.limits import Guard
 from spmdrl.learn.update import update
-from spmdrl.metrics import merge_all
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.algo.metrics import Metrics
 from spmdrl.config import CorrectionConfig, LossConfig
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.metrics import Metrics
 from spmdrl.model.policy import TokenScores
 from spmdrl.types import MicroBatch
 from tests.unit.test_correction import CORRECTIONS, batch, random_sequences, settled

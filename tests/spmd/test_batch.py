@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from spmdrl.algo.metrics import scalars
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.update import update
-from spmdrl.metrics import scalars
 from spmdrl.report.resources import with_speed
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.algo.metrics import scalars, worst_tokens
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
@@ -16,7 +17,6 @@ from spmdrl.learn.limits import Guard
 from spmdrl.learn.mismatch import correct
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
-from spmdrl.metrics import scalars, worst_tokens
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from spmdrl import checkpoint
+from spmdrl.algo.metrics import merge_all, scalars
 from spmdrl.config import Config, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learners import objectives_of, start_learners
 from spmdrl.learn.update import update
-from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch

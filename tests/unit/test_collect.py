@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 import spmdrl.dist.collectives
 import spmdrl.engine.restart
 import spmdrl.rollout.collect
+from spmdrl.algo.metrics import merge_all, scalars
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.metrics import merge_all, scalars
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector, Drawing

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.correction import bounded_weights, log_weights, off_policy_sequences, vetoed
+from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_all
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.learn.mismatch import batch_sums, effective_fraction, exceeded, kept_tokens, settle, weigh, worst_of
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_all
 from spmdrl.model.policy import TokenScores
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.types import MicroBatch

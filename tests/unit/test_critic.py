@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.algo.metrics import ExplainedVariance
 from spmdrl.algo.value import clipped_value_loss, fit_sums
 from spmdrl.memory.device import ModelSize, plan_memory
-from spmdrl.metrics import ExplainedVariance
 from spmdrl.model.load import critic_shapes, parameter_shapes
 from spmdrl.preflight.forecast import Model, predict
 from tests import oracle

@@ -18,11 +18,11 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
+from spmdrl.algo.metrics import Total
 from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
-from spmdrl.metrics import Total
 from spmdrl.rewards.scorer import Scorer
 from spmdrl.step.score import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from spmdrl.metrics import (
+from spmdrl.algo.metrics import (
     ExplainedVariance,
     Max,
     Mean,
