@@ -4,7 +4,7 @@ from spmdrl.checkpoint.changes import resolved
 from spmdrl.checkpoint.places import newest_step, saved_steps
 from spmdrl.checkpoint.restore import collector_state, restore
 from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, foresee_resume_point, require_whole
-from spmdrl.checkpoint.write import Saver, save
+from spmdrl.checkpoint.write import Saver, save, start_saver
 
 __all__ = [
     "ResumePoint",
@@ -18,4 +18,5 @@ __all__ = [
     "restore",
     "save",
     "saved_steps",
+    "start_saver",
 ]

@@ -22,16 +22,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.metrics import Max, Metrics, Total
+from spmdrl.checkpoint.changes import resolved
 from spmdrl.checkpoint.manifest import BrokenManifest, Manifest, finite, write_json
 from spmdrl.checkpoint.places import UNFINISHED, delete, folder_of, leftovers, remove, saved_steps, sync_directory
 from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Writer
 from spmdrl.checkpoint.tensors import LearnerState, Tree, copy_to_host, in_chunks, num_bytes, tree_of
-from spmdrl.config import CheckpointConfig, OptimConfig
+from spmdrl.config import CheckpointConfig, Config, OptimConfig, SftConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.update import Learner
 from spmdrl.model.host_memory import HostBuffers
+from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 
 STATE, COLLECTOR = "state.json", "collector.json"
@@ -178,6 +180,11 @@ class Saver:
             f"the checkpoint of step {step} could not be written: {problem.strerror} while writing "
             f"{problem.filename or self._folder}{room}; {before}; {remedy}, and start the run again"
         )
+
+
+def start_saver(cfg: Config | SftConfig, folder: Path, learners: Mapping[str, Learner], meshes: Meshes) -> Saver:
+    """A saver whose manifests hold this configuration and the versions of this machine's software."""
+    return Saver(folder, learners, meshes, cfg.checkpoint, configuration=resolved(cfg), versions=describe_machine())
 
 
 def save(

@@ -18,10 +18,10 @@ T = TypeVar("T")
 class Restarts:
     """Does work with the engines of all ranks of a mesh, and does it again when one of them dies meanwhile."""
 
-    def __init__(self, mesh: DeviceMesh, revive: Callable[[], None] | None, *, tell: Callable[[str], None]) -> None:
+    def __init__(self, mesh: DeviceMesh, revive: Callable[[], None] | None, *, message: Callable[[str], None]) -> None:
         """`revive` starts engines that have died anew and gives all engines their weights; without it a death ends
-        the run. `tell` shows the user a line."""
-        self._mesh, self._revive, self._tell = mesh, revive, tell
+        the run. `message` shows the user a line."""
+        self._mesh, self._revive, self._message = mesh, revive, message
         self._count = 0
 
     @property
@@ -50,7 +50,7 @@ class Restarts:
             if not deaths:
                 return result
             self._count += 1
-            self._tell(f"{during}: {'; '.join(deaths)}; it is started again")
+            self._message(f"{during}: {'; '.join(deaths)}; it is started again")
             before_revival()
             self._revive()
         raise AssertionError("the last attempt returns or raises")

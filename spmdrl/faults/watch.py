@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -209,6 +209,12 @@ class Watch:
         """Write to the rank's log."""
         with contextlib.suppress(OSError):  # a full disk has more important victims
             self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+    def note_all(self, lines: Iterable[str], *, show: Callable[[str], None]) -> None:
+        """Write lines to the rank's log, each with what explains it, and show them to the user."""
+        for line in map(self.explained, lines):
+            self.note(line)
+            show(line)
 
     def explained(self, text: str) -> str:
         """A sentence, and what the kernel has done for want of memory where it tells of a process that was killed."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from spmdrl.config import LossConfig, ModelConfig, ParallelConfig, RewardConfig
+from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -290,17 +290,9 @@ def _load(
 
 
 def load_reference(
-    cfg: ModelConfig,
-    loss: LossConfig,
-    meshes: ModelMeshes,
-    *,
-    temperature: float,
-    reward: RewardConfig | None = None,
-    kernel: Kernel | None = None,
-) -> Policy | None:
-    """The frozen model that KL is taken to: a second sharded model, loaded only where the loss or reward needs it."""
-    if loss.kl_coef == 0 and (reward is None or reward.kl_coef == 0):
-        return None
+    cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, kernel: Kernel | None = None
+) -> Policy:
+    """Load the frozen model that KL is taken to: a second sharded model, in host memory between forward passes."""
     return load_policy(cfg, meshes, temperature=temperature, trainable=False, kernel=kernel)
 
 

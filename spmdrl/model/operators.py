@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmdrl.config import Config
+from spmdrl.config import Config, SftConfig
 from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.kernels import Kernel
@@ -49,10 +49,10 @@ def operators_of(kernel: Kernel) -> Operators:
     return _FAST
 
 
-def kernel_of_run(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
+def kernel_of_run(cfg: Config | SftConfig, device_type: str, dtype: torch.dtype) -> Kernel:
     """The kernel of the trainer, and of an engine of ours, that the settings mean. Raises UserError when it cannot be
     had."""
-    if not cfg.true_on_policy:
+    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
         return choose_kernel(cfg.model.attention, device_type, dtype)
     here, exact = ("a CUDA device", "sglang") if device_type == "cuda" else ("a CPU", "torch")
     if cfg.rollout.engine != exact:

@@ -12,12 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.config.plan import Plan, plan_run
-from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
+from spmdrl.data.stream import make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.learn.optim import check_optimizer
 from spmdrl.learn.policy_loss import check_policy_loss
-from spmdrl.memory.device import MemoryPlan
-from spmdrl.memory.phases import PhaseMemory
 from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
@@ -32,25 +30,11 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine
+from spmdrl.run import Inputs
 from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import Prompt, UserError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What the user's settings point at."""
-
-    plan: Plan
-    model_config: Any  # transformers' config of the model directory
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: frozenset[int]
-    prompts: PromptStream
-    held_out: list[Prompt]  # of all ranks
-    # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
-    memory: MemoryPlan | None
-    phases: list[PhaseMemory]  # what they will hold
 
 
 class _Problems:

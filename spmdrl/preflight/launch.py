@@ -15,22 +15,23 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
-from spmdrl.config import Config, SectionT, SftConfig, read_config
+from spmdrl.config import Config, SftConfig, read_config
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
 from spmdrl.faults.watch import failure_in
-from spmdrl.preflight.inputs import Inputs, open_inputs
+from spmdrl.preflight.inputs import open_inputs
 from spmdrl.report import RunFolder
+from spmdrl.run import Inputs, Launch, SettingsT, open_launch
 from spmdrl.types import UserError
 
 
 def run_from_command_line(
-    kind: type[SectionT],
-    run: Callable[[SectionT, Inputs, RunFolder], None],
-    check: Callable[[SectionT, Inputs], Sequence[str]],
+    kind: type[SettingsT],
+    body: Callable[[Launch[SettingsT]], None],
+    check: Callable[[SettingsT, Inputs], Sequence[str]],
     argv: Sequence[str] | None,
 ) -> int:
-    """Read the configuration, open what it names, and `run` it; or only `check` it under --dry-run.
+    """Read the configuration, open what it names, and run `body` on every rank; or only `check` it under --dry-run.
 
     Returns the process's exit code: see `docs/faults.md`.
     """
@@ -38,7 +39,6 @@ def run_from_command_line(
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
         cfg = read_config(kind, arguments.config, arguments.override)
-        assert isinstance(cfg, Config | SftConfig)
         _check_there_is_time(cfg.run.stop_before)
         inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks())
         # What a launch may find is asked of its first start: when ranks are started again, the run is their own.
@@ -47,7 +47,8 @@ def run_from_command_line(
             origin = foresee_resume_point(cfg, folder.checkpoints)
             _print_dry_run(cfg, inputs, folder, origin, check(cfg, inputs))
             return 0
-        run(cfg, inputs, folder.create())
+        with open_launch(cfg, inputs, folder.create()) as run:
+            body(run)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from spmdrl.algo.metrics import Metrics
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
-from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.update import Learner
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write
+from spmdrl.run import Launch
 from spmdrl.step.batch import MiniBatch
 
 
@@ -25,14 +23,13 @@ class Recorder:
     In two parts, so that a step in which training diverges is there to be looked at.
     """
 
-    def __init__(
-        self, cfg: Config, plan: Plan, learners: Mapping[str, Learner], mesh: DeviceMesh, folder: Path
-    ) -> None:
-        """`mesh` is of the ranks that train; all of them call the methods together."""
-        self._config, self._plan = resolved(cfg), plan.as_dict()
-        self._keep_last = None if cfg.debug.save_rollouts == "all" else cfg.debug.save_rollouts
-        self._witness = GradientHooks(learners)
-        self._mesh, self._folder = mesh, folder
+    def __init__(self, run: Launch[Config], learners: Mapping[str, Learner]) -> None:
+        """All ranks that train call the methods together."""
+        self._config, self._plan = resolved(run.cfg), run.plan.as_dict()
+        save_rollouts = run.cfg.debug.save_rollouts
+        self._keep_last = None if save_rollouts == "all" else save_rollouts
+        self._hooks = GradientHooks(learners)
+        self._mesh, self._folder = run.meshes.training, run.folder.rollouts
 
     def save_rollouts(self, step: int, collected: Collected) -> None:
         """Call this when the rewards are there."""
@@ -48,7 +45,7 @@ class Recorder:
 
     def save_findings(self, step: int, mini_batches: Sequence[MiniBatch], updated: Metrics) -> None:
         """Call this after the step's updates; `mini_batches` are those that they were made of."""
-        found = self._witness.take(mini_batches, updated)
+        found = self._hooks.take(mini_batches, updated)
         with failing_together(self._mesh):
             found.write(_path(self._folder, step, self._mesh.get_local_rank()))
 
@@ -63,13 +60,9 @@ class NoRecorder:
         """See `Recorder.save_findings`."""
 
 
-def start_recorder(
-    cfg: Config, plan: Plan, learners: Mapping[str, Learner], mesh: DeviceMesh, folder: Path
-) -> Recorder | NoRecorder:
-    """What `debug.save_rollouts` asks for; recordings go into `folder`."""
-    if cfg.debug.save_rollouts is None:
-        return NoRecorder()
-    return Recorder(cfg, plan, learners, mesh, folder)
+def start_recorder(run: Launch[Config], learners: Mapping[str, Learner]) -> Recorder | NoRecorder:
+    """The recorder that `debug.save_rollouts` asks for; recordings go into the run's folder."""
+    return NoRecorder() if run.cfg.debug.save_rollouts is None else Recorder(run, learners)
 
 
 def read_findings(folder: Path, step: int, *, num_ranks: int) -> list[StepFingerprint] | None:

@@ -21,6 +21,7 @@ class RewardClient:
     """This rank's reward processes. Use it in a `with` statement: they end with it."""
 
     def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.cfg = cfg
         self._scorer = Scorer(cfg)
         self._tokenizer = tokenizer
 

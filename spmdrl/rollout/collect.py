@@ -129,14 +129,14 @@ class Collector:
         engine_index: int,
         num_engines: int,
         run_seed: int,
-        tell: Callable[[str], None],
+        message: Callable[[str], None],
         restarts: Restarts,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
+        """`submit` starts the scoring of a finished rollout; `message` shows the user a line."""
         self._engine, self._submit, self._prompts = engine, submit, prompts
         self._sampling, self._drawing, self._mesh, self._store = sampling, drawing, mesh, store
         self._engine_index, self._num_engines = engine_index, num_engines
-        self._run_seed, self._tell, self._restarts = run_seed, tell, restarts
+        self._run_seed, self._message, self._restarts = run_seed, message, restarts
         self._after = {0: _Place()}  # by step: the last that was collected, and the one before
 
     def collect(self, step: int) -> Collected:
@@ -177,7 +177,7 @@ class Collector:
         )
         self._after = {step - 1: before, step: now}
         if shortfall := _shortfall(step, summaries, drawing):
-            self._tell(shortfall)
+            self._message(shortfall)
         kept = sorted(part.kept, key=_prompt_id)
         everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.kept)
         return Collected(
@@ -220,7 +220,7 @@ class Collector:
         groups = saved["carried"]
         if not self._drawing.carries_over:
             if groups:
-                self._tell(
+                self._message(
                     f"rollout.partial = false: {len(groups)} unfinished prompt groups of step {step} are dropped"
                 )
             return

@@ -15,9 +15,10 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.client import Pending, judged
+from spmdrl.rewards.client import judged
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
+from spmdrl.rollout.sampler import Sampler
 from spmdrl.types import UserError
 
 
@@ -79,8 +80,8 @@ class NoEngine:
         """There is nothing to end."""
 
 
-class RecordedSampler:
-    """A `Sampler` that reads each step from files.
+class RecordedSampler(Sampler):
+    """A sampler that reads each step from files.
 
     Every rank takes the parts of ranks that are its own place plus multiples of their number, so that on as many ranks
     as there were each has what it had.
@@ -100,14 +101,6 @@ class RecordedSampler:
                 _refuse_other_rollouts(part, self._cfg, self._plan)
         return as_collected(parts, group_size=self._cfg.rollout.group_size)
 
-    def sample_held_out(self) -> list[Pending]:
-        """The configuration has no evaluation."""
-        raise AssertionError("rollouts are read from files, and held-out prompts have none")
-
-    def state(self, step: int) -> Mapping[str, Any] | None:
-        """The step says which files are next."""
-        return None
-
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """See `Sampler.restore`. Raises UserError when a step that is still to come was not recorded."""
         with failing_together(self._mesh):
@@ -118,9 +111,6 @@ class RecordedSampler:
                     f"debug.load_rollouts = {self._folder} has no rollouts of step {min(missing)}, but run.num_steps = "
                     f'{self._plan.num_steps}; {shorter}record every step: debug.save_rollouts = "all"'
                 )
-
-    def dismiss(self) -> None:
-        """There is nobody to be dismissed."""
 
 
 def as_collected(parts: Sequence[Recording], *, group_size: int) -> Collected:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.algo.metrics import Metrics, merge_all
+from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
@@ -29,6 +30,8 @@ from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
 from spmdrl.rewards.client import Pending, judged
 from spmdrl.rollout.collect import Collected
+from spmdrl.rollout.sampler import Sampler
+from spmdrl.run import Launch
 from spmdrl.types import RewardOutcome, Rollout
 
 ORDERS, REPLIES, ROLLOUTS, PROBES, HELD_OUT = range(1, 6)  # channels
@@ -196,21 +199,13 @@ def expected_by(rank: int, expected: Digests) -> Digests:
     return {name.removeprefix(mark): digest for name, digest in expected.items() if name.startswith(mark)}
 
 
-class RemoteSampler:
-    """A `Sampler` whose engines are elsewhere: what it is asked for has been scored already when it comes."""
+class RemoteSampler(Sampler):
+    """A sampler whose engines are elsewhere: what it is asked for has been scored already when it comes."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        leaders: Sequence[int],
-        meshes: Meshes,
-        *,
-        tell: Callable[[str], None],
-        heed: Callable[[StopRequest | None], None],
-    ) -> None:
-        """`leaders` are the ranks that lead engines; `tell` shows the user a line; `heed` hears that a rank that holds
-        an engine was asked to stop."""
-        self._leaders, self._tell, self._heed = leaders, tell, heed
+    def __init__(self, run: Launch[Config]) -> None:
+        plan, meshes = run.plan, run.meshes
+        self._leaders = engine_leaders(plan, ranks_per_engine=run.cfg.rollout.tp_size)
+        self._message, self._watch = run.report.message, run.watch
         self._engines = range(plan.training_ranks, plan.num_ranks)
         self._orders, self._speaks = Link(meshes.world, ORDERS), meshes.training.get_local_rank() == 0
         self._rollouts, self._held_out = Link(meshes.world, ROLLOUTS), Link(meshes.world, HELD_OUT)
@@ -222,9 +217,9 @@ class RemoteSampler:
         """See `Sampler.collect`; waits until the engines have sampled the step."""
         parts: list[Delivery] = [self._rollouts.receive(source=rank) for rank in self._leaders]
         self._states = {step - 1: self._states[step - 1], step: parts[0].state}
-        self._heed(parts[0].wish)
+        self._watch.ask_to_stop(parts[0].wish)
         for message in parts[0].messages:
-            self._tell(message)
+            self._message(message)
         outcomes = [outcome for part in parts for outcome in part.outcomes]
         return Collected(
             pending=[judged(*outcome) for outcome in outcomes],

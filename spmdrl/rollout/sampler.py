@@ -3,90 +3,80 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from spmdrl.algo.metrics import Max
 from spmdrl.config import Config
-from spmdrl.config.plan import Plan
-from spmdrl.data.stream import PromptStream
-from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector, training_drawing
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
-from spmdrl.types import Prompt, Rollout
+from spmdrl.run import Launch
+from spmdrl.types import Rollout
 
 MAX_PROBE_TOKENS = 32  # of one answer, so that the probe does not lengthen the step
 
 
-class Sampler(Protocol):
-    """Every rank that trains has one and calls its methods together with the others."""
+class Sampler:
+    """Samples the rollouts of each step, wherever the engines are; this one has none, and samples nothing.
+
+    Every rank that trains has one and calls its methods together with the others.
+    """
 
     def collect(self, step: int) -> Collected:
-        """The rollouts that a step is trained on, being scored, and answers to the probe by the weights it updates."""
-        ...
+        """Sample the rollouts of a step, whose rewards are being computed, and answers to the probe by the weights that
+        the step updates."""
+        raise AssertionError("this run samples nothing")
 
     def sample_held_out(self) -> list[Pending]:
-        """This rank's part of the responses to held-out prompts, with the weights of the last refit, being scored."""
-        ...
+        """Sample this rank's part of the responses to held-out prompts with the weights of the last refit."""
+        raise AssertionError("this run answers no held-out prompts")
 
     def state(self, step: int) -> Mapping[str, Any] | None:
-        """What a checkpoint must hold to go on after `step`, the last that was collected or the one before; at least
-        on the first rank."""
-        ...
+        """Return what a checkpoint must hold to go on after `step`, the last that was collected or the one before.
+
+        At least the first rank returns it."""
+        return None
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """Go on after `step` from a saved state; None when none was saved."""
-        ...
 
     def dismiss(self) -> None:
-        """The run ends or stops: nothing more will be asked for."""
-        ...
+        """End: nothing more will be asked for."""
 
 
-class LocalSampler:
-    """A `Sampler` of the ranks that hold the engines."""
+class LocalSampler(Sampler):
+    """A sampler of the ranks that hold the engines."""
 
     def __init__(
-        self,
-        cfg: Config,
-        plan: Plan,
-        engine: RolloutEngine,
-        submit: Callable[[Rollout], Pending],
-        prompts: PromptStream,
-        held_out: Sequence[Prompt],
-        stop_token_ids: frozenset[int],
-        meshes: Meshes,
-        *,
-        tell: Callable[[str], None],
-        restarts: Restarts,
+        self, run: Launch[Config], engine: RolloutEngine, restarts: Restarts, *, message: Callable[[str], None]
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `tell` shows the user a line."""
-        self._cfg, self._engine, self._submit = cfg, engine, submit
-        self._restarts = restarts
-        self._held_out = held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
-        self._stop_token_ids = stop_token_ids
+        """`message` shows the user a line."""
+        cfg, meshes, prompts = run.cfg, run.meshes, run.inputs.prompts
+        self._cfg, self._engine, self._restarts = cfg, engine, restarts
+        self._submit = run.watch.following(run.rewards.submit)
+        self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
+        self._stop_token_ids = run.inputs.stop_token_ids
         self._collector = Collector(
             engine,
-            submit,
+            self._submit,
             prompts,
-            training_sampling(cfg, stop_token_ids),
-            training_drawing(cfg, plan),
+            training_sampling(cfg, self._stop_token_ids),
+            training_drawing(cfg, run.plan),
             meshes.engines,
             store=None if cfg.run.deterministic else shared_store(),
             engine_index=meshes.engine_index,
             num_engines=meshes.num_engines,
             run_seed=cfg.run.seed,
-            tell=tell,
-            restarts=self._restarts,
+            message=message,
+            restarts=restarts,
         )
         self._probes = prompts.take(0, cfg.refit.probe_prompts) if engine.leads else []
 
     def collect(self, step: int) -> Collected:
-        """See `Sampler.collect`."""
         collected = self.collect_alone(step)
         probes = self._restarts.carry(self.answer_probes, during=f"the probe of step {step}")
         metrics = dict(collected.metrics)
@@ -106,7 +96,6 @@ class LocalSampler:
         return list(sample(self._engine, self._probes, short, run_seed=self._cfg.run.seed, step=0))
 
     def sample_held_out(self) -> list[Pending]:
-        """See `Sampler.sample_held_out`."""
         sampling = eval_sampling(self._cfg, self._stop_token_ids)
 
         def answer() -> list[Pending]:
@@ -117,12 +106,7 @@ class LocalSampler:
         return self._restarts.carry(answer, during="an evaluation")
 
     def state(self, step: int) -> Mapping[str, Any]:
-        """See `Sampler.state`; the same on every rank."""
         return self._collector.state(step)
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
-        """See `Sampler.restore`."""
         self._collector.restore(saved, step=step)
-
-    def dismiss(self) -> None:
-        """See `Sampler.dismiss`; it does nothing that it is not asked for."""

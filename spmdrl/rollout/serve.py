@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
+from spmdrl import checkpoint
 from spmdrl.algo.metrics import Max, Metrics, merge_all
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
-from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.faults.watch import StopRequest, Watch
+from spmdrl.faults.watch import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
-from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.remote import (
     ANNOUNCED,
@@ -45,44 +44,26 @@ from spmdrl.rollout.remote import (
     expected_by,
 )
 from spmdrl.rollout.sampler import LocalSampler
-from spmdrl.types import Prompt, Rollout, TrainingDiverged, UserError
+from spmdrl.rollout.start import start_engine
+from spmdrl.run import Launch
+from spmdrl.types import Rollout, TrainingDiverged, UserError
 
 
-def serve(
-    cfg: Config,
-    plan: Plan,
-    meshes: Meshes,
-    judge: RewardClient,
-    watch: Watch,
-    engine: RolloutEngine,
-    prompts: PromptStream,
-    held_out: Sequence[Prompt],
-    stop_token_ids: frozenset[int],
-    *,
-    step: int,
-    saved: Mapping[str, Any] | None,
-    evaluated: bool,
-) -> None:
-    """Sample the steps after `step`, from the state that its checkpoint holds, and the evaluations, but for that of
-    `step` where it was `evaluated`; until the ranks that train want no more."""
+def serve(run: Launch[Config]) -> None:
+    """Hold an engine for the ranks that train until they want no more.
+
+    Samples the steps and the evaluations after the one where the run begins, from the state in its checkpoint.
+    """
+    plan, meshes, watch = run.plan, run.meshes, run.watch
+    step, prompts = run.resume_point.step, run.inputs.prompts
+    engine = run.enter(closing(start_engine(run)))
     messages: list[str] = []
     deliver = _Deliveries(plan, engine, meshes)
     weights = _Weights(engine, meshes)
-    submit = watch.following(judge.submit)
     with deliver.problems(weights), deliver.dismissal(weights):
-        sampler = LocalSampler(
-            cfg,
-            plan,
-            engine,
-            submit,
-            prompts,
-            held_out,
-            stop_token_ids,
-            meshes,
-            tell=messages.append,
-            restarts=Restarts(meshes.engines, None, tell=messages.append),
-        )
-        sampler.restore(saved, step=step)
+        restarts = Restarts(meshes.engines, None, message=messages.append)
+        sampler = LocalSampler(run, engine, restarts, message=messages.append)
+        sampler.restore(checkpoint.collector_state(run.resume_point.folder, step=step), step=step)
 
         def refit() -> None:
             watch.enter("refit")
@@ -90,8 +71,8 @@ def serve(
             watch.enter("eval")
             if engine.version < plan.num_steps:
                 deliver.probes(sampler.answer_probes())
-            if plan.evaluates_after(engine.version) and not (evaluated and engine.version == step):
-                deliver.held_out(judge.collect(sampler.sample_held_out()))
+            if plan.evaluates_after(engine.version) and not (engine.version == step and run.resume_point.is_evaluated):
+                deliver.held_out(run.rewards.collect(sampler.sample_held_out()))
 
         refit()
         for number in range(step + 1, plan.num_steps + 1):
@@ -99,15 +80,15 @@ def serve(
                 refit()
             watch.begin_step(number)
             watch.enter("rollout")
-            began, passed_over = time.perf_counter(), prompts.dropped
+            began, dropped = time.perf_counter(), prompts.dropped
             collected = sampler.collect_alone(number)
             watch.enter("reward")
-            outcomes = judge.collect(collected.pending)
+            outcomes = run.rewards.collect(collected.pending)
             watch.enter("deliver")
             metrics = merge_all(
                 [
                     collected.metrics,
-                    drop_metrics(passed_over, prompts.dropped),
+                    drop_metrics(dropped, prompts.dropped),
                     {"time/sampling_s": Max(time.perf_counter() - began)},
                 ]
             )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.config import OffloadConfig
+from spmdrl.config import Config, OffloadConfig
 from spmdrl.dist.collectives import gather_objects, host_barrier
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
@@ -26,6 +26,7 @@ from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
+from spmdrl.run import Launch
 from spmdrl.types import StopRequested
 
 
@@ -43,7 +44,7 @@ class _Need:
     allocator_helps: bool  # whether what torch's allocator caches can serve it
 
 
-class Phases:
+class Handover:
     """Takes the device from the trainer to the engine and back; every rank of the mesh must enter each phase.
 
     It begins with the trainer asleep, as `TrainerMemory.sleep` leaves it, and the engine as it was started.
@@ -59,13 +60,13 @@ class Phases:
         *,
         plan: MemoryPlan | None,
         restart_engine: bool,
-        tell: Callable[[str], None],
+        message: Callable[[str], None],
         span: Callable[[str], AbstractContextManager[None]],
         read: Callable[[torch.device], MemoryReading] = read_memory,
     ) -> None:
         """`plan` is None where there is no device memory to run out of; `restart_engine` says whether the death of an
-        engine may be survived, and `tell` gets a line about each; `span` measures time, as `Report.span`."""
-        self.restarts = Restarts(mesh, self._revive if restart_engine else None, tell=tell)
+        engine may be survived, and `message` shows a line about each; `span` measures time, as `Report.span`."""
+        self.restarts = Restarts(mesh, self._revive if restart_engine else None, message=message)
         self._trainer = trainer
         self._engine = engine
         self._refit = refit
@@ -222,6 +223,40 @@ class Phases:
             'set offload.trainer = "all", or lower rollout.memory_fraction',
             allocator_helps=False,
         )
+
+
+class TrainerAlone:
+    """Stands for the handover of a run without an engine: the trainer keeps the device."""
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Refuse: nothing can be sampled."""
+        raise AssertionError("a run without an engine samples nothing")
+        yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Change nothing."""
+        yield
+
+    def take_edges(self) -> list[Edge]:
+        """Return no edges."""
+        return []
+
+
+def start_handover(run: Launch[Config], trainer: TrainerMemory, engine: RolloutEngine, refit: Refit) -> Handover:
+    """The handover of a run whose trainer sleeps and whose engine was just started."""
+    return Handover(
+        trainer,
+        engine,
+        refit,
+        run.meshes.training,
+        run.cfg.offload,
+        plan=run.inputs.memory,
+        restart_engine=run.cfg.rollout.restart_engine,
+        message=run.report.message,
+        span=run.report.span,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.dist.mesh import build_meshes
-from spmdrl.dist.session import spmd_session
 from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config, load_policy
 from spmdrl.report import RunFolder
+from spmdrl.run import open_run
 from spmdrl.step.export import export_hf, refuse_overwriting
 from spmdrl.types import UserError
 
@@ -39,16 +38,21 @@ def export_checkpoint(run: Path, *, step: int | None = None, to: Path | None = N
     step = _step(folder, step)
     destination = to or folder.hf_after(step)
     refuse_overwriting(cfg.model.path, destination)
-    model = cfg.model.model_copy(update={"attention": "auto", "cpu_offload": False})
-    load_model_config(model)
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    with spmd_session(threads_per_rank=cfg.run.threads_per_rank, deterministic=False) as world:
-        meshes = build_meshes(world, ParallelConfig())
+    alone = cfg.model_copy(
+        update={
+            "run": cfg.run.model_copy(update={"deterministic": False}),
+            "model": cfg.model.model_copy(update={"attention": "auto", "cpu_offload": False}),
+            "parallel": ParallelConfig(),
+        }
+    )
+    load_model_config(alone.model)
+    tokenizer = load_tokenizer(alone.model.path, trust_remote_code=alone.model.trust_remote_code)
+    with open_run(alone, folder) as ranks:
         saved = folder_of(folder.checkpoints, step)
-        require_whole(saved, meshes.training, remedy="name another by --step")
-        policy = load_policy(model, meshes.model, temperature=1.0)
-        restore_weights(saved, policy, meshes.training, name=POLICY)
-        export_hf(policy, tokenizer, destination, meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
+        require_whole(saved, ranks.meshes.training, remedy="name another by --step")
+        policy = load_policy(alone.model, ranks.meshes.model, temperature=1.0)
+        restore_weights(saved, policy, ranks.meshes.training, name=POLICY)
+        export_hf(policy, tokenizer, destination, ranks.meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
     return destination
 
 

@@ -65,7 +65,9 @@ class Reinforcement:
         self, mini_batches: list[MiniBatch], policy: Policy, model: ModelConfig, meshes: Meshes
     ) -> list[MiniBatch]:
         """Add what the objective needs before the updates; every rank must call this."""
-        reference = load_reference(model, self.loss, meshes.model, temperature=self.temperature)
+        reference = None
+        if self.loss.kl_coef:
+            reference = load_reference(model, meshes.model, temperature=self.temperature)
         scored = add_logprobs(policy, reference, mini_batches, meshes.training, self.loss)
         return choose_tokens(scored, self.loss, meshes.data, seed=0)
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
@@ -25,19 +24,18 @@ from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.collectives import failing_together, gather_objects
-from spmdrl.dist.mesh import build_meshes
-from spmdrl.dist.session import World, launched_ranks, spmd_session
+from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.learn.limits import Guard
 from spmdrl.learn.update import update
-from spmdrl.model.load import compute_dtype, load_policy, load_reference
-from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.load import load_policy, load_reference
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
 from spmdrl.replay.recorder import read_findings
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.rollout.from_files import as_collected
+from spmdrl.run import Run, open_run
 from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.step.logprobs import prepare
 from spmdrl.step.score import score_groups
@@ -55,14 +53,14 @@ class Replay:
     now: list[StepFingerprint]
 
 
-def replay(run: Path, step: int) -> Replay:
+def replay(path: Path, step: int) -> Replay:
     """Compute the step again on the ranks that torchrun started; every one of them must call this.
 
     Raises UserError when the step, or the weights before it, were not kept, and TrainingDiverged as the run did.
     """
-    folder = RunFolder(run)
+    folder = RunFolder(path)
     if not folder.config.is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no config.toml")
+        raise UserError(f"{path} is not the folder of a run: it has no config.toml")
     parts = read_parts(folder.rollouts, step)
     if step > 1 and step - 1 not in checkpoint.saved_steps(folder.checkpoints):
         raise UserError(_no_weights(folder, step))
@@ -70,27 +68,16 @@ def replay(run: Path, step: int) -> Replay:
     if problems := list(parallel_problems(cfg.parallel, launched_ranks())):
         raise UserError("\n".join(problems))
     before = read_findings(folder.rollouts, step, num_ranks=parts[0].num_ranks)
-    with spmd_session(
-        threads_per_rank=cfg.run.threads_per_rank,
-        deterministic=cfg.run.deterministic,
-        patience_minutes=cfg.run.patience_minutes,
-    ) as world:
-        return Replay(before, _compute(cfg, plan, folder, parts, world, step=step))
+    with open_run(cfg, folder) as run:
+        return Replay(before, _compute(run, plan, parts, step=step))
 
 
-def _compute(
-    cfg: Config, plan: Plan, folder: RunFolder, parts: Sequence[Recording], world: World, *, step: int
-) -> list[StepFingerprint]:
-    """The phases of the step between sampling and refit; what every rank found."""
-    meshes = build_meshes(world, cfg.parallel)
-    dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-    scoring: dict[str, Any] = {
-        "temperature": cfg.rollout.temperature,
-        "kernel": kernel_of_run(cfg, world.device.type, dtype),
-    }
-    policy = load_policy(cfg.model, meshes.model, **scoring)
-    reference = load_reference(cfg.model, cfg.loss, meshes.model, **scoring, reward=cfg.reward)
-    learners = start_learners(policy, cfg, plan, meshes.model, dtype=dtype)
+def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: int) -> list[StepFingerprint]:
+    """Run the phases of the step between sampling and refit; returns what every rank found."""
+    cfg, meshes, folder = run.cfg, run.meshes, run.folder
+    policy = load_policy(cfg.model, meshes.model, **run.scoring)
+    reference = load_reference(cfg.model, meshes.model, **run.scoring) if cfg.has_reference else None
+    learners = start_learners(policy, cfg, plan, meshes.model, dtype=run.dtype)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
         checkpoint.require_whole(before, meshes.training, remedy="replay another step")
@@ -100,7 +87,7 @@ def _compute(
     witness = GradientHooks(learners)
 
     # On as many ranks as trained, each takes what it had then.
-    collected = as_collected(parts[world.rank :: world.num_ranks], group_size=cfg.rollout.group_size)
+    collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
     scored = score_groups(outcomes, cfg, meshes.training)
     with failing_together(meshes.training):

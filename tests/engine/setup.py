@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.model.load import compute_dtype, load_model_config, load_policy, reshard
+from spmdrl.model.load import load_policy, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rollout.start import start_engine
 from spmdrl.types import MicroBatch, Request, Response
+from tests.helpers.launches import launch_of
 
 
 def settings(path: str, num_ranks: int, *, refit: dict[str, Any] | None = None, **rollout: Any) -> Config:
@@ -91,10 +93,10 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
         plan = make_plan(cfg, num_ranks=world.num_ranks)
         policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
         before = surroundings()
-        engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
+        run = launch_of(cfg, plan, world, meshes, Path(cfg.model.path))
+        engine = start_engine(run)
         try:
-            dtype = compute_dtype(cfg.model.compute_dtype, world.device.type)
-            refit = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
+            refit = Refit(policy, engine, meshes, cfg.refit, dtype=run.dtype)
             yield Rank(world, meshes, policy, engine, refit, before)
         finally:
             engine.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +19,9 @@ from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.restart import Restarts
-from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.watch import Watch
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
-from spmdrl.model.load import load_model_config, load_policy
+from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.remote import RemoteEngine
@@ -35,6 +34,7 @@ from spmdrl.step.score import score_groups
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 from tests.engine.setup import prompts, settings
 from tests.engine.test_sglang_engine import START_LIMIT_S
+from tests.helpers.launches import launch_of
 from tests.spmd.ranks import run_ranks
 from tests.tiny import save_qwen3
 
@@ -81,43 +81,29 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
     """A run of a few steps from its pieces, all of its refits compared by digest."""
     cfg = config(path, **rollout)
     spmdrl.rollout.sampler.training_sampling = greedy  # in this rank's process alone
-    judge: Any = FixedRewards()
+    rewards: Any = FixedRewards()
     stream: Any = Stream()
     found: dict[str, Any] = {"samples": [], "norms": []}
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         plan = make_plan(cfg, num_ranks=world.num_ranks)
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size, engine_ranks=plan.engine_ranks)
-        engine = start_engine(cfg, load_model_config(cfg.model), plan, world, meshes)
-        try:
+        run = launch_of(cfg, plan, world, meshes, Path(path), prompts=stream, rewards=rewards)
+        with run.exits:
             if not meshes.trains:
-                watch = Watch(FaultFiles(Path(path)), launch="test", rank=world.rank, num_ranks=world.num_ranks)
-                sources: Any = (stream, [], frozenset({1}))
-                serve(cfg, plan, meshes, judge, watch, engine, *sources, step=0, saved=None, evaluated=False)
+                serve(run)
                 return found
+            engine = run.enter(closing(start_engine(run)))
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
             learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
             refit = Refit(policy, engine, meshes, cfg.refit, dtype=torch.float32)
-            restarts = Restarts(meshes.training, None, tell=print)
-            sampler = start_sampler(
-                cfg,
-                plan,
-                engine,
-                judge.submit,
-                stream,
-                [],
-                frozenset({1}),
-                meshes,
-                tell=print,
-                heed=lambda _: None,
-                restarts=restarts,
-            )
+            sampler = start_sampler(run, engine, Restarts(meshes.training, None, message=print))
             assert isinstance(engine, RemoteEngine) == (world.num_ranks > 1)
             refit(version=0)
             for step in range(1, NUM_STEPS + 1):
                 engine.wake()
                 collected = sampler.collect(step)
                 engine.sleep()
-                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+                scored = score_groups(rewards.collect(collected.pending), cfg, meshes.training)
                 found["samples"] += [
                     (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
                     for one in scored
@@ -132,8 +118,6 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 name: parameter.full_tensor().detach().clone() for name, parameter in policy.model.named_parameters()
             }
             found["probes"] = [probe.response.spans[0].version for probe in collected.probes]
-        finally:
-            engine.close()
         del policy, learner, refit
     return found
 

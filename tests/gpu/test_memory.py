@@ -22,7 +22,7 @@ from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.refit.refit import Refit
 from spmdrl.report.memory import read_memory
 from spmdrl.step.batch import build_batch
-from spmdrl.step.handover import MemoryShortage, Phases
+from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import Request
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
 
@@ -151,7 +151,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         del learner, memory, refit
 
 
-def test_the_phases_catch_a_leak(qwen3: str) -> None:
+def test_the_handover_catch_a_leak(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
@@ -172,21 +172,29 @@ def test_the_phases_catch_a_leak(qwen3: str) -> None:
         offload = OffloadConfig(trainer="all", engine=("kv_cache", "weights"))
         # A plan that leaves a GiB for the test, whatever the device.
         plan = MemoryPlan(gradients=free - GIB, gathered=0, engine_share=None, **sizes)
-        phases = Phases(
-            memory, engine, refit, meshes.training, offload, plan=plan, restart_engine=False, tell=print, span=no_span
+        handover = Handover(
+            memory,
+            engine,
+            refit,
+            meshes.training,
+            offload,
+            plan=plan,
+            restart_engine=False,
+            message=print,
+            span=no_span,
         )
-        phases.refit(version=0)
-        with phases.rollout():
+        handover.refit(version=0)
+        with handover.rollout():
             pass
-        with phases.training():
+        with handover.training():
             pass
         leak = torch.empty(2 * GIB, dtype=torch.uint8, device=CUDA)
-        with pytest.raises(MemoryShortage, match=r"engine asleep: rank 0 needs .* to train"), phases.rollout():
+        with pytest.raises(MemoryShortage, match=r"engine asleep: rank 0 needs .* to train"), handover.rollout():
             pass
-        edges = phases.take_edges()
+        edges = handover.take_edges()
         assert [edge.name for edge in edges][:3] == ["engine started", "refitted", "engine awake"]
         assert all(reading.total_bytes > 0 for edge in edges for reading in edge.readings)
-        del learner, memory, refit, phases, leak
+        del learner, memory, refit, handover, leak
 
 
 def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
@@ -202,7 +210,7 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
             RefitConfig(bucket_bytes=16 * MIB, verify="first"),
             dtype=torch.bfloat16,
         )
-        phases = Phases(
+        handover = Handover(
             memory,
             engine,
             refit,
@@ -210,14 +218,14 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
             OffloadConfig(),
             plan=None,
             restart_engine=False,
-            tell=print,
+            message=print,
             span=no_span,
         )
-        phases.refit(version=0)
+        handover.refit(version=0)
         torch.cuda.manual_seed(5)
-        with phases.rollout():
+        with handover.rollout():
             torch.rand(7, device=CUDA)
         drawn = torch.rand(3, device=CUDA)
         torch.cuda.manual_seed(5)
         assert torch.equal(drawn, torch.rand(3, device=CUDA))
-        del learner, memory, refit, phases
+        del learner, memory, refit, handover

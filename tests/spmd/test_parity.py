@@ -70,7 +70,7 @@ def trained(
         settings = model_config(path, **(model or {}))
         losses = loss_config(**(LOSS if loss is None else loss))
         policy = load_policy(settings, meshes.model, temperature=0.8)
-        reference = load_reference(settings, losses, meshes.model, temperature=0.8)
+        reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
         dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
         the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
         the_plan = plan_for(count, world.num_ranks, **(plan or {}))

@@ -15,7 +15,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.report.memory import MemoryReading, read_memory
-from spmdrl.step.handover import MemoryShortage, Phases
+from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import StopRequested
 from tests.spmd.ranks import run_ranks
 
@@ -101,7 +101,7 @@ class Engine:
             raise EngineDied(f"{call} found it dead")
 
 
-def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",), **changes: Any) -> Phases:
+def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",), **changes: Any) -> Handover:
     def refit(*, version: int) -> None:
         device.change(f"refit {version}")
 
@@ -111,12 +111,12 @@ def _phases(meshes: Any, device: Device, release: Sequence[str] = ("kv_cache",),
     settings: dict[str, Any] = {
         "plan": PLAN,
         "restart_engine": False,
-        "tell": device.told.append,
+        "message": device.told.append,
         "span": lambda name: nullcontext(),
         "read": device.read,
     }
     settings |= changes
-    return Phases(*parts, meshes.training, offload, **settings)
+    return Handover(*parts, meshes.training, offload, **settings)
 
 
 def _steps(release: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -83,7 +83,7 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     meshes = build_meshes(world, parallel)
     settings, losses = model_config(path, gradient_checkpointing="full"), loss_config(**LOSS)
     policy = load_policy(settings, meshes.model, temperature=0.8)
-    reference = load_reference(settings, losses, meshes.model, temperature=0.8)
+    reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
     if experts:
         policy.model.set_experts_implementation(experts)
     mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")

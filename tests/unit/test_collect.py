@@ -219,7 +219,7 @@ def start(
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
     meshes: list[Any] = [Mesh(ranks, rank) for rank in range(len(engines))]
     restarts = [
-        Restarts(mesh, (lambda: None) if revive else None, tell=messages.append if rank == 0 else lambda text: None)
+        Restarts(mesh, (lambda: None) if revive else None, message=messages.append if rank == 0 else lambda text: None)
         for rank, mesh in enumerate(meshes)
     ]
     collectors = [
@@ -234,7 +234,7 @@ def start(
             engine_index=rank,
             num_engines=len(engines),
             run_seed=11,
-            tell=messages.append if rank == 0 else lambda text: None,
+            message=messages.append if rank == 0 else lambda text: None,
             restarts=restarts[rank],
         )
         for rank, engine in enumerate(engines)

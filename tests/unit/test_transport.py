@@ -75,7 +75,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, *, oth
     cfg = settings(save_qwen3(tmp_path), 1, refit={"transport": setting})
     told: list[str] = []
     config = load_model_config(cfg.model)
-    return choose_transport(cfg, config, CUDA, None, tell=told.append), told  # type: ignore[arg-type]
+    return choose_transport(cfg, config, CUDA, None, message=told.append), told  # type: ignore[arg-type]
 
 
 def test_device_memory_is_used_where_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_one_rank_where_it_does_not_work_decides_for_all(tmp_path: Path, monkeyp
     cfg = settings(save_qwen3(tmp_path), 1)
     told: list[str] = []
     config = load_model_config(cfg.model)
-    assert choose_transport(cfg, config, CUDA, None, tell=told.append) == "shared_memory"  # type: ignore[arg-type]
+    assert choose_transport(cfg, config, CUDA, None, message=told.append) == "shared_memory"  # type: ignore[arg-type]
     assert len(told) == 1 and "through host memory" in told[0] and BROKEN in told[0]
 
 

@@ -39,7 +39,7 @@ def wanted_transport(setting: str, device_type: str) -> Transport:
 
 
 def choose_transport(
-    cfg: Config, model_config: Any, device: torch.device, mesh: DeviceMesh, *, tell: Callable[[str], None]
+    cfg: Config, model_config: Any, device: torch.device, mesh: DeviceMesh, *, message: Callable[[str], None]
 ) -> Transport:
     """What the ranks of the mesh will use, the same on all of them; every one of them must call this.
 
@@ -60,7 +60,7 @@ def choose_transport(
     for shortage in shortages:
         if shortage is not None:
             raise UserError(f"{problem}, so weights have to go through host memory. {shortage}")
-    tell(f'refit.transport = "auto": weights go to the engine through host memory, which is slower, for {problem}')
+    message(f'refit.transport = "auto": weights go to the engine through host memory, which is slower, for {problem}')
     return "shared_memory"
 
 

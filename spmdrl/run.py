@@ -1,0 +1,160 @@
+"""The parts that every rank of a run shares: opened once, closed once.
+
+A `Run` goes into constructors. Phases and maths get the values they need, so that their signatures say what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl import checkpoint
+from spmdrl.config import Config, SftConfig
+from spmdrl.config.plan import Plan
+from spmdrl.data.stream import PromptStream
+from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.session import World, spmd_session
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.watch import Watch, watch_over
+from spmdrl.memory.device import MemoryPlan
+from spmdrl.memory.phases import PhaseMemory
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.load import compute_dtype
+from spmdrl.model.operators import kernel_of_run
+from spmdrl.report import Report, RunFolder
+from spmdrl.rewards.client import RewardClient
+from spmdrl.types import Prompt
+
+SettingsT = TypeVar("SettingsT", bound=Config | SftConfig)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a run reads besides weights; `preflight/inputs.py` opens and checks it."""
+
+    plan: Plan
+    model_config: Any  # transformers' config of the model directory
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: frozenset[int]
+    prompts: PromptStream
+    held_out: list[Prompt]  # of all ranks
+    # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
+    memory: MemoryPlan | None
+    phases: list[PhaseMemory]  # what each phase is predicted to hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Generic[SettingsT]):
+    """This rank among the others: its process group, its meshes, and what the settings mean on its device."""
+
+    cfg: SettingsT
+    folder: RunFolder
+    world: World
+    meshes: Meshes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        return compute_dtype(self.cfg.model.compute_dtype, self.device.type)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The attention kernel of the trainer, and of an engine that computes as the trainer does."""
+        return kernel_of_run(self.cfg, self.device.type, self.dtype)
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """The arguments of `load_policy` that decide which log-probabilities its models give to tokens."""
+        temperature = self.cfg.rollout.temperature if isinstance(self.cfg, Config) else 1.0
+        return {"temperature": temperature, "kernel": self.kernel}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(Run[SettingsT]):
+    """A `Run` that is being trained: opened inputs, a watchdog, a report, and where training begins."""
+
+    inputs: Inputs
+    watch: Watch
+    report: Report
+    resume_point: checkpoint.ResumePoint
+    reward_client: RewardClient | None  # None: nothing is sampled, so nothing is rewarded
+    exits: ExitStack  # closed when the run ends, however it ends
+
+    @property
+    def plan(self) -> Plan:
+        """Every count that follows from the settings."""
+        return self.inputs.plan
+
+    @property
+    def rewards(self) -> RewardClient:
+        """This rank's reward processes; fine-tuning has none."""
+        assert self.reward_client is not None, "fine-tuning rewards nothing"
+        return self.reward_client
+
+    def enter(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that lasts as long as the run."""
+        return self.exits.enter_context(context)
+
+
+@contextmanager
+def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Iterator[Run[SettingsT]]:
+    """Join the other ranks and build the meshes; every rank enters and leaves together."""
+    with spmd_session(
+        threads_per_rank=cfg.run.threads_per_rank,
+        deterministic=cfg.run.deterministic,
+        patience_minutes=cfg.run.patience_minutes,
+    ) as world:
+        ranks_per_engine = cfg.rollout.tp_size if isinstance(cfg, Config) else 1
+        meshes = build_meshes(world, cfg.parallel, ranks_per_engine=ranks_per_engine, engine_ranks=engine_ranks)
+        yield Run(cfg=cfg, folder=folder, world=world, meshes=meshes)
+
+
+@contextmanager
+def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[Launch[SettingsT]]:
+    """Open a run to train it, from the checkpoint that `[resume]` chooses.
+
+    Whatever goes wrong while it is open is reported before anything is closed.
+    """
+    with (
+        RewardClient(cfg.reward, inputs.tokenizer) if isinstance(cfg, Config) else nullcontext() as reward_client,
+        open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks) as run,
+        watch_over(
+            FaultFiles(folder.path), run.world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
+        ) as watch,
+        ExitStack() as exits,
+    ):
+        resume_point = checkpoint.find_resume_point(cfg, folder.checkpoints, run.meshes.world)
+        report = exits.enter_context(
+            Report(
+                cfg.report,
+                folder,
+                num_steps=inputs.plan.num_steps,
+                active=run.world.is_main,
+                start_step=resume_point.saved_step,
+                on_phase=watch.enter,
+            )
+        )
+        with watch.reporting():
+            yield Launch(
+                cfg=cfg,
+                folder=folder,
+                world=run.world,
+                meshes=run.meshes,
+                inputs=inputs,
+                watch=watch,
+                report=report,
+                resume_point=resume_point,
+                reward_client=reward_client,
+                exits=exits,
+            )

@@ -1,0 +1,185 @@
+"""The steps of a run: each begins where all ranks agree to go on, and ends reported, evaluated, saved and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic
+
+from spmdrl.algo.metrics import Metrics, histograms, merge_all, scalars, worst_tokens
+from spmdrl.checkpoint import Saver
+from spmdrl.config import MismatchLimits
+from spmdrl.dist.collectives import gather_objects, merge_over
+from spmdrl.learn.mismatch import exceeded
+from spmdrl.model.policy import Policy
+from spmdrl.report.memory import host_peak_bytes
+from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
+from spmdrl.report.samples import worst_token_rows
+from spmdrl.rollout.sampler import Sampler
+from spmdrl.run import Launch, SettingsT
+from spmdrl.step.evaluate import eval_metrics
+from spmdrl.step.export import export_hf
+from spmdrl.step.handover import Handover, TrainerAlone
+from spmdrl.types import StopRequested
+
+NO_LIMITS = MismatchLimits()
+
+
+class Steps(Generic[SettingsT]):
+    """Counts the steps of a run, and does what belongs between them; every rank that trains has one.
+
+    A run that is asked to stop does so at the next edge between two phases. A step that has not come to its update is
+    given up; one that has is finished except for its evaluation, which the resumed run makes first.
+    """
+
+    def __init__(
+        self,
+        run: Launch[SettingsT],
+        policy: Policy,
+        saver: Saver,
+        handover: Handover | TrainerAlone,
+        sampler: Sampler,
+        *,
+        warn: MismatchLimits = NO_LIMITS,
+    ) -> None:
+        """`warn`: limits beyond which a step's mismatch is shown to the user."""
+        self._run: Launch[SettingsT] = run
+        self._policy, self._saver, self._warn = policy, saver, warn
+        self._handover, self._sampler = handover, sampler
+        self._training = run.meshes.training
+        # The last finished step and its metrics: the contents of a checkpoint.
+        self._done = run.resume_point.step
+        self._measured: dict[str, float] = dict(run.resume_point.metrics or {})
+        self._evaluated: dict[str, float] = {}
+        self._saved: Metrics = {}  # of the last save, until they are reported
+        self._dropped: Mapping[str, int] = {}  # prompts dropped before this step
+        self._stopping = False
+
+    def announce(self) -> None:
+        """Show where the run begins, and write down what was launched."""
+        run = self._run
+        for note in run.resume_point.notes:
+            run.report.message(note)
+        run.report.message(loading_line(gather_objects(self._training, host_peak_bytes())))
+        run.report.expect(run.inputs.phases)
+        if run.world.is_main:
+            run.folder.write_launch(run.cfg, run.plan)
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """Surround the loop: save what is finished when the run is asked to stop, and export the model at its end."""
+        run, saver = self._run, self._saver
+        try:
+            self._evaluate_start()
+            yield
+        except StopRequested:
+            if saver.newest != self._done:
+                self._save()
+            saver.wait()
+            if run.world.is_main:
+                run.report.message(run.watch.leave_requeue(step=self._done, num_steps=run.plan.num_steps))
+            self._sampler.dismiss()
+        else:
+            saver.wait()
+            self._sampler.dismiss()
+            if run.cfg.export.at_end:
+                self._export(run.folder.hf)
+        run.report.compare(scalars(merge_over(self._training, resource_metrics(run.report.take_peaks()))))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the number of each step that is left. Raises StopRequested where the ranks agree to stop."""
+        run = self._run
+        while self._done < run.plan.num_steps:
+            if run.watch.agree_to_stop_before_step(self._training):
+                raise StopRequested
+            step = self._done + 1
+            run.watch.begin_step(step)
+            self._saved, self._dropped = self._saver.check(), run.inputs.prompts.dropped
+            yield step
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Begin a phase if all ranks agree to go on, and measure it. Raises StopRequested on all ranks, or on none."""
+        self._pass_edge()
+        with self._run.report.span(name):
+            yield
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the policy after `step` where that is due; a run that is about to stop puts it off."""
+        self._stopping = self._run.watch.agree_to_stop(self._training)
+        with self._run.report.span("eval"):
+            due = self._run.plan.evaluates_after(step) and not self._stopping
+            self._evaluated = self._answer_held_out(step) if due else {}
+
+    def report(
+        self, step: int, metrics: Sequence[Metrics], samples: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, float]:
+        """Merge the metrics of all ranks, in one collective, and show them; returns the same values on every rank."""
+        run = self._run
+        merged = merge_over(
+            self._training,
+            merge_all([*metrics, self._saved])
+            | drop_metrics(self._dropped, run.inputs.prompts.dropped)
+            | time_metrics(run.report.take_times())
+            | resource_metrics(run.report.take_peaks()),
+        )
+        values = scalars(merged)
+        for warning in exceeded(values, self._warn):
+            run.report.message(f"step {step}: {warning}")
+        worst = worst_tokens(merged).get("mismatch/max_abs_nats", ())
+        run.report.step(
+            step,
+            with_speed(values),
+            samples=samples,
+            histograms=histograms(merged),
+            worst_tokens=worst_token_rows(worst, run.inputs.tokenizer),
+        )
+        return values
+
+    def finish(self, step: int, values: dict[str, float]) -> None:
+        """Count the step as done; save and export where that is due, and stop if the ranks have agreed to."""
+        self._done, self._measured = step, values | self._evaluated
+        if self._run.plan.saves_after(step):
+            self._save()
+        if self._run.plan.exports_after(step):
+            self._export(self._run.folder.hf_after(step))
+        self._report_memory()
+        if self._stopping:
+            raise StopRequested
+
+    def _evaluate_start(self) -> None:
+        """Evaluate the policy that the run begins with, unless that was done before it was saved."""
+        if self._run.plan.evaluates_after(self._done) and not self._run.resume_point.is_evaluated:
+            self._pass_edge()
+            self._measured |= self._answer_held_out(self._done)
+            if self._saver.newest == self._done:
+                self._saver.amend(metrics=self._measured)
+        self._report_memory()
+        self._run.report.take_times()
+
+    def _answer_held_out(self, step: int) -> dict[str, float]:
+        run = self._run
+        with self._handover.rollout():
+            pending = self._sampler.sample_held_out()
+        metrics = eval_metrics(run.rewards.collect(pending), run.rewards.cfg)
+        evaluated = scalars(merge_over(self._training, metrics))
+        run.report.eval(step, evaluated)
+        return evaluated
+
+    def _pass_edge(self) -> None:
+        if self._run.watch.agree_to_stop(self._training):
+            raise StopRequested
+
+    def _save(self) -> None:
+        with self._handover.training(), self._run.report.span("save"):
+            self._saver.save(self._done, metrics=self._measured, collector=self._sampler.state(self._done))
+
+    def _export(self, folder: Path) -> None:
+        run = self._run
+        with self._handover.training(), run.report.span("export"):
+            export_hf(self._policy, run.inputs.tokenizer, folder, run.meshes, dtype=run.dtype)
+
+    def _report_memory(self) -> None:
+        if edges := self._handover.take_edges():
+            self._run.report.memory(self._done, edges)
