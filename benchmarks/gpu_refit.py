@@ -43,7 +43,7 @@ from spmdrl.engine.sglang.engine import Launch, SGLangEngine
 from spmdrl.refit.refit import Refit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.other_process import OtherProcess
+from tests.helpers.other_process import OtherProcess
 
 MIB = 2**20
 GIB = 2**30

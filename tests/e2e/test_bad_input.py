@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
-from tests.e2e.test_train import CONFIG, REWARD
+from tests.helpers.small_run import write_small_run
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "c.toml").write_text(
-        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
-    )
+    write_small_run(tmp_path, model={"hidden_size": 32, "num_layers": 1})
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 ="}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": \n')

@@ -6,45 +6,29 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from spmdrl.train import main
-from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
-from tests.spmd.ranks import run_ranks
+from tests.helpers.small_run import (
+    assert_same_weights,
+    finished_torchrun,
+    launch,
+    rows,
+    sample_rows,
+    start_torchrun,
+    steady_rows,
+)
 
 APART = ('rollout.placement="disaggregated"', "report.samples_per_step=100", "run.threads_per_rank=1")
 IN_STEP = "rollout.max_staleness=0"
 
 
-def launch(folder: Path, num_ranks: int, *overrides: str) -> None:  # noqa: F811
-    """A run as torchrun would start it, without the seconds that its imports take."""
-    codes = run_ranks(num_ranks, main, [str(folder / "c.toml"), *overrides], timeout_s=200.0)
-    assert set(codes) == {0}
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "hf/model.safetensors")
-
-
 def samples(run: Path) -> list[dict]:
     """Every rollout of every step."""
-    written = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    return [row for row in written if "response" in row]
-
-
-def steady(run: Path) -> list[dict[str, float]]:
-    """The metrics that are not about time, memory or who is elsewhere."""
-    return [
-        {k: v for k, v in row.items() if k.split("/")[0] not in ("time", "speed", "memory", "checkpoint")}
-        for row in rows(run)
-    ]
+    return [row for row in sample_rows(run) if "response" in row]
 
 
 def tokens(run: Path) -> list[tuple]:
@@ -53,24 +37,23 @@ def tokens(run: Path) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Path:  # noqa: F811
+def alone(folder: Path) -> Path:
     """One rank that trains and samples."""
     launch(folder, 1, "run.name=alone", "report.samples_per_step=100", "run.threads_per_rank=1")
     return folder / "runs/alone"
 
 
-def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:  # noqa: F811
+def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:
     launch(folder, 2, "run.name=apart", *APART, IN_STEP, "rollout.num_ranks=1")
     apart = folder / "runs/apart"
     assert samples(apart) == samples(alone)
-    assert steady(apart) == steady(alone)
-    for name, tensor in weights(alone).items():
-        assert torch.equal(tensor, weights(apart)[name]), name
+    assert steady_rows(apart) == steady_rows(alone)
+    assert_same_weights(alone, apart)
     assert json.loads((apart / "plan.json").read_text())["steps_ahead"] == 0
 
 
 @pytest.mark.parametrize("engine_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_ranks: int) -> None:  # noqa: F811
+def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_ranks: int) -> None:
     name = f"apart-{engine_ranks}-of-3"
     launch(folder, 3, f"run.name={name}", *APART, IN_STEP, f"rollout.num_ranks={engine_ranks}", "run.num_steps=2")
     # The first rank writes the samples that it holds itself.
@@ -85,7 +68,7 @@ def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_
             assert "time/sampling_s" in other
 
 
-def test_a_step_ahead(folder: Path) -> None:  # noqa: F811
+def test_a_step_ahead(folder: Path) -> None:
     settings = ("run.name=ahead", *APART, "rollout.num_ranks=1", "run.num_steps=6")
     launch(folder, 2, *settings)
     run = folder / "runs/ahead"
@@ -103,20 +86,19 @@ def test_a_step_ahead(folder: Path) -> None:  # noqa: F811
     again = folder / "runs/again"
     launch(folder, 2, *settings, "run.name=again")
     assert tokens(again) == tokens(run)
-    assert steady(again) == steady(run)
+    assert steady_rows(again) == steady_rows(run)
 
 
-def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path, alone: Path) -> None:  # noqa: F811
+def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path, alone: Path) -> None:
     settings = ("run.name=stopped-apart", *APART, IN_STEP, "rollout.num_ranks=1")
     launch(folder, 2, *settings, "run.num_steps=2")
     launch(folder, 2, *settings)
     stopped = folder / "runs/stopped-apart"
     assert tokens(stopped) == tokens(alone)
-    for name, tensor in weights(alone).items():
-        assert torch.equal(tensor, weights(stopped)[name]), name
+    assert_same_weights(alone, stopped)
 
 
-def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) -> None:  # noqa: F811
+def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) -> None:
     """Two steps ahead, with groups that go on, groups that are drawn in place of others, and greedy responses."""
     settings = (
         "run.name=stopped-ahead",
@@ -143,37 +125,21 @@ def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) ->
     assert all(sample["advantage"] == sample["reward"] - sample["greedy_reward"] for sample in samples(run))
 
 
-def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) -> None:  # noqa: F811
+def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) -> None:
     settings = ("run.name=changed", *APART, "run.deterministic=false", "rollout.num_ranks=1")
     partial = ("rollout.oversample_fraction=0.5", "rollout.partial=true", "rollout.max_running=12")
     launch(folder, 2, *settings, *partial, "rollout.max_response_tokens=24", "run.num_steps=2")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    failed = subprocess.run(
-        [
-            *(*command, "-m", "spmdrl.train", str(folder / "c.toml"), *settings, *partial),
-            "rollout.max_response_tokens=20",
-            'resume.changed=["rollout.max_response_tokens"]',
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    changed = ("rollout.max_response_tokens=20", 'resume.changed=["rollout.max_response_tokens"]')
+    failed = finished_torchrun(2, str(folder / "c.toml"), *settings, *partial, *changed)
     assert failed.returncode != 0
     assert "max_response_tokens was 24 and is 20" in failed.stderr
     assert "spmdrl/rollout" not in failed.stderr, "a traceback"
 
 
-def test_the_death_of_an_engine_rank_ends_the_run(folder: Path) -> None:  # noqa: F811
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_the_death_of_an_engine_rank_ends_the_run(folder: Path) -> None:
     settings = ("run.name=killed", *APART, "rollout.num_ranks=1", "run.num_steps=100000")
-    launched = subprocess.Popen(
-        [*command, "-m", "spmdrl.train", str(folder / "c.toml"), *settings],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    launched = start_torchrun(2, str(folder / "c.toml"), *settings, **streams)
     try:
         metrics = folder / "runs/killed/metrics.jsonl"
         began = time.monotonic()

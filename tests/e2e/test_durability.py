@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import random
 import resource
@@ -20,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from spmdrl import train
 from spmdrl.checkpoint import storage, write
@@ -32,8 +30,10 @@ from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
 from spmdrl.rollout.files import read_parts
 from spmdrl.train import main
-from tests.e2e.test_train import folder, rows  # noqa: F401  (folder is a fixture)
-from tests.spmd.ranks import run_ranks
+from tests.helpers import small_run
+from tests.helpers.files import flip_bit
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import assert_same_weights, rows, sample_rows, start_torchrun, steady_rows, weights
 
 COMMON = (
     "run.threads_per_rank=1",
@@ -46,13 +46,12 @@ COMMON = (
 )
 
 
-def argv(folder: Path, name: str, *overrides: str) -> list[str]:  # noqa: F811
+def argv(folder: Path, name: str, *overrides: str) -> list[str]:
     return [str(folder / "c.toml"), *COMMON, f"run.name={name}", *overrides]
 
 
-def launch(folder: Path, name: str, num_ranks: int, *overrides: str) -> Path:  # noqa: F811
-    """A run as torchrun would start it, without the seconds that its imports take."""
-    assert set(run_ranks(num_ranks, main, argv(folder, name, *overrides), timeout_s=250.0)) == {0}
+def launch(folder: Path, name: str, num_ranks: int, *overrides: str) -> Path:
+    small_run.launch(folder, num_ranks, *COMMON, f"run.name={name}", *overrides)
     return folder / "runs" / name
 
 
@@ -62,40 +61,24 @@ def tensor_files(run: Path, step: int) -> dict[str, Digest]:
     return {name: digest for name, digest in files.items() if name.endswith(".distcp")}
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "hf/model.safetensors")
-
-
-def samples(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-
-
-def steady(run: Path) -> list[dict[str, float]]:
-    """The metrics that are not about time or memory."""
-    aside = ("time", "speed", "memory", "checkpoint")
-    return [{k: v for k, v in row.items() if k.split("/")[0] not in aside} for row in rows(run)]
-
-
 def assert_same_run(one: Path, other: Path) -> None:
     """Weights and optimizer state after the last step bit for bit, and every sample and metric on the way."""
     last = newest_step(one / "checkpoints")
     assert last == newest_step(other / "checkpoints") == rows(one)[-1]["step"]
     assert tensor_files(one, last) == tensor_files(other, last)
-    assert weights(one).keys() == weights(other).keys()
-    for name, tensor in weights(one).items():
-        assert torch.equal(tensor, weights(other)[name]), name
-    assert samples(one) == samples(other)
-    assert steady(one) == steady(other)
+    assert_same_weights(one, other)
+    assert sample_rows(one) == sample_rows(other)
+    assert steady_rows(one) == steady_rows(other)
 
 
 @pytest.fixture(scope="module")
-def straight(folder: Path) -> Path:  # noqa: F811
+def straight(folder: Path) -> Path:
     """Six steps on two ranks that nothing stopped."""
     return launch(folder, "straight", 2)
 
 
-def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight: Path) -> None:  # noqa: F811
-    assert len(tensor_files(straight, 6)) == 2 and len(samples(straight)) > 6 and len(rows(straight)) == 7
+def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight: Path) -> None:
+    assert len(tensor_files(straight, 6)) == 2 and len(sample_rows(straight)) > 6 and len(rows(straight)) == 7
     launch(folder, "halves", 2, "run.num_steps=3")
     assert_same_run(launch(folder, "halves", 2), straight)
     # And a second time from the same checkpoint, by its path: what it begins with is all that matters.
@@ -109,29 +92,18 @@ LONGER = "run.num_steps=30"  # so long that it is not over when it has been kill
 
 
 @pytest.fixture(scope="module")
-def longer(folder: Path) -> Path:  # noqa: F811
+def longer(folder: Path) -> Path:
     """The same, for runs that are killed."""
     return launch(folder, "longer", 2, LONGER)
 
 
-def torchrun(
-    folder: Path,  # noqa: F811
-    name: str,
-    *overrides: str,
-    max_restarts: int = 0,
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*command, "--max-restarts", str(max_restarts), "-m", "spmdrl.train", *argv(folder, name, *overrides)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def torchrun(folder: Path, name: str, *overrides: str, max_restarts: int = 0) -> subprocess.Popen[str]:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return start_torchrun(2, *argv(folder, name, *overrides), max_restarts=max_restarts, **streams)
 
 
 def killed_at_random(
-    folder: Path,  # noqa: F811
+    folder: Path,
     name: str,
     *overrides: str,
     seed: int,
@@ -175,7 +147,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> None:  # noqa: F811
+def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> None:
     """Killed once for each seed, and then left alone, a run ends as if nothing had been."""
     for seed in seeds:
         killed_at_random(folder, name, seed=seed)
@@ -185,11 +157,11 @@ def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> Non
     assert_same_run(folder / "runs" / name, longer)
 
 
-def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:  # noqa: F811
+def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:
     survives(folder, longer, "killed", range(3))
 
 
-def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:  # noqa: F811
+def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:
     """Also when there must be no run yet where they are started first."""
     killed_at_random(folder, "restarted", "resume.checkpoint=never", seed=3, max_restarts=1)
     assert_same_run(folder / "runs/restarted", longer)
@@ -198,7 +170,7 @@ def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(7))
-def test_twenty_one_kills(folder: Path, longer: Path, number: int) -> None:  # noqa: F811
+def test_twenty_one_kills(folder: Path, longer: Path, number: int) -> None:
     survives(folder, longer, f"killed-{number}", range(10 * number, 10 * number + 3))
 
 
@@ -237,7 +209,7 @@ def _dies(arguments: list[str], moment: Callable[[int], None], step: int) -> int
 
 
 @pytest.mark.parametrize("moment", [0, *(pytest.param(later, marks=pytest.mark.slow) for later in (1, 2))])
-def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: int) -> None:  # noqa: F811
+def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: int) -> None:
     """In the first checkpoint, or in a later one: none that is not whole has the name of one."""
     name, step = f"torn-{moment}", 1 + moment
     with pytest.raises(AssertionError, match="died without a word"):
@@ -249,16 +221,15 @@ def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: i
     assert not list(checkpoints.glob("*.*"))
 
 
-def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) -> None:  # noqa: F811
+def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) -> None:
     run = folder / "runs/damaged"
     shutil.copytree(straight, run)
     places = [folder_of(run / "checkpoints", step) for step in range(1, 7)]
     for place in places[:3]:
         shutil.rmtree(place)
     (places[5] / "__1_0.distcp").write_bytes((places[5] / "__1_0.distcp").read_bytes()[:-1])
-    flipped = bytearray((places[4] / "__0_0.distcp").read_bytes())
-    flipped[len(flipped) // 2] ^= 4
-    (places[4] / "__0_0.distcp").write_bytes(flipped)
+    changed = places[4] / "__0_0.distcp"
+    flip_bit(changed, changed.stat().st_size // 2)
     command = [sys.executable, "-m", "spmdrl.train", *argv(folder, "damaged")]
     stopped = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert stopped.returncode == 2
@@ -273,7 +244,7 @@ def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) 
     }
 
 
-def test_two_ranks_then_one_then_four(folder: Path) -> None:  # noqa: F811
+def test_two_ranks_then_one_then_four(folder: Path) -> None:
     """On other ranks the first step after the checkpoint has the same samples, and nearly the same weights."""
     exact = ("true_on_policy=true", "model.attention=auto", "debug.assert_on_policy=false")
     launch(folder, "moved", 2, *exact, "run.num_steps=2")
@@ -294,7 +265,7 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:  # noqa: F811
             torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
 
 
-def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(folder: Path, straight: Path) -> None:  # noqa: F811
+def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(folder: Path, straight: Path) -> None:
     """Also where engine and trainer do not compute the same bits, and what is sampled may differ."""
     path = folder_of(straight / "checkpoints", 3)
     settings = ("run.num_steps=4", f"resume.checkpoint={path}", "debug.save_rollouts=1", "export.at_end=false")
@@ -310,7 +281,7 @@ def _drawn(run: Path, step: int) -> set[tuple[int, int, int]]:
 
 def _sampled(run: Path, step: int) -> list[tuple]:
     names = ("prompt_id", "sample_index", "response", "reward", "version")
-    return [tuple(row[name] for name in names) for row in samples(run) if row["step"] == step and "response" in row]
+    return [tuple(row[name] for name in names) for row in sample_rows(run) if row["step"] == step and "response" in row]
 
 
 def _limit(number: int, limit: int) -> None:
@@ -363,7 +334,7 @@ def _runs_short(arguments: list[str], shortage: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", SHORTAGES)
-def test_what_has_run_out_is_named(folder: Path, name: str) -> None:  # noqa: F811
+def test_what_has_run_out_is_named(folder: Path, name: str) -> None:
     _, _, message, hint = SHORTAGES[name]
     arguments = argv(folder, name, "run.num_steps=1", "checkpoint.every=0")
     ((code, said),) = run_ranks(1, _runs_short, arguments, name, timeout_s=200.0)
@@ -407,7 +378,7 @@ def _full(arguments: list[str]) -> tuple[int, str]:
         return main(arguments), said.getvalue()
 
 
-def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: Path) -> None:  # noqa: F811
+def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: Path) -> None:
     run = folder / "runs/full"
     shutil.copytree(straight, run)
     for step in (4, 5, 6):

@@ -17,8 +17,6 @@ from unittest import mock
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from spmdrl import train
 from spmdrl.checkpoint.places import folder_of, newest_step
@@ -28,9 +26,8 @@ from spmdrl.faults.watch import Stop, Watch
 from spmdrl.report import Report
 from spmdrl.sft import main as sft
 from spmdrl.train import main
-from tests.e2e.test_disaggregated import steady
-from tests.e2e.test_train import folder  # noqa: F401  (a fixture)
-from tests.spmd.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import assert_same_weights, steady_rows, torchrun_command, write_sft_config
 
 # Each launch goes on from the one before: where it is told to stop, and the step that is saved. Steps 2, 4, 6 and the
 # last are evaluated.
@@ -93,19 +90,10 @@ def signalled(program: Any, argv: list[str], step: int, phase: str, rank: int = 
         return plain(program, argv)
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "hf/model.safetensors")
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    for name, tensor in weights(one).items():
-        assert torch.equal(tensor, weights(other)[name]), name
-
-
 def assert_same_run(one: Path, other: Path) -> None:
     """Weights, samples, every metric but those of time and memory; and nothing was evaluated twice."""
     assert_same_weights(one, other)
-    assert steady(one) == steady(other)
+    assert steady_rows(one) == steady_rows(other)
     for name in ("samples.jsonl", "evaluations"):
         assert (one / name).read_text() == (other / name).read_text(), name
 
@@ -119,9 +107,7 @@ def launch(num_ranks: int, argv: list[str]) -> None:
     ("which", "saves"), [("some", 0), pytest.param("every", 1, marks=pytest.mark.slow)], ids=["some", "every"]
 )
 def test_a_run_that_is_stopped_in_any_phase_is_bitwise_the_run_that_is_not(
-    folder: Path,  # noqa: F811
-    which: str,
-    saves: int,
+    folder: Path, which: str, saves: int
 ) -> None:
     """One rank of two is told: before the update a step is given up, later it is finished but for its evaluation. The
     prompts of a step depend on those of the step before it."""
@@ -144,7 +130,7 @@ def test_a_run_that_is_stopped_in_any_phase_is_bitwise_the_run_that_is_not(
     assert_same_run(unstopped, run)
 
 
-def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:  # noqa: F811
+def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:
     settings = ("rollout.num_ranks=1", 'rollout.placement="disaggregated"', "rollout.max_staleness=0")
     argv = [str(folder / "c.toml"), *SETTINGS, *settings, "run.num_steps=4", "checkpoint.every=0"]
     launch(2, [*argv, "run.name=apart-unstopped"])
@@ -161,7 +147,7 @@ def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:  # noq
     assert_same_run(folder / "runs/apart-unstopped", run)
 
 
-def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:  # noqa: F811
+def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:
     settings = ("rollout.num_ranks=1", 'rollout.placement="disaggregated"', "rollout.max_staleness=2")
     argv = [str(folder / "c.toml"), *SETTINGS, *settings, "run.num_steps=6", "run.deterministic=false"]
     argv.append("run.name=ahead-stopped")
@@ -172,35 +158,19 @@ def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:  # noqa: F8
     assert read_requeue(FaultFiles(folder / "runs/ahead-stopped")) is None
 
 
-SFT = """\
-[run]
-dir = "{runs}"
-num_steps = 4
-deterministic = true
-threads_per_rank = 1
-[model]
-path = "{model}"
-[data]
-max_prompt_tokens = 24
-[[data.sources]]
-kind = "jsonl"
-path = "{rows}"
-response_column = "response"
-[sft]
-sequences_per_step = 4
-max_response_tokens = 8
-[optim]
-lr = 1e-2
-[pack]
-max_tokens_per_micro_batch = 64
-"""
-
-
-def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:  # noqa: F811
+def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:
     rows = [{"prompt": f"{i} + 1 =", "answer": "", "response": str(i + 1)} for i in range(32)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = folder / "sft.toml"
-    config.write_text(SFT.format(runs=folder / "runs", model=folder / "model", rows=folder / "rows.jsonl"))
+    source = {"kind": "jsonl", "path": f"{folder}/rows.jsonl", "response_column": "response"}
+    config = write_sft_config(
+        folder,
+        name="sft.toml",
+        run={"seed": None, "threads_per_rank": 1},
+        data={"sources": [source]},
+        sft={"sequences_per_step": 4, "max_response_tokens": 8},
+        pack={"max_tokens_per_micro_batch": 64},
+        checkpoint=None,
+    )
     assert set(run_ranks(2, plain, sft, [str(config), "run.name=sft-unstopped"], timeout_s=200.0)) == {0}
     stopped = [str(config), "run.name=sft-stopped"]
     assert set(run_ranks(2, signalled, sft, stopped, 2, "update", timeout_s=200.0)) == {0}
@@ -221,7 +191,7 @@ def with_a_long_second_step(argv: list[str]) -> int:
         return plain(main, argv)
 
 
-def test_no_step_is_begun_that_would_end_too_late(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_no_step_is_begun_that_would_end_too_late(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deadline = datetime.now() + timedelta(hours=1)
     argv = [str(folder / "c.toml"), *ENDLESS, "run.name=timed", f'run.stop_before="{deadline.isoformat()}"']
     assert set(run_ranks(2, with_a_long_second_step, argv, timeout_s=200.0)) == {0}
@@ -245,7 +215,7 @@ def failing(argv: list[str]) -> int:
         return plain(main, argv)
 
 
-def test_a_failure_of_one_rank_is_the_one_cause(folder: Path) -> None:  # noqa: F811
+def test_a_failure_of_one_rank_is_the_one_cause(folder: Path) -> None:
     argv = [str(folder / "c.toml"), *SETTINGS, "run.name=failed", "run.num_steps=4"]
     assert run_ranks(2, failing, argv, timeout_s=200.0) == [EXIT_LOST_RANK, 1]
     files = FaultFiles(folder / "runs/failed")
@@ -263,10 +233,9 @@ def test_a_failure_of_one_rank_is_the_one_cause(folder: Path) -> None:  # noqa: 
 class Job:
     """A run on 2 ranks by torchrun, and its processes."""
 
-    def __init__(self, folder: Path, name: str, *settings: str, supervised: bool) -> None:  # noqa: F811
+    def __init__(self, folder: Path, name: str, *settings: str, supervised: bool) -> None:
         self.files = FaultFiles(folder / "runs" / name)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "spmdrl.train", str(folder / "c.toml"), f"run.name={name}", *settings]
+        command = torchrun_command(2, str(folder / "c.toml"), f"run.name={name}", *settings)
         if supervised:
             command = [sys.executable, "-m", "spmdrl.faults.supervise", str(self.files.folder), *command]
         self._output = (folder / f"{name}.txt").open("w+")
@@ -296,7 +265,7 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, name: str, *settings: str, supervised: bool) -> Iterator[Job]:  # noqa: F811
+def job(folder: Path, name: str, *settings: str, supervised: bool) -> Iterator[Job]:
     started = Job(folder, name, *settings, supervised=supervised)
     try:
         yield started
@@ -309,7 +278,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=10)[1]
 
 
-def test_sigterm_to_a_launched_job_saves_and_asks_to_be_started_again(folder: Path) -> None:  # noqa: F811
+def test_sigterm_to_a_launched_job_saves_and_asks_to_be_started_again(folder: Path) -> None:
     with job(folder, "terminated", *ENDLESS, supervised=True) as run:
         run.wait_for(1, 2, "update")
         processes = run.descendants()
@@ -327,7 +296,7 @@ def test_sigterm_to_a_launched_job_saves_and_asks_to_be_started_again(folder: Pa
     assert_same_weights(folder / "runs/not-terminated", folder / "runs/terminated")
 
 
-def test_sigusr1_to_one_rank_under_bare_torchrun_ends_all_with_0(folder: Path) -> None:  # noqa: F811
+def test_sigusr1_to_one_rank_under_bare_torchrun_ends_all_with_0(folder: Path) -> None:
     with job(folder, "told", *ENDLESS, supervised=False) as run:
         rank = run.wait_for(1, 2, "rollout")
         processes = run.descendants()
@@ -338,7 +307,7 @@ def test_sigusr1_to_one_rank_under_bare_torchrun_ends_all_with_0(folder: Path) -
     assert requeue is not None and requeue.reason == "SIGUSR1" and requeue.step >= 1
 
 
-def test_a_rank_that_is_stopped_in_a_collective_ends_the_job_by_name(folder: Path) -> None:  # noqa: F811
+def test_a_rank_that_is_stopped_in_a_collective_ends_the_job_by_name(folder: Path) -> None:
     """The hang drill."""
     with job(folder, "hung", *ENDLESS, "watchdog.timeout_s=6", supervised=True) as run:
         rank = run.wait_for(1, 2, "update")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.e2e.test_train import folder, rows  # noqa: F401
+from tests.helpers.small_run import rows, start_torchrun
 
 NUM_STEPS, SETTLED_STEPS = 300, 60  # by the second, every cache has been filled
 LIMIT_S = 1500.0
@@ -57,15 +56,9 @@ def readings(job: subprocess.Popen[str], run: Path) -> Iterator[tuple[int, list[
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_nothing_grows_over_300_steps(folder: Path) -> None:  # noqa: F811
+def test_nothing_grows_over_300_steps(folder: Path) -> None:
     settings = [f"run.num_steps={NUM_STEPS}", "run.name=soak", "eval.every=20", "checkpoint.every=10"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = subprocess.Popen(
-        [*command, "-m", "spmdrl.train", str(folder / "c.toml"), *settings],
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        text=True,
-    )
+    job = start_torchrun(2, str(folder / "c.toml"), *settings, stdout=subprocess.DEVNULL)
     try:
         found = list(readings(job, folder / "runs/soak"))
         assert job.wait(60) == 0

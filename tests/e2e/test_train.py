@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,80 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
-from spmdrl.tools.tiny_model import save_tiny_model
-from tests.spmd.ranks import run_ranks
-
-CONFIG = """\
-[run]
-name = "run"
-dir = "{runs}"
-num_steps = 4
-seed = 3
-deterministic = true
-[model]
-path = "{model}"
-[data]
-max_prompt_tokens = 24
-[[data.sources]]
-kind = "reasoning_gym"
-task = "chain_sum"
-params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
-prompt_template = "{{metadata[expression]}} ="
-[rollout]
-prompts_per_step = 8
-group_size = 4
-max_response_tokens = 6
-[reward]
-terms = [{{ kind = "function", function = "{reward}:digits" }}, {{ kind = "exact", weight = 0.1 }}]
-[loss]
-updates_per_step = 2
-kl_coef = 0.01
-[optim]
-lr = 1e-2
-[pack]
-max_tokens_per_micro_batch = 256
-[eval]
-num_prompts = 10
-every = 2
-[[eval.sources]]
-kind = "reasoning_gym"
-task = "chain_sum"
-params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
-prompt_template = "{{metadata[expression]}} ="
-[checkpoint]
-every = 2
-[debug]
-assert_on_policy = true
-"""
-
-# A reward that a random model can climb at once, so that advantages are not all zero.
-REWARD = """\
-def digits(*, prompt, response, answer, metadata):
-    return sum(character.isdigit() for character in response) / 6
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("e2e")
-    save_tiny_model(path / "model", num_layers=2, spare_tokens=1)  # an even vocabulary can be split over two ranks
-    (path / "reward.py").write_text(REWARD)
-    (path / "c.toml").write_text(CONFIG.format(runs=path / "runs", model=path / "model", reward=path / "reward.py"))
-    return path
-
-
-def torchrun(folder: Path, num_ranks: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(
-        [*command, "-m", "spmdrl.train", str(folder / "c.toml"), *overrides],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +22,6 @@ def whole(folder: Path) -> Path:
     """A run of 4 steps on 2 ranks that never stopped."""
     torchrun(folder, 2)
     return folder / "runs/run"
-
-
-def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_run_folder_is_complete(whole: Path) -> None:
@@ -140,8 +61,7 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
 
 
 def test_the_tokens_that_engine_and_trainer_disagree_about_most_are_written(whole: Path) -> None:
-    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
-    worst = {sample["step"]: sample["worst_tokens"] for sample in samples if "worst_tokens" in sample}
+    worst = {sample["step"]: sample["worst_tokens"] for sample in sample_rows(whole) if "worst_tokens" in sample}
     for row in rows(whole)[1:]:
         first, *others = worst[row["step"]]
         assert abs(first["mismatch_nats"]) == row["mismatch/max_abs_nats"] > 0
@@ -195,28 +115,15 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole:
     assert sorted(path.name for path in exported.glob("hf*")) == ["hf-00000001", "hf-00000002"]
     done = torchrun(folder, 2, "run.name=stopped")
     assert "3/4" in done.stdout and "2/4" not in done.stdout
-    one, other = (load_file(run / "hf/model.safetensors") for run in (whole, folder / "runs/stopped"))
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
-    steady = [
-        [
-            {k: v for k, v in row.items() if k.split("/")[0] not in ("time", "speed", "memory", "checkpoint")}
-            for row in rows(run)
-        ]
-        for run in (whole, folder / "runs/stopped")
-    ]
-    assert steady[0] == steady[1]
+    assert_same_weights(whole, folder / "runs/stopped")
+    assert steady_rows(whole) == steady_rows(folder / "runs/stopped")
 
 
 @pytest.mark.slow
 def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, whole: Path) -> None:
     settings = ["offload.trainer=all", 'offload.engine=["kv_cache", "weights"]', "report.memory=true"]
     done = torchrun(folder, 2, "run.name=offloaded", *settings)
-    one, other = (load_file(run / "hf/model.safetensors") for run in (whole, folder / "runs/offloaded"))
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+    assert_same_weights(whole, folder / "runs/offloaded")
     assert "memory in step 4, GiB, of 2 ranks" in done.stdout
     written = [json.loads(line) for line in (folder / "runs/offloaded/memory.jsonl").read_text().splitlines()]
     assert {row["step"] for row in written} == {0, 1, 2, 3, 4}
@@ -267,8 +174,7 @@ def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
         assert 0 <= row["rollout/greedy_reward_mean"] <= 64 / 6 + 0.1  # 64 digits
     states = [json.loads((run / f"checkpoints/step-{step:08d}/collector.json").read_text()) for step in range(1, 4)]
     assert any(state["carried"] for state in states)
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    samples = [sample for sample in samples if "prompt_id" in sample]
+    samples = [sample for sample in sample_rows(run) if "prompt_id" in sample]
     prompt_ids = [sample["prompt_id"] for sample in samples]
     assert all(sample["advantage"] == sample["reward"] - sample["greedy_reward"] for sample in samples)
     assert len(prompt_ids) == len(set(prompt_ids)), "a prompt was trained on twice"

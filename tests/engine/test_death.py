@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,41 +18,11 @@ from spmdrl.faults.rank_status import read_posts
 from spmdrl.faults.verdict import read_error
 from spmdrl.tools import ps
 from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.sglang_engine import START_LIMIT_S
+from tests.helpers.small_run import start_torchrun, write_config
 
 END_LIMIT_S = 30.0
-START_LIMIT_S = 240.0
 GENERATING_S = 0.2  # after the beginning of a rollout phase its requests run, for longer than this
-
-CONFIG = """\
-[run]
-name = "{name}"
-dir = "{runs}"
-num_steps = {num_steps}
-[model]
-path = "{model}"
-[data]
-max_prompt_tokens = 24
-[[data.sources]]
-kind = "reasoning_gym"
-task = "chain_sum"
-params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
-prompt_template = "{{metadata[expression]}} ="
-[rollout]
-engine = "sglang"
-prompts_per_step = 8
-group_size = 4
-max_response_tokens = 100
-tp_size = {tp_size}
-restart_engine = {restart}
-[reward]
-terms = [{{ kind = "exact" }}]
-[optim]
-lr = 1e-3
-[pack]
-max_tokens_per_micro_batch = 512
-[export]
-at_end = false
-"""
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +37,23 @@ class Job:
 
     def __init__(self, folder: Path, model: Path, *, num_steps: int, restart: bool, tp_size: int) -> None:
         self.run = folder / "runs/killed"
-        config = folder / "c.toml"
-        config.write_text(
-            CONFIG.format(
-                name="killed",
-                runs=folder / "runs",
-                model=model,
-                num_steps=num_steps,
-                restart=str(restart).lower(),
-                tp_size=tp_size,
-            )
+        rollout = {"engine": "sglang", "max_response_tokens": 100, "tp_size": tp_size, "restart_engine": restart}
+        config = write_config(
+            folder,
+            run={"name": "killed", "num_steps": num_steps, "seed": None, "deterministic": None},
+            model={"path": str(model)},
+            rollout=rollout,
+            reward={"terms": [{"kind": "exact"}]},
+            loss=None,
+            optim={"lr": 1e-3},
+            pack={"max_tokens_per_micro_batch": 512},
+            eval=None,
+            checkpoint=None,
+            export={"at_end": False},
+            debug=None,
         )
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         self._output = (folder / "output.txt").open("w+")
-        self.process = subprocess.Popen(
-            [*torchrun, "-m", "spmdrl.train", str(config)],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self.process = start_torchrun(2, str(config), stdout=self._output, stderr=subprocess.STDOUT)
 
     @property
     def output(self) -> str:

@@ -32,11 +32,10 @@ from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups
 from spmdrl.types import Prompt, RewardOutcome, Rollout
-from tests.engine.setup import prompts, settings
-from tests.engine.test_sglang_engine import START_LIMIT_S
 from tests.helpers.launches import launch_of
-from tests.spmd.ranks import run_ranks
-from tests.tiny import save_qwen3
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sglang_engine import START_LIMIT_S, prompts, settings
 
 NUM_STEPS = 3
 

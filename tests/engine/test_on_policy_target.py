@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -17,37 +16,23 @@ import torch
 from spmdrl.engine.sglang import options as sglang_options
 from spmdrl.model import sglang_operators
 from spmdrl.step.batch import lay_end_to_end
-from spmdrl.types import Request, Sequence
-from tests import kernels_on_cpu
-from tests.engine import setup
-from tests.engine.setup import Rank, answers, change, rank_with_engine, settings
-from tests.exact import skip_where_inexact
-from tests.spmd.ranks import run_ranks
-from tests.tiny import VOCABULARY, save_qwen3
+from spmdrl.types import Sequence
+from tests.helpers import kernels_on_cpu, sglang_engine
+from tests.helpers.exact import skip_where_inexact
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_requests, sequences_of
+from tests.helpers.sglang_engine import Rank, answers, change, rank_with_engine, settings
 
 TEMPERATURE = 0.7
-TARGET = Path(__file__).parent / "target_on_cpu"
-
-
-def requests() -> list[Request]:
-    rng = random.Random(0)
-    return [
-        Request(
-            prompt_ids=tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 20))),
-            seed=i,
-            max_response_tokens=rng.randint(1, 24),
-            temperature=TEMPERATURE,
-            stop_token_ids=frozenset({1}),
-        )
-        for i in range(10)
-    ]
+TARGET = Path(sglang_engine.__file__).parent / "target_on_cpu"
 
 
 def largest_mismatch(rank: Rank, sequences: list[Sequence]) -> float:
-    """Over packs of several sequences, and of one."""
+    """Over micro-batches of several sequences, and of one."""
     worst = 0.0
-    for pack in (sequences[:1], sequences[1:4], sequences[4:]):
-        batch = lay_end_to_end(pack, {})
+    for together in (sequences[:1], sequences[1:4], sequences[4:]):
+        batch = lay_end_to_end(together, {})
         with torch.no_grad():
             logprobs = rank.policy(batch).logprobs
         worst = max(worst, float((logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max()))
@@ -55,17 +40,8 @@ def largest_mismatch(rank: Rank, sequences: list[Sequence]) -> float:
 
 
 def sampled(rank: Rank) -> list[Sequence]:
-    asked = requests()
-    return [
-        Sequence(
-            index=i,
-            token_ids=request.prompt_ids + answer.token_ids,
-            loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(answer.token_ids),
-            rollout_logprobs=(0.0,) * len(request.prompt_ids) + answer.logprobs,
-            advantage=1.0,
-        )
-        for i, (request, answer) in enumerate(zip(asked, answers(rank.engine, asked), strict=True))
-    ]
+    asked = random_requests(10, max_response_tokens=24, temperature=TEMPERATURE, stop_token_ids=frozenset({1}))
+    return sequences_of(asked, answers(rank.engine, asked))
 
 
 def mismatches(path: str) -> dict[str, float]:
@@ -85,9 +61,9 @@ def mismatches(path: str) -> dict[str, float]:
         kernels_on_cpu.use(patch)
         patch.setattr(torch.nn.functional, "silu", kernels_on_cpu.silu)
         patch.setattr(sglang_options, "EXACT_BACKENDS", ("torch_native",))
-        load = setup.load_policy
+        load = sglang_engine.load_policy
         patch.setattr(
-            setup,
+            sglang_engine,
             "load_policy",
             lambda cfg, meshes, **_: load(cfg, meshes, temperature=TEMPERATURE, kernel="sglang_triton"),
         )

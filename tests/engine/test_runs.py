@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.tools.tiny_model import save_tiny_model
-from tests.e2e.test_train import CONFIG, REWARD, rows, torchrun
+from tests.helpers.small_run import rows, torchrun, write_small_run
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +21,7 @@ SETTINGS = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny_model(tmp_path / "model", hidden_size=128, num_layers=2)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "c.toml").write_text(
-        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
-    )
+    write_small_run(tmp_path, model={"hidden_size": 128, "num_layers": 2})
     return tmp_path
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import UserError
-from tests.e2e.test_train import CONFIG, REWARD
+from tests.helpers.small_run import write_small_run
 
 
 def dry_run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -22,11 +21,7 @@ def dry_run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_tiny_model(tmp_path / "model", hidden_size=128, num_layers=1)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "c.toml").write_text(
-        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
-    )
+    write_small_run(tmp_path, model={"hidden_size": 128, "num_layers": 1})
     return tmp_path
 
 

@@ -16,14 +16,23 @@ import torch
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.types import Request, Response
-from tests.engine.setup import Rank, answers, change, greedy, prompts, rank_with_engine, settings, trainer_logprobs
-from tests.spmd.ranks import run_ranks
-from tests.tiny import save_qwen3
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sglang_engine import (
+    START_LIMIT_S,
+    Rank,
+    answers,
+    change,
+    greedy,
+    prompts,
+    rank_with_engine,
+    settings,
+    trainer_logprobs,
+)
 
 NUM_REFITS = 50
 TEMPERATURE = 0.7
 MAX_PROMPT, MAX_RESPONSE = 32, 96  # of `settings`
-START_LIMIT_S = 240.0  # two cores that are busy with other things
 
 
 def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]) -> float:

@@ -15,9 +15,8 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import lay_end_to_end
-from tests.tiny import (
-    model_config,
-    random_sequences,
+from tests.helpers.configs import model_config
+from tests.helpers.models import (
     save_gemma3,
     save_gpt_oss,
     save_llama,
@@ -26,6 +25,7 @@ from tests.tiny import (
     save_qwen3_moe,
     save_qwen3_next,
 )
+from tests.helpers.sequences import random_sequences
 
 SEQLENS = [1, 3, 3, 17, 40, 130]
 MODELS = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss, save_qwen3_next, save_qwen3_5]

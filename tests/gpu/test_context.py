@@ -12,8 +12,8 @@ from spmdrl.dist.collectives import sum_over
 from spmdrl.model.attention import Attend, Kernel, choose_kernel, packed_attention
 from spmdrl.model.context import context_attention, gather_tokens
 from spmdrl.types import UserError
-from tests.spmd.ranks import run_ranks
-from tests.spmd.test_context import STYLES, _mesh, _mine, _offsets, _with_gradients
+from tests.helpers.context import STYLES, local_part, offsets_of, with_gradients, world_mesh
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -27,25 +27,25 @@ def _attended(attend: Attend, leaves: list[Tensor], grad: Tensor, window: int | 
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     query, key, value, *sinks = leaves
     out = attend(query, key, value, layer=0, scale=HEAD_DIM**-0.5, window=window, sinks=sinks[0] if sinks else None)
-    return _with_gradients(out, grad, leaves)
+    return with_gradients(out, grad, leaves)
 
 
 def _kernel_equals_float32(kernel: Kernel, has_sinks: bool) -> None:
     """With `kernel` in bfloat16 over two ranks, as SDPA in float32 of the same numbers on one."""
-    with _mesh() as mesh:
+    with world_mesh() as mesh:
         torch.manual_seed(0)
         for style, seqlens, kv_heads, window in product(STYLES, LAYOUTS, (8, 2, 1), WINDOWS):
-            cu, tokens = _offsets(seqlens).cuda(), sum(seqlens)
+            cu, tokens = offsets_of(seqlens).cuda(), sum(seqlens)
             # Drawn on the host: the same numbers on every device.
             qkv = [torch.randn(1, h, tokens, HEAD_DIM).cuda().bfloat16() for h in (HEADS, kv_heads, kv_heads)]
             sinks = [torch.randn(HEADS).cuda().bfloat16()] if has_sinks else []
             grad = torch.randn(1, tokens, HEADS, HEAD_DIM).cuda().bfloat16()
             whole = [x.float() for x in (*qkv, *sinks)]
             wanted = _attended(packed_attention(cu, seqlens, "sdpa"), whole, grad.float(), window)
-            wanted[:4] = (_mine(x, dim, mesh) for x, dim in zip(wanted[:4], (1, 2, 2, 2), strict=True))
-            local = [*(_mine(x, 2, mesh) for x in qkv), *sinks]
+            wanted[:4] = (local_part(x, dim, mesh) for x, dim in zip(wanted[:4], (1, 2, 2, 2), strict=True))
+            local = [*(local_part(x, 2, mesh) for x in qkv), *sinks]
             attend = context_attention(cu, seqlens, kernel, mesh, style=style)
-            found = [x.float() for x in _attended(attend, local, _mine(grad, 1, mesh), window)]
+            found = [x.float() for x in _attended(attend, local, local_part(grad, 1, mesh), window)]
             found[4:] = (sum_over(mesh, of_sinks) for of_sinks in found[4:])
             for one, other in zip(found, wanted, strict=True):
                 error = (one - other).norm() / other.norm()
@@ -65,9 +65,9 @@ def test_two_devices_attend_as_one(kernel: Kernel, has_sinks: bool) -> None:
 
 
 def _gathered() -> None:
-    with _mesh() as mesh:
+    with world_mesh() as mesh:
         whole = torch.arange(8.0, device="cuda")
-        local = _mine(whole, 0, mesh).clone().requires_grad_()
+        local = local_part(whole, 0, mesh).clone().requires_grad_()
         gathered = gather_tokens(local, mesh)
         torch.testing.assert_close(gathered, whole, rtol=0, atol=0)
         (own,) = torch.autograd.grad(gathered.square().sum(), local)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from spmdrl.config import OffloadConfig, OptimConfig, RefitConfig
@@ -24,10 +23,12 @@ from spmdrl.report.memory import read_memory
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import Request
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.device_memory import MIB, allocated, state
+from tests.helpers.models import save_qwen3
+from tests.helpers.sequences import random_sequences
 
 CUDA = torch.device("cuda")
-MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +48,8 @@ def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
     update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
-def state(learner: Learner) -> list[Tensor]:
-    """Host copies of the weights and moments."""
-    with torch.no_grad():
-        tensors = [parameter.to_local() for parameter in learner.model.parameters()]
-        for moments in learner.optimizer.state.values():
-            tensors += [x.to_local() if hasattr(x, "to_local") else x for x in moments.values()]
-    return [tensor.cpu().clone() for tensor in tensors]
-
-
 def no_span(_: str) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def allocated() -> int:
-    """Bytes in tensors, as they were asked for; without cuBLAS's workspaces, which come from the same allocator."""
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 @pytest.mark.parametrize("moves", ["optimizer", "all"])

@@ -24,11 +24,12 @@ from spmdrl.preflight.shapes import decoder_of
 from spmdrl.report import Report
 from spmdrl.report.resources import resource_metrics
 from spmdrl.step.batch import build_batch
-from tests.gpu.test_memory import MIB, allocated, state
-from tests.live import Watch
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
-from tests.unit.test_checkpointing import policy_of, tokens
-from tests.unit.test_memory import config
+from tests.helpers.configs import loss_config, minimal_config, model_config, plan_for
+from tests.helpers.device_memory import MIB, allocated, state
+from tests.helpers.live import Watch
+from tests.helpers.models import save_qwen3
+from tests.helpers.policies import policy_of, tokens
+from tests.helpers.sequences import random_sequences
 
 CUDA = torch.device("cuda")
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
@@ -113,7 +114,7 @@ def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
         num_tokens = train(learner, meshes, step=2, count=64, max_tokens=250)
         measured = torch.cuda.max_memory_allocated()
         del learner
-    cfg = config(
+    cfg = minimal_config(
         model={"path": qwen3, "gradient_checkpointing": level, "logits_chunk_tokens": 16},
         rollout={"prompts_per_step": 1024, "group_size": 2, "max_response_tokens": 8},
         pack={"max_tokens_per_micro_batch": num_tokens},

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +22,11 @@ from spmdrl.model.load import load_critic, load_policy, load_reference
 from spmdrl.refit.refit import Refit
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs, add_values
-from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Request
-from tests.e2e.test_train import CONFIG, REWARD
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.models import save_qwen3
+from tests.helpers.sequences import random_sequences
+from tests.helpers.small_run import rows, torchrun, write_small_run
 
 CUDA = torch.device("cuda")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -177,22 +174,10 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
 
 
 def test_a_short_run_learns_and_leaves_the_memory_it_took(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model", hidden_size=64, num_layers=2)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "c.toml").write_text(
-        CONFIG.format(runs=tmp_path / "runs", model=tmp_path / "model", reward=tmp_path / "reward.py")
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run(
-        [*torchrun, "-m", "spmdrl.train", str(tmp_path / "c.toml"), "run.num_steps=20", "run.deterministic=false"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
-    assert all(row["mismatch/max_abs_nats"] < 0.5 for row in rows[1:])
-    peaks = [row["memory/peak_gib"] for row in rows[5:]]
+    write_small_run(tmp_path, model={"hidden_size": 64, "num_layers": 2})
+    torchrun(tmp_path, 1, "run.num_steps=20", "run.deterministic=false")
+    steps = rows(tmp_path / "runs/run")
+    assert steps[-1]["reward/mean"] > steps[1]["reward/mean"]
+    assert all(row["mismatch/max_abs_nats"] < 0.5 for row in steps[1:])
+    peaks = [row["memory/peak_gib"] for row in steps[5:]]
     assert max(peaks) < 1.5 * min(peaks)

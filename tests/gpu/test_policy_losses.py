@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_algo_policy_losses import CASES, pack, with_gradient
+from tests.helpers.policy_losses import CASES, random_micro_batch, with_gradient
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_the_host(case: dict[str, Any]) -> None:
-    logprobs, micro_batch = pack()
+    logprobs, micro_batch = random_micro_batch()
     device = torch.device("cuda")
     expected, slope = with_gradient(case, logprobs, micro_batch)
     loss, gradient = with_gradient(case, logprobs.to(device), micro_batch.to(device))

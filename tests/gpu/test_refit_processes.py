@@ -15,8 +15,9 @@ from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit, RefitMismatch
-from tests.other_process import OtherProcess
-from tests.tiny import model_config, save_qwen3
+from tests.helpers.configs import model_config
+from tests.helpers.models import save_qwen3
+from tests.helpers.other_process import OtherProcess
 
 MIB = 2**20
 NUM_REFITS = 50

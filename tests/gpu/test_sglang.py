@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.tools.tiny_model import save_tiny_model
-from tests.e2e.test_train import CONFIG, REWARD
-from tests.engine.setup import answers, change, greedy, prompts, rank_with_engine, settings
-from tests.spmd.ranks import run_ranks
-from tests.tiny import save_qwen3
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings
+from tests.helpers.small_run import finished_torchrun, rows, write_small_run
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 
@@ -87,11 +82,7 @@ def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) ->
 
 def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of ten steps from the command line."""
-    save_tiny_model(folder / "model", hidden_size=64, num_layers=2)
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "c.toml").write_text(
-        CONFIG.format(runs=folder / "runs", model=folder / "model", reward=folder / "reward.py")
-    )
+    write_small_run(folder, model={"hidden_size": 64, "num_layers": 2})
     settings = [
         "run.num_steps=10",
         "run.deterministic=false",
@@ -101,25 +92,18 @@ def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, A
         "rollout.sglang.sampling_backend=pytorch",
         "rollout.sglang.grammar_backend=none",
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*torchrun, "-m", "spmdrl.train", str(folder / "c.toml"), *settings, *overrides],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        env=os.environ,
-    )
+    done = finished_torchrun(num_ranks, str(folder / "c.toml"), *settings, *overrides, timeout_s=580)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(11))
-    return rows
+    steps = rows(folder / "runs/run")
+    assert [row["step"] for row in steps] == list(range(11))
+    return steps
 
 
 @pytest.mark.timeout(600)
 def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
-    rows = short_run(tmp_path, 1, 'offload.engine=["kv_cache", "weights"]', "offload.trainer=all")
-    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
-    assert all(row["mismatch/max_abs_nats"] < 0.5 for row in rows[1:])
+    steps = short_run(tmp_path, 1, 'offload.engine=["kv_cache", "weights"]', "offload.trainer=all")
+    assert steps[-1]["reward/mean"] > steps[1]["reward/mean"]
+    assert all(row["mismatch/max_abs_nats"] < 0.5 for row in steps[1:])
 
 
 @pytest.mark.timeout(600)
@@ -127,7 +111,7 @@ def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
 def test_one_device_trains_while_the_other_samples(tmp_path: Path) -> None:
     """Every refit goes over NCCL into SGLang's process, and is compared by digest."""
     apart = ('rollout.placement="disaggregated"', "rollout.num_ranks=1", "rollout.max_staleness=1")
-    rows = short_run(tmp_path, 2, *apart, "debug.assert_on_policy=false")
-    assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]
-    assert [row["rollout/max_staleness_steps"] for row in rows[1:]] == [0, *[1] * 9]
-    assert all(row["refit/probe_max_abs_nats"] < 0.5 for row in rows[1:])
+    steps = short_run(tmp_path, 2, *apart, "debug.assert_on_policy=false")
+    assert steps[-1]["reward/mean"] > steps[1]["reward/mean"]
+    assert [row["rollout/max_staleness_steps"] for row in steps[1:]] == [0, *[1] * 9]
+    assert all(row["refit/probe_max_abs_nats"] < 0.5 for row in steps[1:])

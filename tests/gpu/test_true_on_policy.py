@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +14,7 @@ import torch
 
 from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
-from spmdrl.tools.tiny_model import save_tiny_model
-from tests.e2e.test_train import CONFIG, REWARD
+from tests.helpers.small_run import finished_torchrun, write_small_run
 
 SEQLENS, PROMPTS = [5, 300, 1, 70, 513], [3, 1, 1, 70, 200]
 NO_SGLANG = "SGLang is not installed"
@@ -36,18 +33,9 @@ def noise(*shape: int) -> torch.Tensor:
 
 def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run of 4 steps on one rank with `true_on_policy = true`, of a model whose sizes are those of kernels."""
-    save_tiny_model(tmp_path / "model", num_layers=2, hidden_size=512, head_dim=128)
-    (tmp_path / "reward.py").write_text(REWARD)
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(runs=tmp_path, model=tmp_path / "model", reward=tmp_path / "reward.py"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    return subprocess.run(
-        [*torchrun, "-m", "spmdrl.train", str(config), "true_on_policy=true", *overrides],
-        capture_output=True,
-        text=True,
-        timeout=580,  # kernels are compiled, and graphs recorded, at the first start
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    write_small_run(tmp_path, model={"num_layers": 2, "hidden_size": 512, "head_dim": 128}, run={"dir": f"{tmp_path}"})
+    # Kernels are compiled, and graphs recorded, at the first start.
+    return finished_torchrun(1, str(tmp_path / "c.toml"), "true_on_policy=true", *overrides, timeout_s=580)
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,1 @@
+"""Everything that more than one test module uses. No test module imports another."""

@@ -14,8 +14,9 @@ from spmdrl.learn.update import update
 from spmdrl.report.resources import with_speed
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
-from tests.spmd.ranks import run_ranks
-from tests.tiny import plan_for, random_sequences
+from tests.helpers.configs import plan_for
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 GROUP_SIZE, PLANNED_GROUPS, UPDATES = 3, 8, 4
 

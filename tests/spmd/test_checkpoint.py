@@ -22,10 +22,11 @@ from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.types import UserError
-from tests.spmd.ranks import run_ranks
-from tests.spmd.test_offload import _start, _state, _update
-from tests.tiny import save_qwen3
-from tests.unit.test_checkpoint import config, flipped
+from tests.helpers.configs import minimal_config
+from tests.helpers.files import flip_bit
+from tests.helpers.learners import full_state, start_learner, update_once
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
 
 Damage = Callable[[Path], object]
 Shortage = Callable[[Path, int], AbstractContextManager[None]]
@@ -42,7 +43,7 @@ def _saver(folder: Path, learner: Any, meshes: Meshes, **settings: Any) -> check
         {"policy": learner},
         meshes,
         CheckpointConfig(**({"keep_last": 3} | settings)),
-        configuration=checkpoint.resolved(config()),
+        configuration=checkpoint.resolved(minimal_config()),
         versions={},
     )
 
@@ -51,12 +52,12 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
     """The states after each of three updates, saved without waiting, but for the waits of the saver itself."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
-        learner = _start(path, meshes)
+        learner = start_learner(path, meshes)
         saver = _saver(Path(folder), learner, meshes, keep_last=2, keep_best="eval/reward")
         states, written = [], []
         for step, reward in ((1, 0.5), (2, 0.1), (3, 0.2), (4, 0.3)):
-            _update(learner, meshes, step=step)
-            states.append(_state(learner))
+            update_once(learner, meshes, step=step)
+            states.append(full_state(learner))
             saver.save(step, metrics={"eval/reward": reward, "update/lr": float("nan")}, collector={"cursor": step})
             written += [metrics["checkpoint/write_s"].value() for metrics in [saver.check()] if metrics]
         saver.wait()
@@ -85,9 +86,9 @@ def _restored(path: str, folder: str, steps: list[int]) -> list[dict[str, Tensor
         meshes = build_meshes(world)
         states = []
         for step in steps:
-            learner = _start(path, meshes)
+            learner = start_learner(path, meshes)
             checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=step)
-            states.append(_state(learner))
+            states.append(full_state(learner))
             assert checkpoint.collector_state(Path(folder), step=step) == {"cursor": step}
             with pytest.raises(UserError, match="holds policy, but this run trains policy and critic"):
                 checkpoint.restore(Path(folder), {"policy": learner, "critic": learner}, meshes.training, step=step)
@@ -113,7 +114,7 @@ def _cut(checkpoint: Path) -> None:
 
 
 def _flip(checkpoint: Path) -> None:
-    flipped(checkpoint / "__0_0.distcp", 5000)
+    flip_bit(checkpoint / "__0_0.distcp", 5000)
 
 
 def _lose(name: str) -> Damage:
@@ -133,8 +134,8 @@ def _damaged(path: str, folder: str, cases: dict[str, tuple[Config, str, str]]) 
     """For each case: a configuration, and how the checkpoints of steps 1 and 2 are damaged."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
-        learner = _start(path, meshes)
-        _update(learner, meshes, step=1)
+        learner = start_learner(path, meshes)
+        update_once(learner, meshes, step=1)
         place = Path(folder, "whole")
         saver = _saver(place, learner, meshes)
         for step in (1, 2):
@@ -150,7 +151,7 @@ def _damaged(path: str, folder: str, cases: dict[str, tuple[Config, str, str]]) 
                     DAMAGES[damage](folder_of(here, step))
             barrier(meshes.world)
             found[name] = _begins(cfg, here, meshes)
-        elsewhere = config(resume={"checkpoint": str(folder_of(place, 1))})
+        elsewhere = minimal_config(resume={"checkpoint": str(folder_of(place, 1))})
         found["elsewhere"] = _begins(elsewhere, Path(folder, "new"), meshes)
         del learner, saver
         return found
@@ -175,7 +176,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def test_damage_is_named_and_never_passed_over_in_silence(qwen3: str, tmp_path: Path) -> None:
-    cases = {name: (config(**tables), *damages) for name, (tables, *damages) in CASES.items()}
+    cases = {name: (minimal_config(**tables), *damages) for name, (tables, *damages) in CASES.items()}
     found, others = run_ranks(2, _damaged, qwen3, str(tmp_path), cases)
     assert found == others
     assert found["whole"].splitlines()[0] == "whole 2"
@@ -219,7 +220,7 @@ def _without_room(path: str, folder: str, shortage: Shortage) -> tuple[str, list
     """What is said when there is no room for a second checkpoint, and which ones there are then and later."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
-        learner = _start(path, meshes)
+        learner = start_learner(path, meshes)
         saver = _saver(Path(folder), learner, meshes)
         saver.save(1, metrics={})
         saver.wait()
@@ -228,7 +229,7 @@ def _without_room(path: str, folder: str, shortage: Shortage) -> tuple[str, list
             saver.save(2, metrics={})
             with pytest.raises(UserError) as caught:
                 saver.wait()
-        assert checkpoint.find_resume_point(config(), Path(folder), meshes.world).step == 1
+        assert checkpoint.find_resume_point(minimal_config(), Path(folder), meshes.world).step == 1
         before = saved_steps(Path(folder))
         saver.save(2, metrics={})
         saver.wait()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import sum_over
-from spmdrl.dist.mesh import build_meshes
-from spmdrl.dist.session import spmd_session
 from spmdrl.model import context
 from spmdrl.model.attention import Kernel, packed_attention
 from spmdrl.model.context import Style, context_attention, context_problems, gather_tokens
 from spmdrl.types import UserError
-from tests import flash_on_cpu  # noqa: F401
-from tests.spmd.ranks import run_ranks
+from tests.helpers import flash_on_cpu  # noqa: F401
+from tests.helpers.context import STYLES, local_part, offsets_of, with_gradients, world_mesh
+from tests.helpers.ranks import run_ranks
 
 # 48 tokens: chunks of 24 on two ranks, of 12 on four.
 LAYOUTS = {
@@ -36,17 +33,6 @@ LAYOUTS = {
 KV_HEADS = [4, 2, 1]
 WINDOWS = [None, 1, 3, 30]
 HEADS, HEAD_DIM = 4, 8
-STYLES: list[Style] = ["all_gather", "ulysses"]
-
-
-@contextmanager
-def _mesh() -> Iterator[DeviceMesh]:
-    with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        yield build_meshes(world).world
-
-
-def _offsets(seqlens: list[int]) -> Tensor:
-    return torch.tensor([0, *seqlens]).cumsum(0).int()
 
 
 def _random(seqlens: list[int], kv_heads: int) -> tuple[list[Tensor], Tensor]:
@@ -69,14 +55,6 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, seqlens: li
     return (weights @ value).transpose(1, 2)
 
 
-def _with_gradients(out: Tensor, grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-
-
-def _mine(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-
-
 def _equal(
     style: Style,
     seqlens: list[int],
@@ -88,23 +66,23 @@ def _equal(
     mesh: DeviceMesh,
 ) -> None:
     (*qkv, logits), grad = _random(seqlens, kv_heads)
-    cu, options = _offsets(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
-    local = [_mine(x.detach(), 2, mesh).requires_grad_() for x in qkv]
+    cu, options = offsets_of(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
+    local = [local_part(x.detach(), 2, mesh).requires_grad_() for x in qkv]
     attend: Any = context_attention(cu, seqlens, kernel, mesh, style=style)
     if sinks:
-        wanted = _with_gradients(_dense(*qkv, logits, seqlens, window), grad, [*qkv, logits])
+        wanted = with_gradients(_dense(*qkv, logits, seqlens, window), grad, [*qkv, logits])
         out = attend(*local, **options, sinks=logits)
-        *found, of_sinks = _with_gradients(out, _mine(grad, 1, mesh), [*local, logits])
+        *found, of_sinks = with_gradients(out, local_part(grad, 1, mesh), [*local, logits])
         torch.testing.assert_close(sum_over(mesh, of_sinks), wanted.pop(), rtol=1e-5, atol=1e-5)
     else:
-        wanted = _with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, **options), grad, qkv)
-        found = _with_gradients(attend(*local, **options), _mine(grad, 1, mesh), local)
+        wanted = with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, **options), grad, qkv)
+        found = with_gradients(attend(*local, **options), local_part(grad, 1, mesh), local)
     for one, whole, dim in zip(found, wanted, (1, 2, 2, 2), strict=True):
-        torch.testing.assert_close(one, _mine(whole, dim, mesh), rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(one, local_part(whole, dim, mesh), rtol=1e-5, atol=2e-6)
 
 
 def _all_equal(kernel: Kernel, kv_heads: list[int]) -> None:
-    with _mesh() as mesh:
+    with world_mesh() as mesh:
         for case in product(STYLES, LAYOUTS, kv_heads, WINDOWS, (False, True)):
             style, layout, *others = case
             try:
@@ -119,32 +97,32 @@ def test_equals_attention_on_one_rank(num_ranks: int) -> None:
 
 
 def test_the_varlen_kernel_is_told_what_each_rank_sees() -> None:
-    """On a stand-in for the CUDA kernel, which tests/flash_on_cpu.py is."""
+    """On a stand-in for the CUDA kernel, which tests/helpers/flash_on_cpu.py is."""
     run_ranks(4, _all_equal, "varlen", [2])
 
 
 def _head_by_head(seqlens: list[int]) -> list[int]:
     """Exchanges of a forward, and of forward and backward together, with one key-value head at a time."""
-    with _mesh() as mesh:
+    with world_mesh() as mesh:
         (*qkv, _), grad = _random(seqlens, kv_heads=2)
-        local = [_mine(x.detach(), 2, mesh).requires_grad_() for x in qkv]
-        attend = context_attention(_offsets(seqlens), seqlens, "sdpa", mesh, style="all_gather")
+        local = [local_part(x.detach(), 2, mesh).requires_grad_() for x in qkv]
+        attend = context_attention(offsets_of(seqlens), seqlens, "sdpa", mesh, style="all_gather")
 
         def run(*inputs: Tensor) -> Tensor:
             return attend(*inputs, layer=0, scale=0.3, window=None)
 
-        together = _with_gradients(run(*local), _mine(grad, 1, mesh), local)
+        together = with_gradients(run(*local), local_part(grad, 1, mesh), local)
         context.HEAD_GROUP_BYTES = 1
         exchange, calls, counts = context._exchange, [], []
         context._exchange = lambda *arguments: (calls.append(1), exchange(*arguments))[1]
         out = run(*local)
         counts.append(len(calls))
-        one_by_one = _with_gradients(out, _mine(grad, 1, mesh), local)
+        one_by_one = with_gradients(out, local_part(grad, 1, mesh), local)
         counts.append(len(calls))
         # As it is called in a layer that computes its activations again.
         again = checkpoint(run, *local, use_reentrant=False)
         torch.testing.assert_close(one_by_one, together)
-        torch.testing.assert_close(_with_gradients(again, _mine(grad, 1, mesh), local), together)
+        torch.testing.assert_close(with_gradients(again, local_part(grad, 1, mesh), local), together)
         return counts
 
 
@@ -154,15 +132,15 @@ def test_keys_of_one_head_at_a_time_are_borrowed_again_by_the_backward() -> None
 
 
 def _gathered() -> None:
-    with _mesh() as mesh:
+    with world_mesh() as mesh:
         whole = torch.arange(24.0).view(8, 3)
         weight = torch.linspace(-1, 1, 24).view(8, 3)
-        local = _mine(whole, 0, mesh).clone().requires_grad_()
+        local = local_part(whole, 0, mesh).clone().requires_grad_()
         gathered = gather_tokens(local, mesh)
         torch.testing.assert_close(gathered, whole)
         (gathered.square() * weight).sum().backward()
         assert local.grad is not None
-        torch.testing.assert_close(local.grad, _mine(2 * whole * weight, 0, mesh))
+        torch.testing.assert_close(local.grad, local_part(2 * whole * weight, 0, mesh))
 
 
 def test_gathered_tokens_take_their_part_of_the_gradient() -> None:
@@ -179,6 +157,6 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
     assert "the model has 4" in kv_heads
     two_ranks: Any = SimpleNamespace(size=lambda: 2)
     x = torch.zeros(1, 3, 2, 8)
-    attend = context_attention(_offsets([4]), [4], "sdpa", two_ranks, style="ulysses")
+    attend = context_attention(offsets_of([4]), [4], "sdpa", two_ranks, style="ulysses")
     with pytest.raises(UserError, match=r"parallel\.cp = 2 .* the model has 3"):
         attend(x, x, x, layer=0, scale=1.0, window=None)

@@ -21,8 +21,10 @@ from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import TrainingDiverged
-from tests.spmd.ranks import run_ranks
-from tests.tiny import model_config, plan_for, random_sequences, save_qwen3
+from tests.helpers.configs import model_config, plan_for
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 SEQUENCES = 16
 CASES: list[tuple[int, dict[str, Any]]] = [  # updates per step, correction

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, OptimConfig, ParallelConfig
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.limits import Guard
 from spmdrl.learn.objective import PolicyObjective
@@ -31,11 +30,13 @@ from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups
 from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
-from tests import oracle
-from tests.spmd.ranks import run_ranks
-from tests.tiny import model_config, plan_for, random_sequences, save_llama
+from tests.helpers import oracle
+from tests.helpers.configs import model_config, plan_for
+from tests.helpers.groups import COUNT, GROUP_SIZE, SEED, everywhere, groups_config
+from tests.helpers.models import save_llama
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
-COUNT, GROUP_SIZE, SEED = 16, 4, 7
 KL = {"kl_coef": 0.3}
 CREDITS: list[dict[str, Any]] = [
     {"advantage": {"estimator": "reinforce_plus_plus"}},
@@ -66,55 +67,33 @@ LAYOUTS = [(1, {}), (2, {}), (2, {"cp": 2})]
 Found = list[dict[int, list[float]]]  # of each case: the values at a sequence's loss tokens, by sequence index
 
 
-def config(**changes: dict[str, Any]) -> Config:
-    tables: dict[str, Any] = {
-        "run": {"name": "x", "num_steps": 1},
-        "model": {"path": "m"},
-        "data": {"max_prompt_tokens": 8, "sources": ({"kind": "jsonl", "path": "a"},)},
-        "rollout": {"prompts_per_step": COUNT // GROUP_SIZE, "group_size": GROUP_SIZE, "max_response_tokens": 32},
-        "reward": {"terms": ({"kind": "exact"},)},
-        "optim": {"lr": 1e-3},
-        "pack": {"max_tokens_per_micro_batch": 64},
-    }
-    return Config.model_validate({name: tables.get(name, {}) | changes.get(name, {}) for name in tables | changes})
-
-
 def sampled(index: int, length: int, purpose: int) -> Tensor:
     """Log-probabilities [length] float32 that belong to a sequence and its tokens, wherever those are."""
     return -3 * uniform(torch.full((length,), mix(index, purpose)), torch.arange(length))
 
 
-def scored(pack: MicroBatch) -> MicroBatch:
+def scored(micro_batch: MicroBatch) -> MicroBatch:
     names = ("old_logprobs", "ref_logprobs", "values")
     columns = [
-        [sampled(i, n, purpose) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]
+        [sampled(i, n, purpose) for i, n in zip(micro_batch.sequence_index, micro_batch.seqlens, strict=True)]
         for purpose in range(len(names))
     ]
-    return pack.with_columns({name: torch.cat(column) for name, column in zip(names, columns, strict=True)})
+    return micro_batch.with_columns({name: torch.cat(column) for name, column in zip(names, columns, strict=True)})
 
 
-def every_third(pack: MicroBatch) -> Tensor:
+def every_third(micro_batch: MicroBatch) -> Tensor:
     """[T] bool, True on every third of the step's sequences."""
-    third = torch.tensor([index % 3 == 0 for index in pack.sequence_index])
-    return on_tokens(third, pack.cu_seqlens, len(pack.token_ids))
+    third = torch.tensor([index % 3 == 0 for index in micro_batch.sequence_index])
+    return on_tokens(third, micro_batch.cu_seqlens, len(micro_batch.token_ids))
 
 
-def with_rejections(pack: MicroBatch) -> MicroBatch:
-    return pack.with_columns({"loss_weights": torch.where(every_third(pack), 0.0, pack.loss_weights)})
+def with_rejections(micro_batch: MicroBatch) -> MicroBatch:
+    left = torch.where(every_third(micro_batch), 0.0, micro_batch.loss_weights)
+    return micro_batch.with_columns({"loss_weights": left})
 
 
-def with_absences(pack: MicroBatch) -> MicroBatch:
-    return pack.with_columns({"loss_mask": pack.loss_mask & ~every_third(pack)})
-
-
-def by_sequence(column: Tensor, pack: MicroBatch) -> Iterator[tuple[int, list[float]]]:
-    parts = zip(pack.sequence_index, column.split(pack.seqlens), pack.loss_mask.split(pack.seqlens), strict=True)
-    yield from ((index, part[mask].tolist()) for index, part, mask in parts if index >= 0)
-
-
-def everywhere(columns: list[tuple[Tensor, MicroBatch]], meshes: Meshes) -> dict[int, list[float]]:
-    mine = {index: values for column, pack in columns for index, values in by_sequence(column, pack)}
-    return {index: values for part in gather_objects(meshes.training, mine) for index, values in part.items()}
+def with_absences(micro_batch: MicroBatch) -> MicroBatch:
+    return micro_batch.with_columns({"loss_mask": micro_batch.loss_mask & ~every_third(micro_batch)})
 
 
 def outcome(sequence: Sequence) -> tuple[Rollout, RewardOutcome]:
@@ -147,7 +126,7 @@ def _scores() -> list[list[tuple[float, float]]]:
         mine = [s for s in random_sequences(COUNT) if s.index // GROUP_SIZE % world.num_ranks == world.rank]
         found = []
         for case in SCORES:
-            cfg, outcomes = config(**case), [outcome(sequence) for sequence in mine]
+            cfg, outcomes = groups_config(**case), [outcome(sequence) for sequence in mine]
             if cfg.advantage.compares_with_greedy:
                 outcomes += [greedy_outcome(prompt_id) for prompt_id in {s.index // GROUP_SIZE for s in mine}]
             scored = score_groups(outcomes, cfg, meshes.training)
@@ -164,7 +143,7 @@ def test_scores_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -> None:
     sequences = random_sequences(COUNT)
     lengths = [sum(sequence.loss_mask) for sequence in sequences]
     for case, found in zip(SCORES, run_ranks(num_ranks, _scores)[0], strict=True):
-        cfg = config(**case)
+        cfg = groups_config(**case)
         rewards = [sequence.advantage for sequence in sequences]
         greedy = [float(prompt_id) for prompt_id in range(COUNT // GROUP_SIZE)]
         if first := cfg.reward.overlong_tokens:
@@ -200,14 +179,16 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
         )
         mine = [sequence for sequence in random_sequences(COUNT) if sequence.index % world.num_ranks == world.rank]
         batch = build_batch(mine, plan, meshes, aggregation="sequence_mean_token_mean")
-        mini_batches: list[MiniBatch] = [[scored(pack) for pack in mini_batch] for mini_batch in batch.mini_batches]
+        mini_batches: list[MiniBatch] = [
+            [scored(micro_batch) for micro_batch in mini_batch] for mini_batch in batch.mini_batches
+        ]
         credits, choices, gradients = [], [], []
         for case in CREDITS:
-            assert assign_credit([[], []], config(**case), {}, meshes) == ([[], []], {})  # a step without groups
-            credited, _ = assign_credit(mini_batches, config(**case), {}, meshes)
+            assert assign_credit([[], []], groups_config(**case), {}, meshes) == ([[], []], {})  # a step without groups
+            credited, _ = assign_credit(mini_batches, groups_config(**case), {}, meshes)
             credits.append(everywhere([(p.advantages, p) for mini_batch in credited for p in mini_batch], meshes))
         for case in LOSSES:
-            cfg = config(loss=case).loss
+            cfg = groups_config(loss=case).loss
             chosen = choose_tokens(mini_batches, cfg, meshes.data, seed=SEED)
             rejected, absent = (
                 choose_tokens([[leave(p) for p in m] for m in mini_batches], cfg, meshes.data, seed=SEED)
@@ -218,16 +199,18 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
                 for mini_batch, others in zip(rejected, absent, strict=True)
                 for p, other in zip(mini_batch, others, strict=True)
             ), "what is rejected takes part in the choice"
-            packs = [pack for mini_batch in chosen for pack in mini_batch]
-            none = [torch.zeros_like(pack.loss_mask) if pack.chosen is None else pack.chosen for pack in packs]
-            choices.append(everywhere(list(zip(none, packs, strict=True)), meshes))
-            gradients.append(everywhere([(gradient(pack, PolicyObjective(cfg)), pack) for pack in packs], meshes))
+            micro_batches = [micro_batch for mini_batch in chosen for micro_batch in mini_batch]
+            none = [torch.zeros_like(m.loss_mask) if m.chosen is None else m.chosen for m in micro_batches]
+            choices.append(everywhere(list(zip(none, micro_batches, strict=True)), meshes))
+            objective = PolicyObjective(cfg)
+            gradients.append(everywhere([(gradient(m, objective), m) for m in micro_batches], meshes))
         return credits, choices, gradients
 
 
-def gradient(pack: MicroBatch, objective: PolicyObjective) -> Tensor:
-    now = torch.cat([sampled(i, n, 3) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]).requires_grad_()
-    loss = objective(TokenScores(now, torch.zeros_like(now)), pack).loss_sum
+def gradient(micro_batch: MicroBatch, objective: PolicyObjective) -> Tensor:
+    lengths = zip(micro_batch.sequence_index, micro_batch.seqlens, strict=True)
+    now = torch.cat([sampled(i, n, 3) for i, n in lengths]).requires_grad_()
+    loss = objective(TokenScores(now, torch.zeros_like(now)), micro_batch).loss_sum
     return torch.autograd.grad(loss, now)[0]
 
 
@@ -280,7 +263,7 @@ def credited_by_hand(cfg: Config) -> dict[int, list[float]]:
 
 @pytest.mark.parametrize("number", range(len(CREDITS)), ids=[str(case) for case in CREDITS])
 def test_credit_is_that_of_the_oracle_on_any_ranks(found: Any, number: int) -> None:
-    expected = credited_by_hand(config(**CREDITS[number]))
+    expected = credited_by_hand(groups_config(**CREDITS[number]))
     for credits, _, _ in found:
         assert_same(expected, credits[number])
 
@@ -315,7 +298,7 @@ def _stopped(path: str, folder: str) -> Any:
         plan = plan_for(8, world.num_ranks, updates_per_step=2, rollouts_per_mini_batch=4, num_updates=2)
         mine = random_sequences(8)[world.rank :: world.num_ranks]
         batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-        objective = PolicyObjective(config().loss)
+        objective = PolicyObjective(groups_config().loss)
         results = []
         for stop, kept in ((1e-9, 2), (None, 1), (1e9, 2)):
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)

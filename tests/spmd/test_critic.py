@@ -21,9 +21,11 @@ from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import prepare
 from spmdrl.types import UserError
-from tests.spmd.ranks import run_ranks
-from tests.spmd.test_credit import COUNT, GROUP_SIZE, config, everywhere
-from tests.tiny import model_config, plan_for, random_sequences, save_llama, save_qwen3
+from tests.helpers.configs import model_config, plan_for
+from tests.helpers.groups import COUNT, GROUP_SIZE, everywhere, groups_config
+from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 STEPS = 3
 SGD = {"name": "sgd", "momentum": 0.5, "lr": 0.05}
@@ -32,7 +34,7 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {}), (2, {"cp": 2}), (
 
 
 def ppo(policy: str, critic: str, optim: dict[str, Any]) -> Config:
-    cfg = config(
+    cfg = groups_config(
         run={"num_steps": STEPS},
         advantage={"estimator": "gae", "gae_lambda": 0.9},
         loss={"updates_per_step": 2},
@@ -56,10 +58,10 @@ def _trained(cfg: Config, layouts: list[dict[str, int]]) -> list[Any]:
             objectives = objectives_of(cfg, learners)
             history = []
             for step in range(1, STEPS + 1):
-                packs, prepared = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
-                updated = [update(learners[x], packs, objectives[x], meshes, step=step) for x in learners]
+                micro_batches, prepared = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
+                updated = [update(learners[x], micro_batches, objectives[x], meshes, step=step) for x in learners]
                 history.append(scalars(merge_over(meshes.training, merge_all([prepared, *updated]))))
-            flat = [pack for mini_batch in packs for pack in mini_batch]
+            flat = [micro_batch for mini_batch in micro_batches for micro_batch in mini_batch]
             columns = [everywhere([(getattr(p, name), p) for p in flat], meshes) for name in ("values", "returns")]
             found.append((history, columns))
             del policy, learners
@@ -135,9 +137,9 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
         have_state = []
         weights = sum(p.to_local().untyped_storage().nbytes() for x in learners.values() for p in x.model.parameters())
         for step in range(first, last + 1):
-            packs, _ = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
+            micro_batches, _ = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
             for name in learners:
-                update(learners[name], packs, objectives[name], meshes, step=step)
+                update(learners[name], micro_batches, objectives[name], meshes, step=step)
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()

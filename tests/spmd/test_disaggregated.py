@@ -21,8 +21,9 @@ from spmdrl.refit.refit import Refit, RefitMismatch
 from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.serve import _Weights
 from spmdrl.types import UserError
-from tests.spmd.ranks import run_ranks
-from tests.tiny import model_config, plan_for, save_qwen3
+from tests.helpers.configs import model_config, plan_for
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
 
 
 def _groups() -> dict[str, Any]:

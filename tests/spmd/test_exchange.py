@@ -6,8 +6,8 @@ from spmdrl.dist.exchange import exchange, gather_sizes
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.types import Sequence
-from tests.spmd.ranks import run_ranks
-from tests.tiny import random_sequences
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 
 def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Sequence]:

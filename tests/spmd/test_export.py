@@ -19,8 +19,9 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
-from tests.spmd.ranks import run_ranks
-from tests.tiny import model_config, save_gemma3, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.configs import model_config
+from tests.helpers.models import save_gemma3, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.ranks import run_ranks
 
 
 def _export(model: str, destination: Path, parallel: dict[str, Any], dtype: torch.dtype, sizes: dict[str, int]) -> None:

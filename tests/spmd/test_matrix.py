@@ -23,8 +23,9 @@ from spmdrl.tools.parity_cases import (
     random_batch,
 )
 from spmdrl.types import Sequence
-from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, save_qwen3, save_qwen3_moe
+from tests.helpers.configs import loss_config, model_config
+from tests.helpers.models import save_qwen3, save_qwen3_moe
+from tests.helpers.ranks import run_ranks
 
 LOSS = {"clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.05, "entropy_coef": 0.01}
 VOCABULARY = 96  # tp divides it

@@ -20,8 +20,10 @@ from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch
-from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 COUNT = 8
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}

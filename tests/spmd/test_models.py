@@ -23,10 +23,8 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.refit.sink import Naming
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Request, Sequence, UserError
-from tests.spmd.ranks import run_ranks
-from tests.tiny import (
-    model_config,
-    random_sequences,
+from tests.helpers.configs import model_config
+from tests.helpers.models import (
     save_gemma3,
     save_gpt_oss,
     save_llama,
@@ -35,6 +33,8 @@ from tests.tiny import (
     save_qwen3_moe,
     save_qwen3_next,
 )
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 ATTENTION_ONLY = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss]
 RECURRENT = [save_qwen3_next, save_qwen3_5]

@@ -16,21 +16,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from spmdrl import checkpoint
-from spmdrl.config import OptimConfig, RefitConfig
-from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.config import RefitConfig
+from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
-from spmdrl.model.load import load_policy
+from spmdrl.learn.update import Learner
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
-from spmdrl.step.batch import build_batch
-from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
-
-COUNT = 8
+from tests.helpers.learners import full_state, start_learner, update_once
+from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +34,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen3(tmp_path_factory.mktemp("qwen3"))  # tied; 97 rows are padded on the last of two ranks
 
 
-def _start(path: str, meshes: Meshes) -> Learner:
-    policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-    optim = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
-    return Learner.start(policy, optim, num_updates=4, dtype=torch.float32)
-
-
 def _memory(learner: Learner, moves: Moves) -> TrainerMemory:
     return TrainerMemory([learner], torch.device("cpu"), moves=moves)
-
-
-def _update(learner: Learner, meshes: Meshes, *, step: int) -> None:
-    share = COUNT // meshes.training.size()
-    first = meshes.training.get_local_rank() * share
-    mine = random_sequences(COUNT, seed=step)[first : first + share]
-    batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
-
-
-def _state(learner: Learner) -> dict[str, Tensor]:
-    """Every weight, and every tensor of the optimizer, in full."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in learner.model.named_parameters():
-        state[name] = parameter.full_tensor().detach().clone()
-        for key, value in learner.optimizer.state[parameter].items():
-            state[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-    return state
 
 
 def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> dict[str, Tensor]:
@@ -71,17 +43,17 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         for moves, first, last in launches:
-            learner = _start(path, meshes)
+            learner = start_learner(path, meshes)
             checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=first - 1)
             memory = _memory(learner, moves)
             memory.sleep()  # before FSDP has seen its first forward
             for step in range(first, last + 1):
                 memory.wake()
-                _update(learner, meshes, step=step)
+                update_once(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
             checkpoint.save(Path(folder), {"policy": learner}, meshes, step=last, keep_last=3)
-        state = _state(learner)
+        state = full_state(learner)
         del learner, memory
         return state
 
@@ -116,13 +88,13 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
     """What is where before, during and after a sleep."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
-        learner = _start(path, meshes)
+        learner = start_learner(path, meshes)
         memory = _memory(learner, moves)
-        _update(learner, meshes, step=1)
+        update_once(learner, meshes, step=1)
         for parameter in learner.model.parameters():  # as after a backward whose gradients were kept
             parameter.grad = parameter.detach() * 2
         parameters = list(learner.model.parameters())
-        before = _state(learner)
+        before = full_state(learner)
         locals_before = [parameter.to_local().detach().clone() for parameter in parameters]
         with torch.no_grad():
             storages = [parameter.to_local().untyped_storage() for parameter in parameters]
@@ -170,7 +142,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             for one in group.fsdp_params
         )
         found["gradients"] = all(torch.equal(p.grad.to_local(), p.to_local() * 2) for p in parameters)
-        after = _state(learner)
+        after = full_state(learner)
         found["same_values"] = all(torch.equal(before[name], after[name]) for name in before)
         found["weight_bytes"] = sum(storage.nbytes() for storage in storages)
         del learner, memory, refit, gatherer, parameters, storages

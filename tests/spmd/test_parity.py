@@ -13,15 +13,13 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
-from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.types import Sequence
-from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
-
-SEQUENCES = 24
-LOSS = {"clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.05, "entropy_coef": 0.01}
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.parity import SEQUENCES, assert_same_change, dealt, initial, trained
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 
 @pytest.fixture(scope="session")
@@ -43,106 +41,42 @@ def start(qwen3: str) -> dict[str, Tensor]:
 @pytest.fixture(scope="session")
 def usual(qwen3: str) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights and metrics after one update on 2 ranks, with all the defaults of `trained`."""
-    return run_ranks(2, _trained, qwen3, {})[0]
-
-
-def dealt(sequences: list[Sequence], rank: int, num_ranks: int, deal: str) -> list[Sequence]:
-    """Which sequences a rank sampled."""
-    if deal == "in blocks":
-        share = len(sequences) // num_ranks
-        return sequences[rank * share : (rank + 1) * share]
-    return [sequence for sequence in sequences if sequence.index % num_ranks == num_ranks - 1 - rank]
-
-
-def trained(
-    path: str,
-    *,
-    optim: dict[str, Any] | None = None,
-    loss: dict[str, Any] | None = None,
-    plan: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-    count: int = SEQUENCES,
-    deal: str = "in blocks",
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Every weight after the updates of one step, and the step's metrics; run on each rank."""
-    with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        meshes = build_meshes(world)
-        settings = model_config(path, **(model or {}))
-        losses = loss_config(**(LOSS if loss is None else loss))
-        policy = load_policy(settings, meshes.model, temperature=0.8)
-        reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
-        dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
-        the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
-        the_plan = plan_for(count, world.num_ranks, **(plan or {}))
-        mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
-        batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
-        learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
-        mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
-        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
-        weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-        del policy, reference, learner
-        return weights, {name: metric.value() for name, metric in metrics.items()}
-
-
-def initial(path: str) -> dict[str, Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    return {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-
-
-def assert_same_change(
-    one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor], bound: float
-) -> None:
-    """SGD with rate 1 moves each weight by its gradient: compare each parameter's moves, relative to their size.
-
-    Beside the bound, the moved weights may differ by the rounding of the weights themselves, one unit in 2^23.
-    """
-    assert max((one[name] - start[name]).norm() for name in start) > 1e-3, (
-        "an update that changes nothing proves nothing"
-    )
-    for name in start:
-        allowed = bound * (one[name] - start[name]).norm() + start[name].norm() * 2.0**-23
-        difference = (one[name] - other[name]).norm()
-        assert difference <= allowed, f"{name}: {difference:.2e} apart, allowed {allowed:.2e}"
+    return run_ranks(2, trained, qwen3, {})[0]
 
 
 def test_gradients_do_not_depend_on_the_number_of_ranks(llama: str) -> None:
     start = initial(llama)
-    (one, metrics), *_ = run_ranks(1, _trained, llama, {})
+    (one, metrics), *_ = run_ranks(1, trained, llama, {})
     for num_ranks in (2, 4):
-        results = run_ranks(num_ranks, _trained, llama, {})
+        results = run_ranks(num_ranks, trained, llama, {})
         assert_same_change(one, results[0][0], start, 1e-5)
         assert results[0][1]["update/grad_norm"] == pytest.approx(metrics["update/grad_norm"], rel=1e-5)
         assert results[0][1]["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-5)
 
 
-def _trained(path: str, options: dict[str, Any]) -> Any:
-    return trained(path, **options)
-
-
 def test_gradients_do_not_depend_on_where_parameters_are(qwen3: str, start, usual) -> None:
-    (other, _), _ = run_ranks(2, _trained, qwen3, {"model": {"cpu_offload": True}})
+    (other, _), _ = run_ranks(2, trained, qwen3, {"model": {"cpu_offload": True}})
     assert_same_change(usual[0], other, start, 1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
 def test_every_aggregation_has_a_global_denominator(qwen3: str, start, aggregation: str) -> None:
     options = {"loss": {"aggregation": aggregation}}
-    ((one, _),) = run_ranks(1, _trained, qwen3, options)
-    (two, _), _ = run_ranks(2, _trained, qwen3, options)
+    ((one, _),) = run_ranks(1, trained, qwen3, options)
+    (two, _), _ = run_ranks(2, trained, qwen3, options)
     assert_same_change(one, two, start, 1e-5)
 
 
 def test_it_does_not_matter_which_rank_sampled_what(qwen3: str, usual) -> None:
-    (cards, _), _ = run_ranks(2, _trained, qwen3, {"deal": "like cards"})
+    (cards, _), _ = run_ranks(2, trained, qwen3, {"deal": "like cards"})
     for name, weight in usual[0].items():
         assert torch.equal(weight, cards[name]), name
 
 
 def test_a_rank_without_sequences_takes_part(qwen3: str, start) -> None:
     options = {"count": 3, "deal": "like cards"}
-    ((one, _),) = run_ranks(1, _trained, qwen3, options)
-    (four, _), *_ = run_ranks(4, _trained, qwen3, options)
+    ((one, _),) = run_ranks(1, trained, qwen3, options)
+    (four, _), *_ = run_ranks(4, trained, qwen3, options)
     assert_same_change(one, four, start, 1e-5)
 
 
@@ -156,14 +90,14 @@ def test_the_first_update_is_exactly_on_policy(usual) -> None:
 
 def test_later_updates_of_a_step_are_not(qwen3: str) -> None:
     options = {"plan": {"updates_per_step": 2, "rollouts_per_mini_batch": SEQUENCES // 2, "num_updates": 2}}
-    (_, metrics), _ = run_ranks(2, _trained, qwen3, options)
+    (_, metrics), _ = run_ranks(2, trained, qwen3, options)
     assert metrics["update/ratio_max_deviation"] > 0.01
     assert metrics["update/k3_ref_nats"] > 1e-4
 
 
 def test_half_precision_stays_near_full_precision(qwen3: str, start, usual) -> None:
     for dtype in ("bfloat16", "float16"):
-        (half, _), _ = run_ranks(2, _trained, qwen3, {"model": {"compute_dtype": dtype}})
+        (half, _), _ = run_ranks(2, trained, qwen3, {"model": {"compute_dtype": dtype}})
         assert_same_change(usual[0], half, start, 0.1)
 
 

@@ -17,7 +17,7 @@ from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.report.memory import MemoryReading, read_memory
 from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import StopRequested
-from tests.spmd.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 PLAN = MemoryPlan(
     weights=4 * GIB,

@@ -18,33 +18,11 @@ from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit, RefitMismatch, load_whole
 from spmdrl.types import Request
-from tests.other_process import OtherProcess
-from tests.spmd.ranks import run_ranks
-from tests.tiny import model_config, save_llama, save_qwen3
-
-
-def _refitted(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[float]:
-    """Change every weight, refit, compare; the largest difference of each of two refits."""
-    with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        meshes = build_meshes(world)
-        policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-        engine = TorchEngine(
-            AutoConfig.from_pretrained(path), device=world.device, dtype=dtype, kernel="sdpa", max_running=4
-        )
-        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=bucket_bytes, verify="every"), dtype=dtype)
-        worst = []
-        for version in (1, 2):
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter.to_local().mul_(1.01).add_(0.001 * version)
-            refit(version=version)
-            assert engine.version == version
-            held = engine.weights()
-            full = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-            assert held.keys() == full.keys()
-            worst.append(max(float((held[name] != full[name].to(dtype)).sum()) for name in full))
-        del policy, refit
-        return worst
+from tests.helpers.configs import model_config
+from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.other_process import OtherProcess
+from tests.helpers.ranks import run_ranks
+from tests.helpers.refits import refit_differences
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -52,7 +30,7 @@ def _refitted(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[float]:
 def test_engine_weights_equal_trainer_weights(tmp_path: Path, num_ranks: int, save) -> None:
     path = save(tmp_path)
     for dtype, bucket_bytes in ((torch.float32, 1024), (torch.bfloat16, 2**30)):
-        for differences in run_ranks(num_ranks, _refitted, path, dtype, bucket_bytes):
+        for differences in run_ranks(num_ranks, refit_differences, path, dtype, bucket_bytes):
             assert differences == [0.0, 0.0]
 
 

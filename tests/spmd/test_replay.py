@@ -17,56 +17,8 @@ from spmdrl.replay.fingerprints import StepFingerprint, difference
 from spmdrl.replay.recorder import read_findings
 from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
-from spmdrl.tools.tiny_model import save_tiny_model
-from tests.spmd.ranks import run_ranks
-
-CONFIG = """\
-[run]
-name = "run"
-dir = "{folder}"
-num_steps = 3
-deterministic = true
-threads_per_rank = 1
-[model]
-path = "{folder}/model"
-[data]
-max_prompt_tokens = 24
-[[data.sources]]
-kind = "reasoning_gym"
-task = "chain_sum"
-params = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
-prompt_template = "{{metadata[expression]}} ="
-[rollout]
-prompts_per_step = 4
-group_size = 4
-max_response_tokens = 8
-[reward]
-terms = [{{ kind = "function", function = "{folder}/reward.py:digits" }}]
-overlong_tokens = 4
-[advantage]
-whiten = true
-[loss]
-updates_per_step = 2
-kl_coef = 0.01
-entropy_coef = 0.01
-entropy_target_nats = 2.0
-[optim]
-lr = 1e-2
-state_on_host = true
-[pack]
-max_tokens_per_micro_batch = 64
-[checkpoint]
-every = 1
-[report]
-tensorboard = false
-[debug]
-save_rollouts = "all"
-"""
-
-REWARD = """\
-def digits(*, prompt, response, answer, metadata):
-    return sum(character.isdigit() for character in response) / 6
-"""
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import write_small_run
 
 
 def train_on(num_ranks: int, folder: Path, *overrides: str, exit_code: int = 0) -> None:
@@ -90,9 +42,21 @@ def replayed(run: Path, step: int) -> tuple[int, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run of 3 steps on 2 ranks."""
     path = tmp_path_factory.mktemp("replay")
-    save_tiny_model(path / "model", num_layers=2, spare_tokens=1)
-    (path / "reward.py").write_text(REWARD)
-    (path / "c.toml").write_text(CONFIG.format(folder=path))
+    write_small_run(
+        path,
+        model={"num_layers": 2, "spare_tokens": 1},
+        run={"dir": str(path), "num_steps": 3, "seed": None, "threads_per_rank": 1},
+        rollout={"prompts_per_step": 4, "max_response_tokens": 8},
+        reward={"terms": [{"kind": "function", "function": f"{path}/reward.py:digits"}], "overlong_tokens": 4},
+        advantage={"whiten": True},
+        loss={"entropy_coef": 0.01, "entropy_target_nats": 2.0},
+        optim={"state_on_host": True},
+        pack={"max_tokens_per_micro_batch": 64},
+        eval=None,
+        checkpoint={"every": 1},
+        report={"tensorboard": False},
+        debug={"assert_on_policy": None, "save_rollouts": "all"},
+    )
     train_on(2, path)
     return path
 

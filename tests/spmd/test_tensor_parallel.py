@@ -19,18 +19,11 @@ from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
-from tests.spmd.ranks import run_ranks
-from tests.spmd.test_parity import LOSS, assert_same_change, dealt, initial
-from tests.tiny import (
-    loss_config,
-    model_config,
-    plan_for,
-    random_sequences,
-    save_llama,
-    save_model,
-    save_qwen3,
-    save_qwen3_moe,
-)
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.models import save_llama, save_model, save_qwen3, save_qwen3_moe
+from tests.helpers.parity import LOSS, assert_same_change, dealt, initial
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
 
 VOCABULARY = 96
 MIXED = {"vocab_size": VOCABULARY, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [0]}

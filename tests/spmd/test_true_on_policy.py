@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,10 +29,13 @@ from spmdrl.step.batch import lay_end_to_end
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.train import main
 from spmdrl.types import Request, Sequence
-from tests import kernels_on_cpu
-from tests.exact import skip_where_inexact
-from tests.spmd.ranks import run_ranks
-from tests.tiny import VOCABULARY, model_config, random_sequences, save_gemma3, save_llama, save_qwen3
+from tests.helpers import kernels_on_cpu, small_run
+from tests.helpers.configs import model_config
+from tests.helpers.exact import skip_where_inexact
+from tests.helpers.models import save_gemma3, save_llama, save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_requests, random_sequences, sequences_of
+from tests.helpers.small_run import write_config
 
 TEMPERATURE = 0.8
 
@@ -45,17 +46,7 @@ def exact_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _requests() -> list[Request]:
-    rng = random.Random(0)
-    return [
-        Request(
-            prompt_ids=tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 20))),
-            seed=i,
-            max_response_tokens=rng.randint(1, 40),
-            temperature=TEMPERATURE,
-            stop_token_ids=frozenset({5}),
-        )
-        for i in range(12)
-    ]
+    return random_requests(12, max_response_tokens=40, temperature=TEMPERATURE, stop_token_ids=frozenset({5}))
 
 
 def _scored(cases: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, list[torch.Tensor]]]:
@@ -68,7 +59,7 @@ def _scored(cases: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, l
 def _scored_one(settings: ModelConfig, meshes: Meshes) -> tuple[float, list[torch.Tensor]]:
     """(the largest mismatch over two versions of the weights, nats; each sequence's log-probabilities of the second).
 
-    Every rank samples all sequences and scores them in packs of its own, as in training.
+    Every rank samples all sequences and scores them in micro-batches of its own, as in training.
     """
     dtype = compute_dtype(settings.compute_dtype, "cpu")
     policy = load_policy(settings, meshes.model, temperature=TEMPERATURE, kernel="invariant")
@@ -81,13 +72,13 @@ def _scored_one(settings: ModelConfig, meshes: Meshes) -> tuple[float, list[torc
             for parameter in policy.parameters():
                 parameter.to_local().mul_(1.01).add_(0.001 * version)
         refit(version=version)
-        for pack in _packs(_sampled(engine), rank=meshes.world.get_rank()):
-            batch = lay_end_to_end(pack, {})
+        for together in _shared_out(_sampled(engine), rank=meshes.world.get_rank()):
+            batch = lay_end_to_end(together, {})
             scores = policy(batch)
             worst = max(worst, float((scores.logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max()))
             (scores.logprobs.sum() + scores.entropy.sum()).backward()
-            parts = scores.logprobs.detach().split([len(sequence.token_ids) for sequence in pack])
-            for sequence, part in zip(pack, parts, strict=True):
+            parts = scores.logprobs.detach().split([len(sequence.token_ids) for sequence in together])
+            for sequence, part in zip(together, parts, strict=True):
                 rows[sequence.index] = part
     return worst, rows
 
@@ -95,20 +86,11 @@ def _scored_one(settings: ModelConfig, meshes: Meshes) -> tuple[float, list[torc
 def _sampled(engine: TorchEngine) -> list[Sequence]:
     asked = _requests()
     responses = dict(engine.generate(asked))
-    return [
-        Sequence(
-            index=i,
-            token_ids=request.prompt_ids + responses[i].token_ids,
-            loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(responses[i].token_ids),
-            rollout_logprobs=(0.0,) * len(request.prompt_ids) + responses[i].logprobs,
-            advantage=1.0,
-        )
-        for i, request in enumerate(asked)
-    ]
+    return sequences_of(asked, [responses[i] for i in range(len(asked))])
 
 
-def _packs(sequences: list[Sequence], *, rank: int) -> list[list[Sequence]]:
-    """Three packs, which differ between ranks: all ranks must run as many forward passes."""
+def _shared_out(sequences: list[Sequence], *, rank: int) -> list[list[Sequence]]:
+    """The sequences of three micro-batches, which differ between ranks: all must run as many forward passes."""
     order = sequences[rank:] + sequences[:rank]
     return [order[:1], order[1 : 4 + 2 * rank], order[4 + 2 * rank :]]
 
@@ -131,7 +113,7 @@ def test_one_and_two_ranks_score_what_they_sampled(tmp_path: Path) -> None:
 
 
 def _scored_by_sglangs_kernels(path: str) -> list[torch.Tensor]:
-    """Log-probabilities of one pack by a sharded policy and by a whole one, which follow SGLang's types and casts."""
+    """One micro-batch's logprobs by a sharded policy and by a whole one; both follow SGLang's types and casts."""
     kernel: Kernel = "sglang_triton"
     with spmd_session(threads_per_rank=1, deterministic=False) as world, pytest.MonkeyPatch.context() as patch:
         kernels_on_cpu.use(patch)
@@ -155,57 +137,28 @@ def test_what_is_sharded_rounds_where_sglang_does(tmp_path: Path) -> None:
         assert torch.equal(sharded, whole) and torch.equal(sharded, alone[0])
 
 
-CONFIG = """\
-true_on_policy = true
-[run]
-name = "exact"
-dir = "{runs}"
-num_steps = 3
-[model]
-path = "{model}"
-[data]
-max_prompt_tokens = 24
-[[data.sources]]
-kind = "reasoning_gym"
-task = "chain_sum"
-params = {{ min_terms = 2, max_terms = 3, min_digits = 1, max_digits = 3 }}
-prompt_template = "{{metadata[expression]}} ="
-[rollout]
-prompts_per_step = 8
-group_size = 4
-max_response_tokens = 12
-max_running = 9
-temperature = 0.9
-[reward]
-terms = [{{ kind = "function", function = "{reward}:digits" }}]
-[loss]
-updates_per_step = 2
-kl_coef = 0.01
-[optim]
-lr = 1e-2
-[pack]
-max_tokens_per_micro_batch = 128
-[report]
-tensorboard = false
-[export]
-at_end = false
-"""
-
-REWARD = """\
-def digits(*, prompt, response, answer, metadata):
-    return sum(character.isdigit() for character in response) / 12
-"""
-
-
 def _write_config(tmp_path: Path, save: Any) -> Path:
     tokenizer = character_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     save(tmp_path / "model", vocab_size=len(tokenizer), num_hidden_layers=2, **ends)
     tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "reward.py").write_text(REWARD)
-    config = tmp_path / "c.toml"
-    config.write_text(CONFIG.format(runs=tmp_path, model=tmp_path / "model", reward=tmp_path / "reward.py"))
-    return config
+    problems = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 3}
+    template = "{metadata[expression]} ="
+    source = {"kind": "reasoning_gym", "task": "chain_sum", "params": problems, "prompt_template": template}
+    return write_config(
+        tmp_path,
+        true_on_policy=True,
+        run={"name": "exact", "dir": str(tmp_path), "num_steps": 3, "seed": None, "deterministic": None},
+        data={"sources": [source]},
+        rollout={"max_response_tokens": 12, "max_running": 9, "temperature": 0.9},
+        reward={"terms": [{"kind": "function", "function": f"{tmp_path}/reward.py:digits"}]},
+        pack={"max_tokens_per_micro_batch": 128},
+        eval=None,
+        checkpoint=None,
+        report={"tensorboard": False},
+        export={"at_end": False},
+        debug=None,
+    )
 
 
 def test_a_dry_run_lists_every_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,10 +188,7 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
     config = _write_config(tmp_path, save_qwen3)
     assert run_ranks(2, main, [str(config)]) == [0, 0]
     assert run_ranks(2, main, [str(config), "true_on_policy=false", "run.name=plain", "run.num_steps=1"]) == [0, 0]
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("exact", "plain")
-    }
+    rows = {name: small_run.rows(tmp_path / name) for name in ("exact", "plain")}
     assert [row["mismatch/max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
     assert [row["refit/probe_max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
     assert all(0 < row["mismatch/max_abs_nats"] < 1e-4 for row in rows["plain"])

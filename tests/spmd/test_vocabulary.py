@@ -13,7 +13,7 @@ import spmdrl.model.logprobs
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.logprobs import next_token_scores
-from tests.spmd.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 70, 16, 24
 KINDS = ("no bias", "bias", "forbidden tokens")

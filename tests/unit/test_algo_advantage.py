@@ -15,7 +15,7 @@ from spmdrl.algo import advantage
 from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
 from spmdrl.config import AdvantageConfig
 from spmdrl.step.score import group_advantages
-from tests import oracle
+from tests.helpers import oracle
 
 CASES: list[dict[str, Any]] = [
     {"estimator": "grpo"},

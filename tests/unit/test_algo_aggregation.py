@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmdrl.algo.aggregation import token_weights
-from tests import oracle
+from tests.helpers import oracle
 
 AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 MAX_RESPONSE_TOKENS = 16

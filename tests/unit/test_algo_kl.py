@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmdrl.algo.kl import kl_estimate
-from tests import oracle
+from tests.helpers import oracle
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

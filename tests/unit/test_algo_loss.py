@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.loss import PolicyLoss, clipped_policy_loss, mismatch, sft_loss, weighted_sum
-from tests import oracle
+from tests.helpers import oracle
 
 CLIPS = [
     {"clip_low": low, "clip_high": high, "dual_clip": dual}

@@ -23,7 +23,7 @@ from spmdrl.algo.packing import (
     sequence_costs,
 )
 from spmdrl.types import UserError
-from tests import oracle
+from tests.helpers import oracle
 
 # The same examples in every run: what passes on one machine passes on all.
 checked = settings(derandomize=True, deadline=None, max_examples=60)

@@ -10,63 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen, random_priorities
-from spmdrl.algo.loss import PolicyLoss
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import LossConfig
-from spmdrl.learn.policy_loss import check_policy_loss, policy_loss_function
+from spmdrl.learn.policy_loss import check_policy_loss
 from spmdrl.types import MicroBatch, UserError
-from tests import oracle
-
-LENGTHS = [1, 6, 3, 20, 1, 9, 2]
-MASKED = (2, 4)  # sequences without any loss token
-CASES: list[dict[str, Any]] = [
-    *({"kind": name, "updates_per_step": 2} for name in POLICY_LOSSES),
-    {"kind": "ppo", "dual_clip": 1.5},
-    {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2},
-    {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.3},
-    {"kind": "gmpo", "clip_low": 0.1, "clip_high": 0.3},
-    {"kind": "sapo", "tau_positive": 3.0, "tau_negative": 0.5},
-]
-
-
-def pack(drift: float = 0.5) -> tuple[Tensor, MicroBatch]:
-    """(logprobs [T] float64, the rest); advantages are alike within a sequence."""
-    draw = torch.Generator().manual_seed(0)
-    num_tokens = sum(LENGTHS)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
-    mask = torch.rand(num_tokens, generator=draw) < 0.7
-    mask[0] = True
-    for sequence in MASKED:
-        mask[cu_seqlens[sequence] : cu_seqlens[sequence + 1]] = False
-    old = -torch.rand(num_tokens, generator=draw, dtype=torch.float64) * 3
-    advantages = torch.randn(len(LENGTHS), generator=draw, dtype=torch.float64)
-    chosen = torch.rand(num_tokens, generator=draw) < 0.3
-    return old + drift * torch.randn(num_tokens, generator=draw, dtype=torch.float64), MicroBatch(
-        token_ids=torch.arange(num_tokens),
-        positions=torch.cat([torch.arange(n) for n in LENGTHS]),
-        cu_seqlens=cu_seqlens,
-        loss_mask=mask,
-        loss_weights=torch.ones(num_tokens),
-        advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)),
-        rollout_logprobs=old,
-        old_logprobs=old,
-        chosen=chosen,
-    )
-
-
-def with_gradient(case: dict[str, Any], logprobs: Tensor, micro_batch: MicroBatch) -> tuple[PolicyLoss, Tensor]:
-    logprobs = logprobs.clone().requires_grad_()
-    loss = policy_loss_function(LossConfig(**case))(logprobs, micro_batch)
-    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
-    return loss, gradient
+from tests.helpers import oracle
+from tests.helpers.policy_losses import CASES, random_micro_batch, with_gradient
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_the_oracle_with_its_gradient(case: dict[str, Any]) -> None:
-    cfg, (logprobs, whole) = LossConfig(**case), pack()
+    cfg, (logprobs, whole) = LossConfig(**case), random_micro_batch()
     loss, gradient = with_gradient(case, logprobs, whole)
     assert whole.old_logprobs is not None and whole.chosen is not None
     for a, b in itertools.pairwise(whole.cu_seqlens.tolist()):
@@ -92,14 +48,14 @@ def test_equal_to_the_oracle_with_its_gradient(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bounds_that_bind_are_counted(case: dict[str, Any]) -> None:
-    loss, _ = with_gradient(case, *pack(drift=2.0))
+    loss, _ = with_gradient(case, *random_micro_batch(drift=2.0))
     assert bool(loss.clipped.any()) is (case["kind"] not in ("sapo", "kl_cov"))
-    assert not loss.clipped[~pack()[1].loss_mask].any()
+    assert not loss.clipped[~random_micro_batch()[1].loss_mask].any()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_sequence_has_the_same_loss_in_any_company(case: dict[str, Any]) -> None:
-    logprobs, whole = pack()
+    logprobs, whole = random_micro_batch()
     loss, gradient = with_gradient(case, logprobs, whole)
     for a, b in itertools.pairwise(whole.cu_seqlens.tolist()):
         names = ("token_ids", "positions", "loss_mask", "loss_weights", "advantages", "rollout_logprobs")
@@ -115,7 +71,7 @@ def test_a_sequence_has_the_same_loss_in_any_company(case: dict[str, Any]) -> No
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_what_lies_outside_the_mask_is_never_seen(kind: str, garbage: float) -> None:
     case = {"kind": kind, "updates_per_step": 2}
-    logprobs, whole = pack()
+    logprobs, whole = random_micro_batch()
     clean, slope = with_gradient(case, logprobs, whole)
     columns = {
         name: torch.where(whole.loss_mask, getattr(whole, name), garbage) for name in ("old_logprobs", "advantages")
@@ -131,7 +87,7 @@ def test_what_lies_outside_the_mask_is_never_seen(kind: str, garbage: float) -> 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_policy_every_loss_has_the_policy_gradient(kind: str, explicit: bool) -> None:
-    logprobs, whole = pack()
+    logprobs, whole = random_micro_batch()
     whole = dataclasses.replace(whole, old_logprobs=logprobs if explicit else None)
     loss, gradient = with_gradient({"kind": kind, "updates_per_step": 2}, logprobs, whole)
     trained = whole.loss_mask & ~whole.chosen if kind == "clip_cov" else whole.loss_mask  # type: ignore[operator]
@@ -199,7 +155,7 @@ not_a_function = 3
 def test_a_function_of_the_users_is_a_loss() -> None:
     case = {"kind": f"{__name__}:plain", "params": {"scale": 2.0}}
     check_policy_loss(LossConfig(**case))
-    logprobs, whole = pack()
+    logprobs, whole = random_micro_batch()
     loss, gradient = with_gradient(case, torch.where(whole.loss_mask, logprobs, math.nan), whole)
     expected, slope = with_gradient({"kind": "ppo", "clip_low": 1.0, "clip_high": 1e9}, logprobs, whole)
     torch.testing.assert_close(loss.per_token, 2 * expected.per_token, rtol=1e-12, atol=0)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from spmdrl.algo.schedule import lr_fraction
-from tests import oracle
+from tests.helpers import oracle
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 

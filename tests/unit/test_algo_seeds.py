@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmdrl.algo.seeds import mix, rollout_seed, uniform
-from tests import oracle
+from tests.helpers import oracle
 
 WEYL, START = 0x9E3779B97F4A7C15, 0x243F6A8885A308D3
 

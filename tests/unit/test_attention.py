@@ -17,7 +17,7 @@ from spmdrl.engine.torch_engine import _attend_to_cache
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.types import UserError
-from tests import flash_on_cpu
+from tests.helpers import flash_on_cpu
 
 SCALE = 0.3
 SEQLENS = [3, 3, 3, 1, 9, 14, 14]

@@ -29,21 +29,10 @@ from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
 from spmdrl.tools.config_reference import settings
+from tests.helpers.configs import minimal_config
+from tests.helpers.files import flip_bit
 
 STEPS: dict[int, float | None] = {2: 0.1, 4: 0.9, 6: None, 8: 0.9, 10: 0.5}
-SETTINGS: dict[str, Any] = {
-    "run": {"name": "x", "num_steps": 3},
-    "model": {"path": "m"},
-    "data": {"max_prompt_tokens": 8, "sources": [{"kind": "jsonl", "path": "a.jsonl"}]},
-    "rollout": {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 5},
-    "reward": {"terms": [{"kind": "exact"}]},
-    "optim": {"lr": 0.001},
-    "pack": {"max_tokens_per_micro_batch": 64},
-}
-
-
-def config(**tables: dict[str, Any]) -> Config:
-    return Config.model_validate(SETTINGS | {name: SETTINGS.get(name, {}) | table for name, table in tables.items()})
 
 
 @pytest.mark.parametrize(
@@ -79,12 +68,6 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert list(manifest.problems(folder_of(tmp_path, 3), manifest.files, compare)) == []
 
 
-def flipped(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 def test_every_flipped_bit_and_every_missing_byte_is_noticed(tmp_path: Path) -> None:
     checkpoint = a_checkpoint(tmp_path)
     file, manifest = checkpoint / "a.json", Manifest.read(checkpoint)
@@ -94,7 +77,7 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed(tmp_path: Path) -> 
         return list(manifest.problems(checkpoint, manifest.files, compare))
 
     for place in (0, len(content) // 2, len(content) - 1):
-        flipped(file, place)
+        flip_bit(file, place)
         assert problems() == ["a.json was changed: its content is not what was written"]
         file.write_bytes(content)
     file.write_bytes(content[:-1])
@@ -108,7 +91,7 @@ def test_a_glance_sees_names_sizes_and_small_files(tmp_path: Path) -> None:
     path, content = tmp_path / "large", bytearray(GLANCE_BYTES + 1)
     path.write_bytes(content)
     written = Digest(len(content), hashlib.sha256(content).hexdigest())
-    flipped(path, 5)
+    flip_bit(path, 5)
     assert (glance(path, written), compare(path, written)) == (
         None,
         "was changed: its content is not what was written",
@@ -117,7 +100,7 @@ def test_a_glance_sees_names_sizes_and_small_files(tmp_path: Path) -> None:
         os.truncate(path, len(content) + size)
         assert problem in (glance(path, written) or "") and glance(path, written) == compare(path, written)
     small = write_json(tmp_path / "small", [1])
-    flipped(tmp_path / "small", 1)
+    flip_bit(tmp_path / "small", 1)
     assert glance(tmp_path / "small", small) == compare(tmp_path / "small", small) is not None
 
 
@@ -163,8 +146,8 @@ def test_what_has_the_name_of_a_checkpoint_counts_and_can_go(tmp_path: Path) -> 
 
 
 def test_changes_are_told_apart(tmp_path: Path) -> None:
-    before = resolved(config())
-    now = config(optim={"lr": 0.002}, run={"num_steps": 9}, parallel={"dp_shard": 2}, loss={"clip_low": 0.1})
+    before = resolved(minimal_config())
+    now = minimal_config(optim={"lr": 0.002}, run={"num_steps": 9}, parallel={"dp_shard": 2}, loss={"clip_low": 0.1})
     found = changes(before, now)
     assert [change.name for change in found] == ["loss.clip_low", "optim.lr", "parallel.dp_shard", "run.num_steps"]
     assert found[1].sentence == "optim.lr was 0.001 and is 0.002"
@@ -175,15 +158,15 @@ def test_changes_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_number_of_steps_matters_to_a_schedule_that_ends_with_them() -> None:
-    assert "run.num_steps" in harmless(config())
-    assert "run.num_steps" not in harmless(config(optim={"schedule": "cosine"}))
+    assert "run.num_steps" in harmless(minimal_config())
+    assert "run.num_steps" not in harmless(minimal_config(optim={"schedule": "cosine"}))
 
 
 def test_a_setting_that_the_checkpoint_does_not_know_had_its_default() -> None:
-    older = resolved(config())
+    older = resolved(minimal_config())
     del older["optim"]["eps"], older["loss"]
-    assert changes(older, config()) == []
-    assert [change.name for change in changes(older, config(optim={"eps": 1e-6}))] == ["optim.eps"]
+    assert changes(older, minimal_config()) == []
+    assert [change.name for change in changes(older, minimal_config(optim={"eps": 1e-6}))] == ["optim.eps"]
 
 
 def test_every_harmless_setting_exists() -> None:

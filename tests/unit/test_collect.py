@@ -31,9 +31,9 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector, Drawing
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
-from tests.exact import skip_where_inexact
-from tests.tiny import save_llama, save_qwen3
-from tests.unit import test_invariant as exact
+from tests.helpers import exact
+from tests.helpers.exact import skip_where_inexact
+from tests.helpers.models import save_llama, save_qwen3
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
@@ -436,7 +436,7 @@ def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
         (collected,) = run.step(step)
         continued += scalars(collected.metrics)["rollout/continued_count"]
         done = [(sampling.request(r.prompt, r.seed), r.response) for r, _ in collected.pending if not r.is_baseline]
-        assert exact.largest_mismatch(policy, done, per_pack=5) == 0.0
+        assert exact.largest_mismatch(policy, done, per_micro_batch=5) == 0.0
     assert continued >= 3
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,112 +14,28 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.correction import bounded_weights, log_weights, off_policy_sequences, vetoed
 from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_all
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
-from spmdrl.learn.mismatch import batch_sums, effective_fraction, exceeded, kept_tokens, settle, weigh, worst_of
+from spmdrl.learn.mismatch import effective_fraction, exceeded, weigh, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenScores
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.types import MicroBatch
-from tests import oracle
-
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "clip", "mask")
-RESPONSES = (1, 9, 0, 5, 1, 12, 3, 7)  # loss tokens of each sequence: single ones and none at all
-CUTS = ([8], [3, 5], [1] * 8, [0, 2, 6])
-MAX_RESPONSE_TOKENS = 20
-CLIP = 0.2
-GARBAGE = (math.nan, math.inf, -math.inf)
-
-CORRECTIONS: list[dict[str, Any]] = [
-    {},
-    *({"kind": "tis", "level": level} for level in LEVELS),
-    {"kind": "icepop"},
-    *({"kind": "mis", "mode": mode, "level": level, "high": 1.5} for mode, level in itertools.product(MODES, LEVELS)),
-    *({"kind": "mis", "mode": "clip", "level": level, "batch_normalize": True} for level in LEVELS),
-    *({"reject": level, "reject_low": 0.8, "reject_high": 1.1} for level in LEVELS),
-    {"veto_below": 0.2},
-    {"opsm_delta_nats": 0.1},
-    {"kind": "tis", "batch_normalize": True, "reject": "token", "veto_below": 0.2, "opsm_delta_nats": 0.0},
-    {
-        "kind": "mis",
-        "mode": "mask",
-        "level": "sequence",
-        "batch_normalize": True,
-        "reject": "geometric",
-        "reject_high": 1.25,
-    },
-]
-
-
-def random_sequences(seed: int = 0, size: float = 0.8) -> list[dict[str, Tensor]]:
-    """Columns of each sequence, [n] float64; prompt tokens hold garbage, and so do holes in a response."""
-    draw = random.Random(seed)
-    sequences = []
-    for index, num_loss_tokens in enumerate(RESPONSES):
-        mask = [False] * (1 + index % 3) + [True] * num_loss_tokens
-        if num_loss_tokens > 4:
-            mask.insert(4, False)  # a token inserted by a tool
-        rows = []
-        for seen in mask:
-            b = -3 * draw.random()
-            o = b + draw.gauss(0, size)
-            row = (o + draw.gauss(0, 0.3), o, b)
-            rows.append(row if seen else tuple(draw.choice(GARBAGE) for _ in row))
-        n, o, b = torch.tensor(rows, dtype=torch.float64).T
-        advantage = draw.gauss(0, 1)
-        sequences.append({"n": n, "o": o, "b": b, "mask": torch.tensor(mask), "A": torch.full((len(mask),), advantage)})
-    return sequences
-
-
-def pack(sequences: Sequence[dict[str, Tensor]], first: int, weights: list[float]) -> tuple[MicroBatch, Tensor]:
-    """A micro-batch of these, the log-probabilities of now, and filling where there is nothing."""
-    none = {"n": torch.zeros(1), "o": torch.zeros(1), "b": torch.zeros(1), "A": torch.zeros(1)}
-    rows = list(sequences) or [none | {"mask": torch.zeros(1, dtype=torch.bool)}]
-    lengths = torch.tensor([len(row["mask"]) for row in rows])
-    columns = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    per_sequence = torch.tensor(weights or [0.0], dtype=torch.float64)
-    micro_batch = MicroBatch(
-        token_ids=torch.arange(len(columns["mask"])),
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        loss_mask=columns["mask"],
-        loss_weights=per_sequence.repeat_interleave(lengths) * columns["mask"],
-        advantages=columns["A"],
-        rollout_logprobs=columns["b"],
-        old_logprobs=columns["o"],
-        sequence_index=tuple(range(first, first + len(rows))),
-    )
-    return micro_batch, columns["n"].double()
-
-
-def batch(
-    sequences: list[dict[str, Tensor]], cut: Sequence[int], aggregation: str = "token_mean"
-) -> list[tuple[MicroBatch, Tensor]]:
-    counts = [int(sequence["mask"].sum()) for sequence in sequences]
-    weights = token_weights(
-        counts,
-        aggregation=aggregation,
-        global_loss_tokens=sum(counts),
-        global_sequences=sum(count > 0 for count in counts),
-        max_response_tokens=MAX_RESPONSE_TOKENS,
-    )
-    edges = [0, *itertools.accumulate(cut)]
-    return [pack(sequences[a:b], a, weights[a:b]) for a, b in itertools.pairwise(edges)]
-
-
-def settled(
-    micro_batches: list[MicroBatch], correction: CorrectionConfig, aggregation: str = "token_mean"
-) -> list[MicroBatch]:
-    """What `correct` does, with one rank."""
-    kept = [kept_tokens(m, correction) for m in micro_batches]
-    sums = sum(batch_sums(m, mask, correction) for m, mask in zip(micro_batches, kept, strict=True))
-    options = {"aggregation": aggregation, "max_response_tokens": MAX_RESPONSE_TOKENS}
-    return [settle(m, mask, sums.tolist(), **options) for m, mask in zip(micro_batches, kept, strict=True)]
+from tests.helpers import oracle
+from tests.helpers.corrections import (
+    CLIP,
+    CORRECTIONS,
+    CUTS,
+    LEVELS,
+    MAX_RESPONSE_TOKENS,
+    MODES,
+    batch,
+    random_columns,
+    settled,
+)
 
 
 def log_weights_of(micro_batch: MicroBatch, level: str) -> Tensor:
@@ -181,7 +96,7 @@ def slow(sequences: list[dict[str, Tensor]], settings: dict[str, Any], aggregati
 
 @pytest.mark.parametrize("settings", CORRECTIONS, ids=str)
 def test_loss_and_gradient_equal_the_oracle_wherever_the_batch_is_cut(settings: dict[str, Any]) -> None:
-    sequences, correction = random_sequences(), CorrectionConfig(**settings)
+    sequences, correction = random_columns(), CorrectionConfig(**settings)
     plain = next(slow(sequences, {}, "token_mean"))
     expected, *slopes = slow(sequences, settings, "token_mean")
     assert (abs(expected - plain) > 1e-3) == bool(settings), "a correction that changes nothing proves nothing"
@@ -196,7 +111,7 @@ def test_loss_and_gradient_equal_the_oracle_wherever_the_batch_is_cut(settings: 
 @pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
 @pytest.mark.parametrize("settings", [CORRECTIONS[-2], {"reject": "token"}, {"kind": "icepop"}], ids=str)
 def test_every_aggregation_has_the_denominator_of_what_is_left(settings: dict[str, Any], aggregation: str) -> None:
-    sequences, correction = random_sequences(3), CorrectionConfig(**settings)
+    sequences, correction = random_columns(3), CorrectionConfig(**settings)
     expected = next(slow(sequences, settings, aggregation))
     micro_batches, nows = zip(*batch(sequences, [3, 5], aggregation), strict=True)
     parts = list(zip(settled(list(micro_batches), correction, aggregation), nows, strict=True))
@@ -206,7 +121,7 @@ def test_every_aggregation_has_the_denominator_of_what_is_left(settings: dict[st
 @pytest.mark.parametrize("settings", [c for c in CORRECTIONS[:14]], ids=str)
 def test_without_a_pass_the_forward_itself_says_what_old_is(settings: dict[str, Any]) -> None:
     """With one update o is n without its gradient: the same loss and gradient as with a column that holds n."""
-    sequences, correction = random_sequences(1), CorrectionConfig(**settings)
+    sequences, correction = random_columns(1), CorrectionConfig(**settings)
     sequences = [sequence | {"o": sequence["n"]} for sequence in sequences]
     with_column = batch(sequences, [3, 5])
     without = [(replace(m, old_logprobs=None), now) for m, now in with_column]
@@ -255,7 +170,7 @@ def test_what_needs_the_whole_batch_takes_a_pass_and_nothing_else(settings: dict
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_weights_multiply_every_policy_loss(kind: str) -> None:
     """Where o - b is the same on all tokens, so is the weight, and it factors out of loss and gradient."""
-    (micro_batch, now), *_ = batch(random_sequences(), [8])
+    (micro_batch, now), *_ = batch(random_columns(), [8])
     chosen = torch.arange(len(now)) % 3 == 0
     micro_batch = replace(micro_batch, rollout_logprobs=micro_batch.old_logprobs - math.log(1.5), chosen=chosen)
     outcomes = []
@@ -273,7 +188,7 @@ def test_weights_multiply_every_policy_loss(kind: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_normalised_weights_have_the_mean_one(level: str, mode: str) -> None:
     correction = CorrectionConfig(kind="mis", mode=mode, level=level, batch_normalize=True, reject="token")
-    micro_batches = settled([m for m, _ in batch(random_sequences(), [3, 5])], correction)
+    micro_batches = settled([m for m, _ in batch(random_columns(), [3, 5])], correction)
     weights = []
     for m in micro_batches:
         of_tokens = weigh(m.old_logprobs - m.rollout_logprobs, m.old_logprobs, m, correction).weights
@@ -285,7 +200,7 @@ def test_normalised_weights_have_the_mean_one(level: str, mode: str) -> None:
 
 
 def test_a_batch_of_which_nothing_is_left_has_no_loss() -> None:
-    sequences = [sequence | {"b": sequence["o"] + 9} for sequence in random_sequences()]
+    sequences = [sequence | {"b": sequence["o"] + 9} for sequence in random_columns()]
     for settings in ({"reject": "token"}, {"kind": "mis", "mode": "mask", "batch_normalize": True}):
         correction = CorrectionConfig(**settings)
         micro_batches, nows = zip(*batch(sequences, [3, 5]), strict=True)
@@ -314,7 +229,7 @@ def test_long_responses_do_not_overflow() -> None:
 
 def test_no_sequence_depends_on_its_neighbours() -> None:
     """Bitwise: what a response weighs is the same in every micro-batch."""
-    sequences = random_sequences(size=3.0)
+    sequences = random_columns(size=3.0)
     for level in ("sequence", "geometric"):
         parts = [[m for m, _ in batch(sequences, cut)] for cut in CUTS[:3]]
         whole, *others = (torch.cat([log_weights_of(m, level) for m in ms]) for ms in parts)
@@ -331,14 +246,14 @@ def test_veto_and_opsm_take_whole_sequences() -> None:
 
 
 def test_weights_carry_no_gradient() -> None:
-    micro_batch, now = batch(random_sequences(), [8])[0]
+    micro_batch, now = batch(random_columns(), [8])[0]
     logprobs = now.requires_grad_()
     correction = CorrectionConfig(kind="tis", level="sequence", opsm_delta_nats=0.0)
     assert not weigh(logprobs - micro_batch.rollout_logprobs, logprobs, micro_batch, correction).weights.requires_grad
 
 
 def test_effective_fraction_and_worst_tokens_do_not_depend_on_where_a_batch_is_cut() -> None:
-    sequences = random_sequences(5)
+    sequences = random_columns(5)
     mismatches = [float(s) for row in sequences for s in (row["o"] - row["b"])[row["mask"]]]
     for cut in CUTS:
         worst, effective = Worst(()), EffectiveFraction(0.0, 0.0, 0.0)
@@ -357,7 +272,7 @@ def test_effective_fraction_and_worst_tokens_do_not_depend_on_where_a_batch_is_c
 
 
 def test_where_engine_and_trainer_agree_there_is_no_worst_token() -> None:
-    micro_batch, _ = batch(random_sequences(), [8])[0]
+    micro_batch, _ = batch(random_columns(), [8])[0]
     worst = worst_of(torch.where(micro_batch.loss_mask, 0.0, math.nan), micro_batch)
     assert worst.value() == 0.0 and worst_token_rows(worst.tokens, None) == []  # type: ignore[arg-type]
 

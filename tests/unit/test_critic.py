@@ -16,10 +16,9 @@ from spmdrl.algo.value import clipped_value_loss, fit_sums
 from spmdrl.memory.device import ModelSize, plan_memory
 from spmdrl.model.load import critic_shapes, parameter_shapes
 from spmdrl.preflight.forecast import Model, predict
-from tests import oracle
-from tests.tiny import model_config
-from tests.unit.test_memory import config
-from tests.unit.test_memory_plan import QWEN3
+from tests.helpers import oracle
+from tests.helpers.configs import minimal_config, model_config
+from tests.helpers.models import QWEN3
 
 CLIPS = [0.2, 1.0, math.inf]
 
@@ -79,7 +78,7 @@ def test_equal_returns_leave_nothing_to_explain() -> None:
 
 
 def test_a_critic_takes_weights_and_state_of_its_own_and_gradients_in_turn() -> None:
-    cfg = config(advantage={"estimator": "gae"})
+    cfg = minimal_config(advantage={"estimator": "gae"})
     small = ModelSize(whole=2**20, shard=2**20, root=2**10, largest_layer=2**15)
     large = ModelSize(whole=2**22, shard=2**22, root=2**12, largest_layer=2**17)
     sizes = {"num_ranks": 1, "compute_bytes": 2, "device_bytes": 2**36}
@@ -92,7 +91,7 @@ def test_a_critic_takes_weights_and_state_of_its_own_and_gradients_in_turn() -> 
 
 
 def test_the_planner_has_a_phase_for_the_critic() -> None:
-    cfg = config(advantage={"estimator": "gae"})
+    cfg = minimal_config(advantage={"estimator": "gae"})
     model = Model.read(QWEN3, model_config("m"), critic=Model.read_critic(QWEN3, model_config("m")))
     prediction = predict(cfg, model, num_ranks=2, device_bytes=2**36, on_gpu=True)
     phases = {phase.name: phase for phase in prediction.phases}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,30 +15,30 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from spmdrl.engine import torch_engine
 from spmdrl.engine.sampling import draw_tokens
-from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import SequenceLayout, causal_attention
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_scores, scores_of_logits
-from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
-from spmdrl.refit.refit import load_whole
-from spmdrl.types import MicroBatch, Request, Response
-from tests.exact import skip_where_inexact
-from tests.tiny import SIZES, VOCABULARY, save_llama, save_model, save_qwen3
-from tests.unit.test_config import GOOD, problems, read
-
-TEMPERATURE = 0.8
+from spmdrl.types import Request
+from tests.helpers.config_file import GOOD, problems, read
+from tests.helpers.exact import (
+    TEMPERATURE,
+    engine_for,
+    exchanges,
+    largest_mismatch,
+    packed,
+    policy_for,
+    skip_where_inexact,
+)
+from tests.helpers.models import SIZES, VOCABULARY, save_llama, save_model, save_qwen3
 
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
     skip_where_inexact(tmp_path_factory.mktemp("exact"))
-
-
-Exchange = tuple[Request, Response]
 
 
 def save_sliding_qwen2(path: Path, **changes: Any) -> str:
@@ -57,22 +56,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)
 
 
-def engine_for(model: PreTrainedModel, dtype: torch.dtype = torch.float32, max_running: int = 64) -> TorchEngine:
-    engine = TorchEngine(
-        model.config, device=torch.device("cpu"), dtype=dtype, kernel="invariant", max_running=max_running
-    )
-    load_whole(engine, {name: weight.to(dtype) for name, weight in model.named_parameters()}, version=0)
-    return engine
-
-
-def policy_for(model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, chunk: int = 2048) -> Policy:
-    own = copy.deepcopy(model)
-    for parameter in own.parameters():  # and no buffer, as FSDP does: rotary frequencies stay float32
-        parameter.data = parameter.data.to(dtype)
-    operators_of("invariant").install(own)
-    return Policy(own, kernel="invariant", temperature=TEMPERATURE, logits_chunk_tokens=chunk)
-
-
 def requests(count: int, *, longest: int = 20) -> list[Request]:
     rng = random.Random(count)
     prompts = [tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 70))) for _ in range(count // 3 + 1)]
@@ -88,51 +71,14 @@ def requests(count: int, *, longest: int = 20) -> list[Request]:
     ]
 
 
-def exchanges(engine: TorchEngine, asked: Sequence[Request]) -> list[Exchange]:
-    responses = dict(engine.generate(asked))
-    return [(request, responses[i]) for i, request in enumerate(asked)]
-
-
-def packed(sequences: Sequence[Sequence[int]]) -> MicroBatch:
-    tokens = torch.tensor([token for ids in sequences for token in ids])
-    zeros = torch.zeros(len(tokens))
-    return MicroBatch(
-        token_ids=tokens,
-        positions=torch.cat([torch.arange(len(ids)) for ids in sequences]),
-        cu_seqlens=torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
-        loss_mask=zeros.bool(),
-        loss_weights=zeros,
-        advantages=zeros,
-        rollout_logprobs=zeros,
-    )
-
-
-def whole(exchange: Exchange) -> tuple[int, ...]:
-    request, response = exchange
-    return request.prompt_ids + request.response_ids + response.token_ids
-
-
-def largest_mismatch(policy: Policy, done: Sequence[Exchange], *, per_pack: int = 1000) -> float:
-    """The largest |log-probability of the policy - that of the engine| over all response tokens, nats."""
-    largest = 0.0
-    for start in range(0, len(done), per_pack):
-        together = done[start : start + per_pack]
-        with torch.no_grad():
-            logprobs = policy(packed([whole(one) for one in together])).logprobs
-        for scores, (_, response) in zip(logprobs.split([len(whole(one)) for one in together]), together, strict=True):
-            engine = torch.tensor(response.logprobs)
-            largest = max(largest, float((scores[-len(engine) :] - engine).abs().max()))
-    return largest
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_mismatch_is_exactly_zero(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Batches of 1 to 64 rows that begin and end at any time; packs of one sequence and of many."""
     policy = policy_for(model, dtype)
     for count, max_running in ((1, 1), (7, 4), (64, 64)):
         done = exchanges(engine_for(model, dtype, max_running), requests(count))
-        for per_pack in (1, 5, count):
-            assert largest_mismatch(policy, done, per_pack=per_pack) == 0.0
+        for per_micro_batch in (1, 5, count):
+            assert largest_mismatch(policy, done, per_micro_batch=per_micro_batch) == 0.0
 
 
 def test_responses_of_1_to_256_tokens(model: PreTrainedModel) -> None:
@@ -147,8 +93,8 @@ def test_batches_of_1_to_64_with_responses_of_1_to_256_tokens(model: PreTrainedM
     policy = policy_for(model, dtype)
     for count in (1, 2, 3, 8, 15, 17, 32, 33, 64):
         done = exchanges(engine_for(model, dtype, count), requests(count, longest=256))
-        for per_pack in (1, count):
-            assert largest_mismatch(policy, done, per_pack=per_pack) == 0.0, (count, per_pack)
+        for per_micro_batch in (1, count):
+            assert largest_mismatch(policy, done, per_micro_batch=per_micro_batch) == 0.0, (count, per_micro_batch)
 
 
 @pytest.mark.parametrize(("cut", "dtype"), [(1, torch.bfloat16), (13, torch.float32)], ids=str)

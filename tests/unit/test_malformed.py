@@ -30,7 +30,7 @@ from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from spmdrl.types import Prompt, Response, RewardedRollout, Rollout, Span
-from tests.unit.test_rewards import item, running, wait_for
+from tests.helpers.rewards import item, running, wait_for
 
 CONFIG = """\
 [run]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from spmdrl.config import Config
 from spmdrl.memory.device import (
     GIB,
     MemoryPlan,
@@ -25,27 +24,15 @@ from spmdrl.memory.device import (
 from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
-from tests.tiny import model_config, save_llama, save_qwen3
+from tests.helpers.configs import minimal_config, model_config
+from tests.helpers.models import save_llama, save_qwen3
 
 BILLION = ModelSize(whole=2**30, shard=2**27, root=2**27, largest_layer=2**25)  # on 8 ranks
 
 
-def config(**sections: dict[str, Any]) -> Config:
-    settings: dict[str, dict[str, Any]] = {
-        "run": {"name": "x", "num_steps": 1},
-        "model": {"path": "m"},
-        "data": {"sources": [{"kind": "jsonl", "path": "a"}], "max_prompt_tokens": 8},
-        "rollout": {"prompts_per_step": 8, "group_size": 2, "max_response_tokens": 8},
-        "reward": {"terms": [{"kind": "exact"}]},
-        "optim": {"lr": 1e-3},
-        "pack": {"max_tokens_per_micro_batch": 64},
-    }
-    return Config.model_validate({k: settings.get(k, {}) | sections.get(k, {}) for k in settings | sections})
-
-
 def planned(size: ModelSize = BILLION, *, device_gib: float = 80, share: float | None = None, **sections: Any):
     """The plan and its problems; `share` stands for an engine that takes this part of the free memory."""
-    cfg = config(**sections)
+    cfg = minimal_config(**sections)
     if share is not None:
         rollout = cfg.rollout.model_copy(update={"engine": "sglang", "memory_fraction": share})
         cfg = cfg.model_copy(update={"rollout": rollout})
@@ -137,7 +124,7 @@ def test_a_device_that_holds_one_side_is_planned_for_that_side() -> None:
     assert (plan.engine_weights, plan.engine_keeps, plan.engine_share) == (0, 0, None)
     _, (problem,) = planned(rollout=apart, device_gib=3)
     assert "more than is usable" in problem and "sleeping engine" not in problem
-    cfg = config(rollout=apart)
+    cfg = minimal_config(rollout=apart)
 
     def sentences(device_gib: float) -> list[str]:
         return list(engine_problems(cfg, BILLION, compute_bytes=2, device_bytes=int(device_gib * GIB)))
@@ -231,4 +218,4 @@ def test_resident_memory_is_that_of_this_process() -> None:
 )
 def test_levers_that_move_nothing_are_refused(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        config(**sections)
+        minimal_config(**sections)

@@ -20,20 +20,10 @@ from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_h
 from spmdrl.report.resources import resource_metrics
 from spmdrl.tools import fit as plan
 from spmdrl.types import UserError
-from tests.unit.test_memory import config
+from tests.helpers.configs import minimal_config
+from tests.helpers.models import QWEN3
+from tests.helpers.small_run import write_config, write_sft_config
 
-QWEN3 = Qwen3Config(
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    tie_word_embeddings=True,
-    architectures=["Qwen3ForCausalLM"],
-    dtype="bfloat16",
-)
 EMBEDDING, ATTENTION, MLP, NORMS = 1000 * 64, 2 * 64 * 128 + 2 * 64 * 64, 3 * 64 * 256, 2 * 64 + 2 * 32
 LAYER = ATTENTION + MLP + NORMS
 WHOLE = EMBEDDING + 4 * LAYER + 64
@@ -49,7 +39,7 @@ def phases_of(cfg: Config | SftConfig, *, num_ranks: int = 2, on_gpu: bool = Tru
 
 
 def test_every_part_of_every_phase() -> None:
-    phases = phases_of(config())
+    phases = phases_of(minimal_config())
     shard, bucket = WHOLE // 2, 2 * WHOLE  # no row is left over; a bucket would hold more than the model
     gathered = 2 * (EMBEDDING + 64 + 2 * LAYER)
     trainer = {"weights": 4 * shard, "optimizer": 8 * shard, "refit buckets": 2 * bucket + bucket + bucket // 2}
@@ -83,7 +73,7 @@ def test_every_part_of_every_phase() -> None:
 
 def sft_config(**sections: dict[str, Any]) -> SftConfig:
     """As much work for the trainer as in `config`."""
-    settings = config(**sections).model_dump(include={"run", "model", "data", "optim", "pack", "export"})
+    settings = minimal_config(**sections).model_dump(include={"run", "model", "data", "optim", "pack", "export"})
     return SftConfig.model_validate(settings | {"sft": {"sequences_per_step": 16, "max_response_tokens": 8}})
 
 
@@ -98,7 +88,7 @@ def sft_config(**sections: dict[str, Any]) -> SftConfig:
 )
 def test_fine_tuning_has_the_trainers_phases_with_nothing_beside_them(sections: dict[str, dict[str, Any]]) -> None:
     beside = {"refit buckets", "engine"}
-    with_engine, alone = phases_of(config(**sections)), phases_of(sft_config(**sections))
+    with_engine, alone = phases_of(minimal_config(**sections)), phases_of(sft_config(**sections))
     assert with_engine.keys() - alone.keys() == {"refit", "rollout"}
     for name, phase in alone.items():
         parts = {part: size for part, size in with_engine[name].device.items() if part not in beside}
@@ -119,25 +109,25 @@ def test_fine_tuning_that_cannot_fit_is_refused_to_the_byte() -> None:
 
 def describe(transformers_config: Any) -> Decoder:
     return describe_rank(
-        config(), model_of(transformers_config), num_ranks=1, device_bytes=80 * GIB, on_gpu=True
+        minimal_config(), model_of(transformers_config), num_ranks=1, device_bytes=80 * GIB, on_gpu=True
     ).decoder
 
 
 def test_what_a_lever_moves_is_elsewhere() -> None:
     shard = 4 * WHOLE // 2
-    usual = phases_of(config())["optimizer"]
-    on_host = phases_of(config(optim={"state_on_host": True}))["optimizer"]
+    usual = phases_of(minimal_config())["optimizer"]
+    on_host = phases_of(minimal_config(optim={"state_on_host": True}))["optimizer"]
     assert "optimizer" not in on_host.device and on_host.host["optimizer"] == usual.device["optimizer"] == 2 * shard
     assert on_host.device["visiting state"] == 2 * shard  # this model is one block
-    asleep = phases_of(config(offload={"trainer": "all"}))["rollout"]
+    asleep = phases_of(minimal_config(offload={"trainer": "all"}))["rollout"]
     assert "trainer" not in asleep.device and asleep.host["sleeping trainer"] == 3 * shard
-    both = phases_of(config(offload={"trainer": "all"}, optim={"state_on_host": True}))["rollout"]
+    both = phases_of(minimal_config(offload={"trainer": "all"}, optim={"state_on_host": True}))["rollout"]
     assert both.host["sleeping trainer"] == shard and both.host["optimizer"] == 2 * shard
-    offloaded = phases_of(config(model={"cpu_offload": True}))["forward-backward"]
+    offloaded = phases_of(minimal_config(model={"cpu_offload": True}))["forward-backward"]
     assert not {"weights", "optimizer", "gradients"} & offloaded.device.keys()
     assert offloaded.host["offloaded policy"] == 4 * shard
-    assert phases_of(config(loss={"kl_coef": 0.1}))["logprobs"].host["reference"] == shard
-    served = phases_of(config(rollout={"engine": "sglang"}))["rollout"]
+    assert phases_of(minimal_config(loss={"kl_coef": 0.1}))["logprobs"].host["reference"] == shard
+    served = phases_of(minimal_config(rollout={"engine": "sglang"}))["rollout"]
     assert "engine" not in served.device and served.elsewhere["engine"] > 40 * GIB
     assert served.device_bytes == served.process_bytes + served.elsewhere["engine"]
 
@@ -155,7 +145,7 @@ def test_layers_that_are_gathered_at_the_same_time() -> None:
 
 
 def test_a_chunk_of_the_context_and_a_part_of_the_layers_need_less() -> None:
-    whole, chunk = config(), config(parallel={"cp": 2})
+    whole, chunk = minimal_config(), minimal_config(parallel={"cp": 2})
     runs = [describe_rank(c, model_of(QWEN3), num_ranks=2, device_bytes=GIB, on_gpu=True).run for c in (whole, chunk)]
     assert [micro_batch_tokens(c, run) for c, run in zip((whole, chunk), runs, strict=True)] == [64, 32]
     decoder = describe(QWEN3)
@@ -235,46 +225,25 @@ def test_without_a_device_the_host_holds_both() -> None:
     assert table.splitlines()[1:] == ["  phase    predicted  measured", "  rollout       2.00      1.50"]
 
 
-BASICS = """
-[run]
-name = "x"
-num_steps = 1
-[model]
-path = "{path}"
-[data]
-max_prompt_tokens = 2000
-[[data.sources]]
-kind = "jsonl"
-path = "a"
-[optim]
-lr = 1e-3
-[pack]
-max_tokens_per_micro_batch = 16000
-"""
-BY_REWARD = """
-[rollout]
-prompts_per_step = 8
-group_size = 8
-max_response_tokens = 2000
-[reward]
-terms = [{ kind = "exact" }]
-"""
-BY_IMITATION = """
-[sft]
-sequences_per_step = 64
-max_response_tokens = 2000
-"""
-
-
 @pytest.fixture
 def toml(tmp_path: Path) -> str:
     """Settings for a model of which there is nothing but its config: 0.6 billion parameters."""
     large = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
     Qwen3Config(**large, **heads, tie_word_embeddings=True, dtype="bfloat16").save_pretrained(tmp_path / "model")
-    path = tmp_path / "x.toml"
-    path.write_text(BASICS.format(path=tmp_path / "model") + BY_REWARD, encoding="utf-8")
-    (tmp_path / "sft.toml").write_text(BASICS.format(path=tmp_path / "model") + BY_IMITATION, encoding="utf-8")
+    tables: dict[str, Any] = {
+        "run": {"name": "x", "num_steps": 1, "deterministic": None},
+        "data": {"max_prompt_tokens": 2000, "sources": [{"kind": "jsonl", "path": "a"}]},
+        "optim": {"lr": 1e-3},
+        "pack": {"max_tokens_per_micro_batch": 16000},
+        "checkpoint": None,
+    }
+    write_sft_config(tmp_path, name="sft.toml", **tables, sft={"sequences_per_step": 64, "max_response_tokens": 2000})
+    rollout = {"group_size": 8, "max_response_tokens": 2000}
+    rewards = {"terms": [{"kind": "exact"}]}
+    path = write_config(
+        tmp_path, name="x.toml", **tables, rollout=rollout, reward=rewards, loss=None, eval=None, debug=None
+    )
     return str(path)
 
 
@@ -344,8 +313,7 @@ def test_the_planner_reads_the_critics_config_too(toml: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("overrides", [(), ("sft={ sequences_per_step = 8, max_response_tokens = 8 }",)])
 def test_a_run_of_no_kind_or_of_both_is_refused(toml: str, overrides: tuple[str, ...]) -> None:
-    path = Path(toml)
     if not overrides:
-        path.write_text(BASICS.format(path="m"), encoding="utf-8")
+        write_sft_config(Path(toml).parent, name=Path(toml).name)
     with pytest.raises(UserError, match=r"both \[rollout\] and \[sft\]" if overrides else "neither"):
-        read_run_config(str(path), overrides)
+        read_run_config(toml, overrides)

@@ -16,8 +16,8 @@ from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenScores
-from tests import oracle
-from tests.unit.test_correction import CLIP, CUTS, MAX_RESPONSE_TOKENS, batch, random_sequences
+from tests.helpers import oracle
+from tests.helpers.corrections import CLIP, CUTS, MAX_RESPONSE_TOKENS, batch, random_columns
 
 KL_COEF, ENTROPY_COEF = 0.3, 0.05
 
@@ -90,7 +90,7 @@ def test_the_whole_loss_equals_the_oracle_wherever_the_batch_is_cut(aggregation:
         {"clip_low": CLIP, "clip_high": CLIP, "aggregation": aggregation, "kl_coef": KL_COEF, "allow_k1_loss": True}
         | {"kl_estimator": estimator, "entropy_coef": ENTROPY_COEF}
     )
-    sequences = random_sequences()
+    sequences = random_columns()
     expected, *slopes = by_hand(sequences, cfg)
     for cut in CUTS:
         loss, *gradients = with_reference(sequences, cut, cfg)

@@ -10,7 +10,7 @@ import pytest
 from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
 from spmdrl.types import UserError
-from tests.unit.test_config import GOOD, read
+from tests.helpers.config_file import GOOD, read
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:

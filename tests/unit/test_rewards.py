@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -26,10 +24,10 @@ from spmdrl.config import (
 )
 from spmdrl.data.sources import ReasoningGymSource
 from spmdrl.rewards import exact, math, reasoning_gym
-from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.scorer import Scorer
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
+from tests.helpers.rewards import item, python_path, running, wait_for
 
 FUNCTIONS = '''
 import asyncio, os, signal, subprocess, sys, time
@@ -101,27 +99,6 @@ def misbehaving(function: Callable[..., FunctionReward], request: pytest.Fixture
     )
     with Scorer(cfg) as scorer:
         yield scorer
-
-
-def item(response: str, answer: str | None = None, *, task: str = "default", **metadata: Any) -> RewardItem:
-    return RewardItem(prompt="prompt", response=response, answer=answer, metadata=metadata, task=task)
-
-
-def running(*arguments: str) -> list[int]:
-    """Processes, zombies aside, whose command line has all of these arguments."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if {*arguments} <= {*(place / "cmdline").read_bytes().decode(errors="replace").split("\0")}:
-                found.append(int(place.name))
-    return found
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 # Verifiers
@@ -347,7 +324,3 @@ scorer.score([RewardItem(prompt="", response="sleep", answer=None, metadata={{}}
     trainer.wait()
     trainer.stdout.close()
     assert wait_for(lambda: not running(PROGRAM, str(trainer.pid)))
-
-
-def python_path() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join(sys.path)}

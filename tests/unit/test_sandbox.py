@@ -17,7 +17,7 @@ from spmdrl.config import CodeReward, FunctionReward, RewardConfig, SandboxConfi
 from spmdrl.rewards.folders import HeldFolder, sweep
 from spmdrl.rewards.scorer import Scorer
 from spmdrl.types import RewardOutcome
-from tests.unit.test_rewards import item, python_path, running, wait_for
+from tests.helpers.rewards import item, python_path, running, wait_for
 
 # The response is what is tried; what it gives is raised, so that the outcome says it.
 FUNCTION = '''

@@ -25,9 +25,10 @@ from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenScores
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, UserError
-from tests import kernels_on_cpu
-from tests.tiny import random_sequences, save_gemma3, save_llama, save_qwen3
-from tests.unit.test_config import GOOD, problems, read
+from tests.helpers import kernels_on_cpu
+from tests.helpers.config_file import GOOD, problems, read
+from tests.helpers.models import save_gemma3, save_llama, save_qwen3
+from tests.helpers.sequences import random_sequences
 
 ENGINES: tuple[Kernel, ...] = ("sglang_fa3", "sglang_triton")
 GOING_ON = ("rollout.partial=true", "rollout.oversample_fraction=0.5", "rollout.max_staleness=0")

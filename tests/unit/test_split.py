@@ -20,7 +20,8 @@ from transformers import (
 from spmdrl.config import ParallelConfig
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.split import split_problems
-from tests.tiny import model_config, save_qwen3
+from tests.helpers.configs import model_config
+from tests.helpers.models import save_qwen3
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,

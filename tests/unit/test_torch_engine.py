@@ -15,7 +15,7 @@ from spmdrl.engine.sampling import RowSampling, draw_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
-from tests.tiny import VOCABULARY, save_llama, save_qwen3
+from tests.helpers.models import VOCABULARY, save_llama, save_qwen3
 
 
 def save_sliding(path: Path) -> str:

@@ -14,8 +14,8 @@ from spmdrl.engine.sglang import transport
 from spmdrl.engine.sglang.transport import choose_transport, shared_memory_problem, shortage, wanted_transport
 from spmdrl.model.load import load_model_config
 from spmdrl.types import UserError
-from tests.engine.setup import settings
-from tests.tiny import VOCABULARY, save_qwen3
+from tests.helpers.models import VOCABULARY, save_qwen3
+from tests.helpers.sglang_engine import settings
 
 MIB = 2**20
 CUDA = torch.device("cuda")

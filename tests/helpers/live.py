@@ -1,4 +1,4 @@
-"""Watches what a computation runs and what memory it leaves behind."""
+"""A watch on the operations of a computation and on the memory that it leaves behind."""
 
 from __future__ import annotations
 

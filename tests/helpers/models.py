@@ -1,8 +1,7 @@
-"""Tiny models, tokenizers and sequences that tests build on the spot."""
+"""Tiny models that tests build on the spot."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,19 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from spmdrl.config import LossConfig, ModelConfig
-from spmdrl.config.plan import Plan
-from spmdrl.types import Sequence
-
 VOCABULARY = 97  # odd, so that no number of ranks divides it
+QWEN3 = Qwen3Config(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    tie_word_embeddings=True,
+    architectures=["Qwen3ForCausalLM"],
+    dtype="bfloat16",
+)
 
 
 def save_model(path: Path, config: PreTrainedConfig, *, seed: int = 0) -> str:
@@ -130,58 +137,3 @@ def save_qwen3_next(path: Path, *, seed: int = 0, **changes: Any) -> str:
 def save_qwen3_5(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Qwen3.5 text model: a gated delta net and a gated attention."""
     return save_model(path, Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | changes)), seed=seed)
-
-
-def random_sequences(
-    count: int, *, seed: int = 0, max_tokens: int = 40, vocabulary: int = VOCABULARY
-) -> list[Sequence]:
-    """Prompt and response of random lengths, with log-probabilities and advantages of a plausible size."""
-    rng = random.Random(seed)
-    sequences = []
-    for index in range(count):
-        prompt, response = rng.randint(1, 8), rng.randint(1, max_tokens - 8)
-        sequences.append(
-            Sequence(
-                index=index,
-                token_ids=tuple(rng.randrange(2, vocabulary) for _ in range(prompt + response)),
-                loss_mask=(False,) * prompt + (True,) * response,
-                rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
-                advantage=rng.uniform(-2, 2),
-            )
-        )
-    return sequences
-
-
-def plan_for(num_sequences: int, num_ranks: int, **changes: Any) -> Plan:
-    """A plan with one update on all sequences and a token budget that gives several micro-batches."""
-    settings: dict[str, Any] = {
-        "num_ranks": num_ranks,
-        "num_steps": 1,
-        "prompts_per_step": num_sequences,
-        "prompts_per_rank": num_sequences // num_ranks,
-        "rollouts_per_step": num_sequences,
-        "updates_per_step": 1,
-        "num_updates": 1,
-        "rollouts_per_mini_batch": num_sequences,
-        "max_sequence_tokens": 40,
-        "max_response_tokens": 32,
-        "max_tokens_per_micro_batch": 64,
-        "sequences_per_micro_batch": None,
-        "max_micro_batches_per_update": num_sequences,
-        "max_eval_sequence_tokens": 0,
-        "eval_prompts": 0,
-        "eval_every": 0,
-        "checkpoint_every": 0,
-        "export_every": 0,
-    }
-    return Plan(**(settings | changes))
-
-
-def model_config(path: str, **changes: Any) -> ModelConfig:
-    """Settings for a tiny model; a head chunk small enough to be used several times."""
-    return ModelConfig(path=path, **({"logits_chunk_tokens": 16} | changes))
-
-
-def loss_config(**changes: Any) -> LossConfig:
-    """The default loss with some changes."""
-    return LossConfig(**changes)

@@ -1,4 +1,4 @@
-"""`python -m tests.engine.generate MODEL PROMPTS NUM_TOKENS`: greedy tokens and their log-probabilities, as JSON.
+"""`python -m tests.helpers.sglang_generate MODEL PROMPTS NUM_TOKENS` prints greedy tokens with logprobs, as JSON.
 
 SGLang's processes import this file once more, so it imports nothing at the top that they would have to wait for.
 """

@@ -19,7 +19,7 @@ def _products(batch_invariant_ops):
         """In the place of what replaces operators for CUDA tensors."""
         import torch
 
-        from tests import kernels_on_cpu
+        from tests.helpers import kernels_on_cpu
 
         torch.nn.functional.linear = kernels_on_cpu.product
         torch.nn.functional.silu = kernels_on_cpu.silu
@@ -29,7 +29,7 @@ def _products(batch_invariant_ops):
 
 
 def _attention(backend):
-    from tests import kernels_on_cpu
+    from tests.helpers import kernels_on_cpu
 
     backend.scaled_dot_product_attention = kernels_on_cpu.scaled_dot_product_attention
 

@@ -1,0 +1,26 @@
+"""The memory of a CUDA device, and copies of a learner's state on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.learn.update import Learner
+
+MIB = 2**20
+
+
+def state(learner: Learner) -> list[Tensor]:
+    """Host copies of the weights and moments."""
+    with torch.no_grad():
+        tensors = [parameter.to_local() for parameter in learner.model.parameters()]
+        for moments in learner.optimizer.state.values():
+            tensors += [x.to_local() if hasattr(x, "to_local") else x for x in moments.values()]
+    return [tensor.cpu().clone() for tensor in tensors]
+
+
+def allocated() -> int:
+    """Bytes in tensors, as they were asked for; without cuBLAS's workspaces, which come from the same allocator."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]

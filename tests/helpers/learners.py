@@ -1,0 +1,41 @@
+"""A learner of a tiny model: its start, its updates and its state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import OptimConfig
+from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import Learner, update
+from spmdrl.model.load import load_policy
+from spmdrl.step.batch import build_batch
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.sequences import random_sequences
+
+COUNT = 8
+
+
+def start_learner(path: str, meshes: Meshes) -> Learner:
+    policy = load_policy(model_config(path), meshes.model, temperature=1.0)
+    optim = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
+    return Learner.start(policy, optim, num_updates=4, dtype=torch.float32)
+
+
+def update_once(learner: Learner, meshes: Meshes, *, step: int) -> None:
+    share = COUNT // meshes.training.size()
+    first = meshes.training.get_local_rank() * share
+    mine = random_sequences(COUNT, seed=step)[first : first + share]
+    batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
+    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+
+
+def full_state(learner: Learner) -> dict[str, Tensor]:
+    """Every weight, and every tensor of the optimizer, in full."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in learner.model.named_parameters():
+        state[name] = parameter.full_tensor().detach().clone()
+        for key, value in learner.optimizer.state[parameter].items():
+            state[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return state
