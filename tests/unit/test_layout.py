@@ -1,0 +1,187 @@
+"""docs/layout.md is kept: rooms import downwards, each library has its door, and no room outgrows its walls."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/layout.md").read_text(encoding="utf-8")
+MAX_ROOT_MODULES, MAX_PACKAGES = 5, 18
+MAX_LINES, MAX_CONFIG_LINES, MAX_FUNCTION_LINES = 450, 300, 100
+NOT_OURS = ("engine/sglang/cpu/stubs", "engine/sglang/cpu/startup")  # they bear the names of other packages
+UNCLEAR_STARTS = re.compile(r"^(What|Whether|Of|As|Those|That|The same)\b")
+
+Table = dict[str, list[str]]
+
+
+def table(page: str, heading: str) -> Table:
+    """The rows of the table under a heading: names in the first column, and those in the second."""
+    section = page.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {first: re.findall(r"`([^`]+)`", rest[0]) for first, *rest in rows}
+
+
+def layers(page: str) -> dict[str, int]:
+    """The row of each room, 0 at the top."""
+    return {room: row for row, first in enumerate(table(page, "Layers")) for room in re.findall(r"`([^`]+)`", first)}
+
+
+def doors(page: str) -> Table:
+    """The files that may import each library."""
+    return {first.strip().strip("`"): files for first, files in table(page, "One door for each library").items()}
+
+
+def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Every file of the package, by its path in it."""
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if not name.startswith(NOT_OURS):
+            yield name, ast.parse(path.read_text(encoding="utf-8"), filename=name)
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str:
+    """The room of a file or of what follows the package's name in an import."""
+    return re.split(r"[./]", name)[0]
+
+
+def layout_problems(package: Path, page: str) -> Iterator[str]:
+    """Sentences about files without a layer, imports that do not point downwards, and second doors."""
+    row_of, files_of = layers(page), doors(page)
+    for name, tree in sources(package):
+        room = room_of(name)
+        if room == "__init__":
+            continue
+        if room not in row_of:
+            yield f"{name} has no layer"
+            continue
+        for dotted in imported(tree):
+            top, _, rest = dotted.partition(".")
+            if top == package.name and rest and (other := room_of(rest)) in row_of and other != room:
+                if row_of[other] <= row_of[room]:
+                    yield f"{name} imports {dotted}, which is not below it"
+            for library, files in files_of.items():
+                named = {dotted, *dotted.split(".")[:1]} if library != "tensorboard" else set(dotted.split("."))
+                if library in named and top != package.name and name not in files:
+                    yield f"{name} imports {library}, whose door is {' and '.join(files)}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_rooms_import_downwards_and_each_library_has_its_door() -> None:
+    assert list(layout_problems(ROOT / "spmdrl", PAGE)) == []
+
+
+def test_the_page_names_no_room_or_door_that_is_not_there() -> None:
+    package = ROOT / "spmdrl"
+    for room in layers(PAGE):
+        assert (package / room).is_dir() or (package / f"{room}.py").is_file(), room
+    trees = dict(sources(package))
+    for library, files in doors(PAGE).items():
+        for file in files:
+            assert any(library in dotted.split(".") for dotted in imported(trees[file])), (library, file)
+
+
+MADE_UP = """
+## Layers
+
+| layer | its job |
+|---|---|
+| `loop` | |
+| `left` `right` | |
+| `base` | |
+
+## One door for each library
+
+| library | is imported by |
+|---|---|
+| `engine_library` | `left/door.py` |
+"""
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Path:
+    files = {
+        "__init__.py": "",
+        "loop.py": "from made_up.left.door import open_it\nfrom made_up import base",
+        "left/door.py": "import engine_library.core\nfrom made_up.base import thing\ndef open_it(): ...",
+        "right/__init__.py": "import made_up.base",
+        "base.py": "import os",
+    }
+    for name, text in files.items():
+        (tmp_path / "made_up" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "made_up" / name).write_text(text)
+    assert list(layout_problems(tmp_path / "made_up", MADE_UP)) == []
+    return tmp_path / "made_up"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("base.py", "from made_up.loop import x", "base.py imports made_up.loop.x, which is not below it"),
+        ("base.py", "def f():\n    from made_up import loop", "base.py imports made_up.loop, which is not below it"),
+        ("right/a.py", "import made_up.left.door", "right/a.py imports made_up.left.door, which is not below it"),
+        ("attic.py", "", "attic.py has no layer"),
+        ("right/a.py", "from engine_library import x", "right/a.py imports engine_library, whose door is left/door.py"),
+    ],
+)
+def test_an_import_that_is_turned_upwards_is_found(made_up: Path, file: str, text: str, problem: str) -> None:
+    (made_up / file).write_text(text)
+    assert list(layout_problems(made_up, MADE_UP)) == [problem]
+
+
+def test_the_root_of_the_package_is_no_corridor() -> None:
+    entries = [path for path in (ROOT / "spmdrl").iterdir() if not path.name.startswith("__")]
+    assert len([path for path in entries if path.suffix == ".py"]) <= MAX_ROOT_MODULES
+    assert len([path for path in entries if path.is_dir()]) <= MAX_PACKAGES
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    for name, tree in sources(ROOT / "spmdrl"):
+        limit = MAX_CONFIG_LINES if name.startswith("config/") else MAX_LINES
+        lines = (ROOT / "spmdrl" / name).read_text(encoding="utf-8").count("\n")
+        assert lines <= limit, f"{name} has {lines} lines"
+        for function in functions(tree):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{name}: {function.name} has {length} lines"
+
+
+def test_the_loop_fits_on_a_page() -> None:
+    tree = ast.parse((ROOT / "spmdrl/train.py").read_text(encoding="utf-8"))
+    (train,) = [function for function in functions(tree) if function.name == "train"]
+    (loop,) = [node for node in ast.walk(train) if isinstance(node, ast.For)]
+    assert (train.end_lineno or 0) - train.lineno + 1 <= 70
+    assert (loop.end_lineno or 0) - loop.lineno + 1 <= 35
+    assert not [
+        node for node in ast.walk(train) if isinstance(node, ast.FunctionDef | ast.Lambda) and node is not train
+    ]
+    assert not [node for node in ast.walk(train) if isinstance(node, ast.If) and node.lineno > loop.lineno]
+
+
+def test_docstrings_of_public_names_stand_without_the_signature() -> None:
+    """A first sentence is an imperative or names a thing."""
+    unclear = []
+    for name, tree in sources(ROOT / "spmdrl"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                private = getattr(node, "name", "").startswith("_") and not getattr(node, "name", "").startswith("__")
+                text = ast.get_docstring(node) or ""
+                if not private and UNCLEAR_STARTS.match(text):
+                    unclear.append(f"{name}: {getattr(node, 'name', 'module')}: {text.splitlines()[0]}")
+    assert unclear == []
