@@ -1,0 +1,60 @@
+"""Links, commands and paths in the documentation point at things that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^]]*]\(([^)\s]+)\)")
+COMMAND = re.compile(r"-m (spmdrl(?:\.[a-z_]+)*)")
+PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh|sbatch))`")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """The names that GitHub gives the headings of a page."""
+    for heading in HEADING.findall(prose(page)):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def is_broken(link: str, page: Path) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return not target.exists() or (anchor != "" and anchor not in anchors(target))
+
+
+@every_page
+def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
+    links = [link for link in LINK.findall(prose(page)) if "://" not in link]
+    assert [link for link in links if is_broken(link, page)] == []
+
+
+@every_page
+def test_commands_name_modules(page: Path) -> None:
+    modules = set(COMMAND.findall(page.read_text(encoding="utf-8")))
+    assert {module for module in modules if importlib.util.find_spec(module) is None} == set()
+
+
+@every_page
+def test_paths_name_files_of_the_repository_or_of_the_package(page: Path) -> None:
+    paths = set(PATH.findall(prose(page)))
+    assert {path for path in paths if not ((ROOT / path).exists() or (ROOT / "spmdrl" / path).exists())} == set()
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {link.partition("#")[0] for link in LINK.findall(prose(index))}
+    assert {page.name for page in index.parent.glob("*.md")} - linked - {index.name} == set()
