@@ -18,6 +18,7 @@ import torch
 
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import histograms, merge_all, scalars, worst_tokens
+from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together, gather_objects, merge_over
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -44,13 +45,16 @@ from spmdrl.report.samples import sample_rows, worst_token_rows
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequence
+from spmdrl.step.choice import choose_tokens
+from spmdrl.step.correction import correct
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.step.export import export_hf
 from spmdrl.step.handover import Phases
-from spmdrl.step.logprobs import prepare
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.probe import probe_metrics
-from spmdrl.step.score import failure_lines, rollout_metrics, score_groups
+from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.types import StopRequested
 
 
@@ -233,15 +237,15 @@ def train(
                     collected = sampler.collect(step)
                 pass_edge()
                 with report.span("reward"):
-                    scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+                    rewarded = shape_rewards(judge.collect(collected.pending), cfg)
                 recorder.save_rollouts(step, collected)
-                for failure in map(watch.explained, failure_lines(step, scored)):
+                for failure in map(watch.explained, failure_lines(step, rewarded)):
                     watch.note(failure)
                     report.message(failure)
                 pass_edge()
                 with report.span("pack"):
                     with failing_together(meshes.training):
-                        sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+                        sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in rewarded]
                     batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
                 pass_edge()
                 with phases.training():
@@ -249,16 +253,19 @@ def train(
                         probed = probe_metrics(policy, collected.probes, meshes)
                     pass_edge()
                     with report.span("logprobs"):
-                        mini_batches, prepared = prepare(
-                            learners, reference, batch.mini_batches, cfg, plan, meshes, step=step
-                        )
+                        batch = add_logprobs(batch, learners, reference, cfg, meshes)
+                        batch = add_advantages(batch, cfg, coefficients, meshes)
+                        batch = correct(batch, cfg, meshes)
+                        batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
                     pass_edge()
                     with report.span("update"):
                         updated = [
-                            update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+                            update(
+                                learner, batch.mini_batches, objectives[name], meshes, step=step, guard=guards.get(name)
+                            )
                             for name, learner in learners.items()
                         ]
-                recorder.save_findings(step, mini_batches, merge_all(updated))
+                recorder.save_findings(step, batch.mini_batches, merge_all(updated))
                 with report.span("refit"):
                     phases.refit(version=step)
                 stopping = watch.agree_to_stop(meshes.training)
@@ -266,9 +273,7 @@ def train(
                     evaluated = evaluate() if plan.evaluates_after(step) and not stopping else {}
                 metrics = merge_over(
                     meshes.training,
-                    merge_all(
-                        [collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated, saved]
-                    )
+                    merge_all([collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updated, saved])
                     | drop_metrics(passed_over, inputs.prompts.dropped)
                     | time_metrics(report.take_times())
                     | resource_metrics(report.take_peaks()),
@@ -281,7 +286,7 @@ def train(
                 report.step(
                     step,
                     with_speed(values),
-                    samples=sample_rows(scored, inputs.tokenizer),
+                    samples=sample_rows(rewarded, [batch.advantages[one.index] for one in sequences], inputs.tokenizer),
                     histograms=histograms(metrics),
                     worst_tokens=worst_token_rows(worst, inputs.tokenizer),
                 )

@@ -21,6 +21,10 @@ from transformers import (
 
 from spmdrl.config import LossConfig, ModelConfig
 from spmdrl.config.plan import Plan
+from spmdrl.dist.mesh import Meshes
+from spmdrl.model.policy import Policy
+from spmdrl.step.batch import Batch
+from spmdrl.step.logprobs import Forward, add_columns
 from spmdrl.types import Sequence
 
 VOCABULARY = 97  # odd, so that no number of ranks divides it
@@ -135,7 +139,7 @@ def save_qwen3_5(path: Path, *, seed: int = 0, **changes: Any) -> str:
 def random_sequences(
     count: int, *, seed: int = 0, max_tokens: int = 40, vocabulary: int = VOCABULARY
 ) -> list[Sequence]:
-    """Prompt and response of random lengths, with log-probabilities and advantages of a plausible size."""
+    """Prompt and response of random lengths, with log-probabilities and rewards of a plausible size."""
     rng = random.Random(seed)
     sequences = []
     for index in range(count):
@@ -146,10 +150,20 @@ def random_sequences(
                 token_ids=tuple(rng.randrange(2, vocabulary) for _ in range(prompt + response)),
                 loss_mask=(False,) * prompt + (True,) * response,
                 rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
-                advantage=rng.uniform(-2, 2),
+                reward=rng.uniform(-2, 2),
             )
         )
     return sequences
+
+
+def completed(batch: Batch, meshes: Meshes, policy: Policy | None = None, reference: Policy | None = None) -> Batch:
+    """The batch as a loss takes it: rewards are its advantages, and log-probabilities those of the models given."""
+    forwards: dict[str, Forward] = {"advantages": lambda micro_batch: micro_batch.rewards.float()}
+    if policy is not None and len(batch.mini_batches) > 1:
+        forwards["old_logprobs"] = lambda micro_batch: policy(micro_batch).logprobs
+    if reference is not None:
+        forwards["ref_logprobs"] = lambda micro_batch: reference(micro_batch).logprobs
+    return add_columns(batch, forwards, meshes.training)
 
 
 def plan_for(num_sequences: int, num_ranks: int, **changes: Any) -> Plan:

@@ -24,7 +24,7 @@ def probe_metrics(policy: Policy, probes: Sequence[Rollout], meshes: Meshes) -> 
     this with its own. One forward pass for each probe: together they could exceed the token budget."""
     unscored = RewardOutcome(reward=0.0, parts={})
     with failing_together(meshes.training):
-        mine = [to_sequence(RewardedRollout(rollout=x, outcome=unscored, advantage=0.0), 0) for x in probes]
+        mine = [to_sequence(RewardedRollout(rollout=x, outcome=unscored), 0) for x in probes]
     sequences = [sequence for part in gather_objects(meshes.training, mine) for sequence in part]
     num_shares, multiple = meshes.data.size(), meshes.model.cp.size()
     device = torch.device(meshes.training.device_type)

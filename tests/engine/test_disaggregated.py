@@ -30,13 +30,12 @@ from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.step.batch import build_batch, to_sequence
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.score import score_groups
+from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 from tests.engine.setup import prompts, settings
 from tests.engine.test_sglang_engine import START_LIMIT_S
 from tests.spmd.ranks import run_ranks
-from tests.tiny import save_qwen3
+from tests.tiny import completed, save_qwen3
 
 NUM_STEPS = 3
 
@@ -117,14 +116,14 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 engine.wake()
                 collected = sampler.collect(step)
                 engine.sleep()
-                scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
+                rewarded = shape_rewards(judge.collect(collected.pending), cfg)
                 found["samples"] += [
                     (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
-                    for one in scored
+                    for one in rewarded
                 ]
-                sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+                sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in rewarded]
                 batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
-                mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training)
+                mini_batches = completed(batch, meshes, policy).mini_batches
                 update(learner, mini_batches, PolicyObjective(cfg.loss), meshes, step=step)
                 refit(version=step)
             sampler.dismiss()

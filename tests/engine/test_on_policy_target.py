@@ -62,7 +62,7 @@ def sampled(rank: Rank) -> list[Sequence]:
             token_ids=request.prompt_ids + answer.token_ids,
             loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(answer.token_ids),
             rollout_logprobs=(0.0,) * len(request.prompt_ids) + answer.logprobs,
-            advantage=1.0,
+            reward=1.0,
         )
         for i, (request, answer) in enumerate(zip(asked, answers(rank.engine, asked), strict=True))
     ]

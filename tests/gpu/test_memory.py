@@ -24,7 +24,7 @@ from spmdrl.report.memory import read_memory
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import MemoryShortage, Phases
 from spmdrl.types import Request
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+from tests.tiny import completed, loss_config, model_config, plan_for, random_sequences, save_qwen3
 
 CUDA = torch.device("cuda")
 MIB = 2**20
@@ -44,7 +44,7 @@ def start(path: str, meshes: Meshes) -> Learner:
 
 def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
     batch = build_batch(random_sequences(8, seed=step), plan_for(8, 1), meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def state(learner: Learner) -> list[Tensor]:

@@ -21,7 +21,7 @@ from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch
 from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_qwen3
+from tests.tiny import completed, loss_config, model_config, plan_for, random_sequences, save_qwen3
 
 COUNT = 8
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
@@ -54,7 +54,7 @@ def _update(learner: Learner, world: World, meshes: Meshes, *, step: int) -> Non
     mine = random_sequences(COUNT, seed=step, max_tokens=80)[world.rank * share : (world.rank + 1) * share]
     plan = plan_for(COUNT, world.num_ranks, max_sequence_tokens=80, max_tokens_per_micro_batch=160)
     batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def _state(learner: Learner) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
 from spmdrl.step.batch import build_batch
 from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
+from tests.tiny import completed, loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 
 COUNT = 8
 
@@ -53,7 +53,7 @@ def _update(learner: Learner, meshes: Meshes, *, step: int) -> None:
     first = meshes.training.get_local_rank() * share
     mine = random_sequences(COUNT, seed=step)[first : first + share]
     batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def _state(learner: Learner) -> dict[str, Tensor]:

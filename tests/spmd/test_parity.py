@@ -15,10 +15,9 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import Sequence
 from tests.spmd.ranks import run_ranks
-from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
+from tests.tiny import completed, loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 
 SEQUENCES = 24
 LOSS = {"clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.05, "entropy_coef": 0.01}
@@ -77,7 +76,7 @@ def trained(
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
         batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
         learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
-        mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
+        mini_batches = completed(batch, meshes, policy, reference).mini_batches
         metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
@@ -173,7 +172,7 @@ def _overflowing(path: str) -> Any:
         meshes = build_meshes(world)
         policy = load_policy(model_config(path, compute_dtype="float16"), meshes.model, temperature=1.0)
         mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
-        batch = build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean")
+        batch = completed(build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean"), meshes)
         learner = Learner.start(policy, OptimConfig(name="sgd", lr=1.0), num_updates=40, dtype=torch.float16)
         learner.loss_scale.scale = 2.0**40
         before = [p.to_local().clone() for p in policy.parameters()]

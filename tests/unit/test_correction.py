@@ -21,7 +21,8 @@ from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, m
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
-from spmdrl.learn.mismatch import batch_sums, effective_fraction, exceeded, kept_tokens, settle, weigh, worst_of
+from spmdrl.learn.correction import batch_sums, kept_tokens, settle, weigh
+from spmdrl.learn.mismatch import effective_fraction, exceeded, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenScores
 from spmdrl.report.samples import worst_token_rows
@@ -92,6 +93,8 @@ def pack(sequences: Sequence[dict[str, Tensor]], first: int, weights: list[float
         loss_weights=per_sequence.repeat_interleave(lengths) * columns["mask"],
         advantages=columns["A"],
         rollout_logprobs=columns["b"],
+        rewards=columns["A"],
+        baseline_rewards=columns["A"],
         old_logprobs=columns["o"],
         sequence_index=tuple(range(first, first + len(rows))),
     )

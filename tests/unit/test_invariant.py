@@ -102,8 +102,9 @@ def packed(sequences: Sequence[Sequence[int]]) -> MicroBatch:
         cu_seqlens=torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
         loss_mask=zeros.bool(),
         loss_weights=zeros,
-        advantages=zeros,
         rollout_logprobs=zeros,
+        rewards=zeros,
+        baseline_rewards=zeros,
     )
 
 
