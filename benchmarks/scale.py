@@ -47,7 +47,7 @@ from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import add_logprobs
+from spmdrl.step.logprobs import add_columns
 from spmdrl.tools.parity_cases import plan_of, random_batch
 
 ROLLOUTS_PER_RANK = 64
@@ -133,9 +133,9 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
         plan_s = time.perf_counter() - began
         with meter.phase("prepare"):
-            mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training)
+            batch = add_columns(batch, {"advantages": lambda m: m.rewards.float()}, meshes.training)
         with meter.phase("update"):
-            metrics = update(learner, mini_batches, PolicyObjective(LossConfig()), meshes, step=1)
+            metrics = update(learner, batch.mini_batches, PolicyObjective(LossConfig()), meshes, step=1)
         with meter.phase("metrics"):
             merge_over(meshes.training, metrics)
         with meter.phase("refit"):

@@ -90,7 +90,7 @@ class Mode:
                 token_ids=request.prompt_ids + responses[i].token_ids,
                 loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(responses[i].token_ids),
                 rollout_logprobs=(0.0,) * len(request.prompt_ids) + responses[i].logprobs,
-                advantage=1.0,
+                reward=1.0,
             )
             for i, request in enumerate(requests)
         ]

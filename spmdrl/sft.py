@@ -79,7 +79,7 @@ def to_sequence(
         token_ids=prompt.token_ids + tokens,
         loss_mask=(False,) * len(prompt.token_ids) + (True,) * len(tokens),
         rollout_logprobs=(0.0,) * length,
-        advantage=0.0,
+        reward=0.0,
     )
 
 

@@ -17,8 +17,8 @@ import torch
 
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
+from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
-from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.coefficients import next_coefficients
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.learn.limits import Guard
@@ -34,11 +34,14 @@ from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
 from spmdrl.run import Inputs, Launch
-from spmdrl.step.batch import build_batch, to_sequence
+from spmdrl.step.advantages import add_advantages
+from spmdrl.step.batch import build_batch, to_sequences
+from spmdrl.step.choice import choose_tokens
+from spmdrl.step.correction import correct
 from spmdrl.step.handover import start_handover
-from spmdrl.step.logprobs import prepare
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.probe import probe_metrics
-from spmdrl.step.score import failure_lines, rollout_metrics, score_groups
+from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.steps import Steps
 
 
@@ -71,31 +74,32 @@ def train(run: Launch[Config]) -> None:
             with report.span("rollout"), handover.rollout():
                 collected = sampler.collect(step)
             with steps.phase("reward"):  # a phase begins where all ranks agree to go on
-                scored = score_groups(run.rewards.collect(collected.pending), cfg, meshes.training)
+                rewarded = shape_rewards(run.rewards.collect(collected.pending), collected.index_of, cfg)
             recorder.save_rollouts(step, collected)
-            run.watch.note_all(failure_lines(step, scored), show=report.message)
+            run.watch.note_all(failure_lines(step, rewarded), show=report.message)
             with steps.phase("batch"):  # one exchange; every rank computes the same plan
-                with failing_together(meshes.training):
-                    sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+                sequences = to_sequences(rewarded, meshes.training)
                 batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
             with handover.training():
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, collected.probes, meshes)
                 with steps.phase("logprobs"):
-                    mini_batches, prepared = prepare(
-                        learners, reference, batch.mini_batches, cfg, plan, meshes, step=step
-                    )
+                    batch = add_logprobs(batch, learners, reference, cfg, meshes)
+                    batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
+                    batch = correct(batch, cfg, meshes)
+                    batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
                 with steps.phase("update"):  # until here a step can be abandoned: nothing has changed
                     updated = [
-                        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+                        update(learner, batch.mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
                         for name, learner in learners.items()
                     ]
-            recorder.save_findings(step, mini_batches, merge_all(updated))
+            recorder.save_findings(step, batch.mini_batches, merge_all(updated))
             with report.span("refit"):
                 handover.refit(version=step)
             steps.evaluate(step)
-            metrics = [collected.metrics, rollout_metrics(scored), probed, batch.metrics, prepared, *updated]
-            values = steps.report(step, metrics, samples=sample_rows(scored, run.inputs.tokenizer))
+            samples = sample_rows(rewarded, batch.advantages, run.inputs.tokenizer)
+            metrics = [collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updated]
+            values = steps.report(step, metrics, samples=samples)
             coefficients = learners[POLICY].coefficients
             coefficients.update(next_coefficients(coefficients, values, cfg, rollouts=plan.rollouts_per_step))
             steps.finish(step, values)

@@ -1,12 +1,13 @@
 """The nouns: what flows from one phase of a step to the next.
 
-A step moves `Prompt -> Rollout -> RewardedRollout -> MicroBatch`. Everything is frozen; a phase makes new
+A step moves `Prompt -> Rollout -> RewardedRollout -> Sequence -> MicroBatch`. Everything is frozen; a phase makes new
 values and never edits the ones it was given.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,23 +115,27 @@ class RewardOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardedRollout:
-    """A rollout with its reward, and its advantage within its prompt group."""
+    """A rollout with its reward."""
 
+    index: int  # place in the step's global order, whole prompt groups by prompt_id; whatever rank sampled it
     rollout: Rollout
     outcome: RewardOutcome
-    advantage: float  # the reward, where it becomes one only with the log-probabilities: see `credit.py`
-    baseline: RewardOutcome | None = None  # of its prompt's greedy response, where that was compared with
+    baseline: RewardOutcome | None = None  # of its prompt's greedy response, where rewards are compared with that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
     """One rollout as training sees it: prompt then response, n tokens; every list has n entries."""
 
-    index: int  # place in the step's global order, whole prompt groups by prompt_id; whatever rank sampled it
+    index: int  # place in the step's global order
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True where the policy chose the token and it is to be trained
     rollout_logprobs: tuple[float, ...]  # nats, 0 outside loss_mask
-    advantage: float
+    reward: float
+    baseline_reward: float = math.nan  # of its prompt's greedy response; nan where there is none
+
+
+FILLING = -1  # the index of a sequence that only fills up a micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +147,17 @@ class MicroBatch:
     cu_seqlens: Tensor  # [S+1] int32, token offsets, last entry == T
     loss_mask: Tensor  # [T] bool, True where the policy chose the token and it is to be trained
     loss_weights: Tensor  # [T] float32, what a token's loss counts in the global loss; 0 outside loss_mask
-    advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32, nats
+    rewards: Tensor  # [T] float64, its rollout's on every token
+    baseline_rewards: Tensor  # [T] float64, of the prompt's greedy response; nan where there is none
+    advantages: Tensor | None = None  # [T] float32, 0 outside loss_mask; None until `step/advantages.py` has run
     old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved in this step
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
     values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
     returns: Tensor | None = None  # [T] float32, what the critic learns; both are None without one
     mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
     chosen: Tensor | None = None  # [T] bool, what clip_cov and kl_cov treat apart; None for other losses
-    sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order; -1 for filling
+    sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order, or FILLING
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
@@ -164,13 +171,19 @@ class MicroBatch:
         """Tokens in each sequence, [S]."""
         return self.cu_seqlens.diff().tolist()
 
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors it has, by name; `cu_seqlens` is among them."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     def with_columns(self, columns: Mapping[str, Tensor]) -> MicroBatch:
-        """The same micro-batch with some of its per-token tensors replaced."""
+        """Return the micro-batch with these tensors added or replaced."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with its tensors on `device`; `cu_seqlens` goes along."""
-        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return self.with_columns(
-            {name: x.to(device, non_blocking=True) for name, x in tensors.items() if isinstance(x, Tensor)}
-        )
+        """Return the micro-batch with its tensors on `device`."""
+        return self.with_columns({name: x.to(device, non_blocking=True) for name, x in self.columns.items()})
+
+
+MiniBatch = list[MicroBatch]  # one rank's share of the rollouts behind one optimizer step

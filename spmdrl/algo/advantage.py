@@ -120,29 +120,29 @@ def gae(
     return discounted_sums(laid_out, loss_mask, cu_seqlens, decay=discount * gae_lambda)
 
 
-def with_final_rewards(penalties: Tensor, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Token rewards [T]: penalties [T] at loss tokens, and each sequence's reward besides at its last; 0 elsewhere.
+def moments(advantages: Tensor, weights: Tensor) -> Tensor:
+    """[3] float64: sum, sum of squares and count of advantages [...], each counted weights [...] times.
 
-    rewards [T] are alike on all tokens of a sequence, whose S + 1 offsets are cu_seqlens.
-    """
-    after = discounted_sums(loss_mask.to(penalties.dtype), loss_mask, cu_seqlens, decay=1.0)  # loss tokens from here on
-    return torch.where(loss_mask, penalties, 0.0) + torch.where(after == 1, rewards, 0.0)
-
-
-def moments(advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sum [], sum of squares [], count []) of advantages [N], each counted weights [N] times.
-
-    weights are the rollouts' loss tokens, or the loss mask. Sums, so that they can be added over ranks; then mean =
-    sum / count and std = sqrt(sum of squares / count - mean^2). Use float64 advantages: that difference cancels.
+    weights are the rollouts' loss tokens, or the loss mask. Being sums, moments are added up over ranks. Use float64
+    advantages: in the variance that `whiten` makes of them, most digits cancel.
     """
     weights = weights.to(advantages.dtype)
     weighted = weights * advantages
-    return weighted.sum(), (weighted * advantages).sum(), weights.sum()
+    return torch.stack([weighted.sum(), (weighted * advantages).sum(), weights.sum()])
 
 
-def whiten(advantages: Tensor, *, mean: float, std: float, eps: float = EPS) -> Tensor:
-    """(A - mean) / (std + eps), mean and std being those of the global batch's loss tokens. arXiv:2501.03262."""
-    return (advantages - mean) / (std + eps)
+def whiten(advantages: Tensor, sums: Tensor) -> Tensor:
+    """(A - mean) / (std + EPS), with the `moments` of the global batch's loss tokens; arXiv:2501.03262.
+
+    mean = sum / count, and std = sqrt(sum of squares / count - mean^2) is the population's deviation (no count - 1).
+    Without any loss token advantages stay as they are.
+    """
+    total, squares, count = sums.tolist()
+    if not count:
+        return advantages
+    mean = total / count
+    std = math.sqrt(max(0.0, squares / count - mean * mean))
+    return (advantages - mean) / (std + EPS)
 
 
 def _shifted(rewards: Tensor) -> Tensor:

@@ -18,9 +18,3 @@ def next_entropy_coef(coef: float, entropy_nats: float, *, target_nats: float, c
     After the adaptive entropy control of Skywork-OR1, arXiv:2505.22312.
     """
     return max(0.0, coef + change if entropy_nats < target_nats else coef - change)
-
-
-def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens: DAPO arXiv:2503.14476, equation 13."""
-    over = num_tokens - (max_tokens - buffer_tokens)
-    return -min(1.0, max(0.0, over / buffer_tokens))

@@ -1046,11 +1046,6 @@ class Config(Section):
         own = self.critic.gae_lambda
         return self.advantage.settings["gae_lambda"] if own is None else own
 
-    @property
-    def advantages_need_scores(self) -> bool:
-        """Whether advantages are computed token by token, or from rewards that the reference takes part in."""
-        return self.reward.kl_coef > 0 or ESTIMATORS[self.advantage.estimator].per_token
-
     @model_validator(mode="after")
     def _what_has_changed_is_a_setting(self) -> Config:
         _refuse_unknown_changes(Config, self.resume)

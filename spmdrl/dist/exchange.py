@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,22 +17,25 @@ from spmdrl.types import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceSize:
-    """What every rank knows about every sequence of the step."""
+    """What every rank knows of every sequence of the step: its place, lengths and rewards."""
 
     index: int  # place in the step's global order
     num_tokens: int
     num_loss_tokens: int
     held_by: int  # rank of the mesh
+    reward: float = 0.0
+    baseline_reward: float = math.nan  # nan where there is none
 
 
 def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSize]:
     """The sizes of all ranks' sequences in their global order, on every rank."""
-    mine = [(sequence.index, len(sequence.token_ids), sum(sequence.loss_mask)) for sequence in sequences]
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.int64).view(-1, 3))
+    mine = [(s.index, len(s.token_ids), sum(s.loss_mask), s.reward, s.baseline_reward) for s in sequences]
+    # In float64 rewards arrive as they were sent, and counts are exact.
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 5))
     sizes = [
-        SequenceSize(index, num_tokens, num_loss_tokens, held_by=rank)
+        SequenceSize(int(index), int(num_tokens), int(num_loss_tokens), rank, reward, baseline_reward)
         for rank, part in enumerate(everyone)
-        for index, num_tokens, num_loss_tokens in part.tolist()
+        for index, num_tokens, num_loss_tokens, reward, baseline_reward in part.tolist()
     ]
     return sorted(sizes, key=lambda size: size.index)
 
@@ -61,26 +65,27 @@ def exchange(
         received = [sum(width(size.num_tokens) for size in incoming if size.held_by == rank) for rank in ranks]
         return sent, received
 
-    # Per sequence: n tokens and n mask entries; n log-probabilities and the advantage.
+    # Per sequence: n tokens and n mask entries; n log-probabilities. Its reward is known already.
     everything = [s for part in outgoing for s in part]
     whole = torch.tensor([n for s in everything for n in (*s.token_ids, *s.loss_mask)], dtype=torch.int64)
-    fractions = torch.tensor([x for s in everything for x in (*s.rollout_logprobs, s.advantage)], dtype=torch.float32)
+    fractions = torch.tensor([x for s in everything for x in s.rollout_logprobs], dtype=torch.float32)
     whole = _all_to_all(whole, *splits(lambda n: 2 * n), mesh)
-    fractions = _all_to_all(fractions, *splits(lambda n: n + 1), mesh)
+    fractions = _all_to_all(fractions, *splits(lambda n: n), mesh)
 
     received, at_whole, at_fraction = [], 0, 0
     for size in incoming:
         n = size.num_tokens
         tokens, mask = whole[at_whole : at_whole + 2 * n].view(2, n).tolist()
-        *logprobs, advantage = fractions[at_fraction : at_fraction + n + 1].tolist()
-        at_whole, at_fraction = at_whole + 2 * n, at_fraction + n + 1
+        logprobs = fractions[at_fraction : at_fraction + n].tolist()
+        at_whole, at_fraction = at_whole + 2 * n, at_fraction + n
         received.append(
             Sequence(
                 index=size.index,
                 token_ids=tuple(tokens),
                 loss_mask=tuple(map(bool, mask)),
                 rollout_logprobs=tuple(logprobs),
-                advantage=advantage,
+                reward=size.reward,
+                baseline_reward=size.baseline_reward,
             )
         )
     return sorted(received, key=lambda sequence: sequence.index)

@@ -14,7 +14,8 @@ from spmdrl.algo.loss import mismatch, sft_loss, weighted_sum
 from spmdrl.algo.value import clipped_value_loss
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchConfig
 from spmdrl.learn.coefficients import ENTROPY
-from spmdrl.learn.mismatch import mismatch_means, weigh
+from spmdrl.learn.correction import weigh
+from spmdrl.learn.mismatch import mismatch_means
 from spmdrl.learn.policy_loss import policy_loss_function
 from spmdrl.model.policy import TokenScores
 from spmdrl.types import MicroBatch

@@ -41,6 +41,7 @@ def _users_loss(
 ) -> PolicyLoss:
     """What the function sees is 0 outside loss_mask, and what it says there is not used."""
     mask, old = micro_batch.loss_mask, micro_batch.old_logprobs
+    assert micro_batch.advantages is not None
     columns = {
         "logprobs": logprobs,
         "old_logprobs": logprobs.detach() if old is None else old,
@@ -65,6 +66,8 @@ def check_policy_loss(cfg: LossConfig) -> None:
         cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32),
         loss_mask=torch.tensor([False, True, False, True, True]),
         loss_weights=torch.ones(5),
+        rewards=values.double(),
+        baseline_rewards=values.double(),
         advantages=values,
         rollout_logprobs=values - 2.0,
         old_logprobs=values - 2.0,

@@ -22,8 +22,7 @@ from spmdrl.learn.objective import Objective, ObjectiveFunction
 from spmdrl.learn.optim import make_optimizer, set_learning_rate
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
-from spmdrl.step.batch import MiniBatch
-from spmdrl.types import MicroBatch, TrainingDiverged
+from spmdrl.types import MicroBatch, MiniBatch, TrainingDiverged
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from spmdrl.algo.seeds import uniform
 from spmdrl.learn.update import Learner
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
-from spmdrl.step.batch import FILLING, MiniBatch
+from spmdrl.types import FILLING, MiniBatch
 
 NUM_PROJECTIONS = 8
 _BITS = 24  # of one `uniform`
@@ -154,9 +154,11 @@ def _local(tensor: Tensor) -> Tensor:
 def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[int, Tensor]:
     """Of every sequence, its loss tokens' advantages."""
     advantages: dict[int, Tensor] = {}
-    for pack in (pack for mini_batch in mini_batches for pack in mini_batch):
-        masks, values = pack.loss_mask.split(pack.seqlens), pack.advantages.split(pack.seqlens)
-        for index, mask, value in zip(pack.sequence_index, masks, values, strict=True):
+    for micro_batch in (micro_batch for mini_batch in mini_batches for micro_batch in mini_batch):
+        assert micro_batch.advantages is not None
+        seqlens = micro_batch.seqlens
+        masks, values = micro_batch.loss_mask.split(seqlens), micro_batch.advantages.split(seqlens)
+        for index, mask, value in zip(micro_batch.sequence_index, masks, values, strict=True):
             if index != FILLING:
                 advantages[index] = value[mask]
     return advantages

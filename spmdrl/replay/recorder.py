@@ -14,7 +14,7 @@ from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write
 from spmdrl.run import Launch
-from spmdrl.step.batch import MiniBatch
+from spmdrl.types import MiniBatch
 
 
 class Recorder:

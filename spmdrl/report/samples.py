@@ -1,8 +1,8 @@
-"""Rollouts, and the tokens that engine and trainer disagree about most, as rows of samples.jsonl."""
+"""The rows of samples.jsonl: rollouts, and the tokens that engine and trainer disagree about most."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,12 +11,16 @@ from spmdrl.algo.metrics import TokenValue
 from spmdrl.types import RewardedRollout
 
 
-def sample_rows(scored: Sequence[RewardedRollout], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One rollout of each group: prompt, response, reward, and a summary of the engine's log-probabilities."""
-    groups: dict[int, RewardedRollout] = {}
-    for item in scored:
-        groups.setdefault(item.rollout.prompt.prompt_id, item)
-    return [_row(item, tokenizer) for item in groups.values()]
+def sample_rows(
+    rewarded: Sequence[RewardedRollout], advantages: Mapping[int, float], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """One rollout of each group: prompt, response, reward, advantage, a summary of the engine's log-probabilities."""
+    groups: dict[int, dict[str, Any]] = {}
+    for item in rewarded:
+        prompt_id = item.rollout.prompt.prompt_id
+        if prompt_id not in groups:
+            groups[prompt_id] = _row(item, advantages[item.index], tokenizer)
+    return list(groups.values())
 
 
 def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -43,8 +47,8 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
     ]
 
 
-def _row(scored: RewardedRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    rollout, response = scored.rollout, scored.rollout.response
+def _row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    rollout, response = rewarded.rollout, rewarded.rollout.response
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,
@@ -52,11 +56,11 @@ def _row(scored: RewardedRollout, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "prompt": rollout.prompt.text,
         "response": tokenizer.decode(response.token_ids),
         "answer": rollout.prompt.answer,
-        "reward": scored.outcome.reward,
-        "reward_parts": scored.outcome.parts,
-        **({"greedy_reward": scored.baseline.reward} if scored.baseline else {}),
-        "failure": scored.outcome.failure,
-        "advantage": scored.advantage,
+        "reward": rewarded.outcome.reward,
+        "reward_parts": rewarded.outcome.parts,
+        **({"greedy_reward": rewarded.baseline.reward} if rewarded.baseline else {}),
+        "failure": rewarded.outcome.failure,
+        "advantage": advantage,
         "finish_reason": response.finish_reason,
         "response_tokens": len(response.token_ids),
         "mean_logprob_nats": sum(response.logprobs) / max(1, len(response.logprobs)),

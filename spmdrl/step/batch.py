@@ -1,12 +1,14 @@
-"""Scored rollouts become this rank's packed micro-batches: exchange, balance, pack."""
+"""Rewarded rollouts become this rank's packed micro-batches: exchange, balance, pack."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.algo.metrics import Mean, Metrics, Total, merge_all
@@ -21,34 +23,51 @@ from spmdrl.algo.packing import (
     sequence_costs,
 )
 from spmdrl.config.plan import Plan
+from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
 from spmdrl.dist.mesh import Meshes
-from spmdrl.types import MicroBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
-
-FILLING = -1  # the index of a sequence that is there to fill a micro-batch up
-MiniBatch = list[MicroBatch]  # this rank's share of the rollouts behind one optimizer step
+from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """This rank's share of a step."""
+    """This rank's share of a step. Each phase between packing and the updates takes one and returns one."""
 
     # One for each of the step's updates, as many micro-batches in each on every rank; without any where the step has
     # fewer prompt groups than updates.
     mini_batches: list[MiniBatch]
     metrics: Metrics
+    # The advantage of every sequence of the step, on every rank, by index; the mean of its tokens' where they differ.
+    advantages: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """The micro-batches of all mini-batches, in order."""
+        return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
+
+    def with_micro_batches(self, micro_batches: Iterable[MicroBatch]) -> Batch:
+        """Return the batch with these instead of its `micro_batches`, in the same mini-batches."""
+        in_order = iter(micro_batches)
+        return replace(self, mini_batches=[[next(in_order) for _ in mini_batch] for mini_batch in self.mini_batches])
 
 
-def to_sequence(scored: RewardedRollout, index: int) -> Sequence:
+def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh) -> list[Sequence]:
+    """Convert this rank's rollouts; every rank of the mesh must call this, and all raise what one of them raises."""
+    with failing_together(mesh):
+        return [to_sequence(one) for one in rewarded]
+
+
+def to_sequence(rewarded: RewardedRollout) -> Sequence:
     """Prompt and response as training sees them: only the response is trained."""
-    prompt, response = scored.rollout.prompt.token_ids, scored.rollout.response
-    _require_finite_logprobs(scored.rollout)
+    prompt, response = rewarded.rollout.prompt.token_ids, rewarded.rollout.response
+    _require_finite_logprobs(rewarded.rollout)
     return Sequence(
-        index=index,
+        index=rewarded.index,
         token_ids=prompt + response.token_ids,
         loss_mask=(False,) * len(prompt) + (True,) * len(response.token_ids),
         rollout_logprobs=(0.0,) * len(prompt) + response.logprobs,
-        advantage=scored.advantage,
+        reward=rewarded.outcome.reward,
+        baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
     )
 
 
@@ -158,23 +177,26 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
             token_ids=(0,) * filling,
             loss_mask=(False,) * filling,
             rollout_logprobs=(0.0,) * filling,
-            advantage=0.0,
+            reward=0.0,
         )
         sequences = [*sequences, empty]
     seqlens = [len(sequence.token_ids) for sequence in sequences]
     loss_mask = torch.tensor([masked for sequence in sequences for masked in sequence.loss_mask])
 
-    def per_token(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(seqlens))
+    def per_token(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(seqlens))
+
+    weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
 
     return MicroBatch(
         token_ids=torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
         positions=torch.cat([torch.arange(n) for n in seqlens]),
         cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32),
         loss_mask=loss_mask,
-        loss_weights=per_token([weights.get(sequence.index, 0.0) for sequence in sequences]) * loss_mask,
-        advantages=per_token([sequence.advantage for sequence in sequences]),
+        loss_weights=per_token(weight_of_each, torch.float32) * loss_mask,
         rollout_logprobs=torch.tensor([x for sequence in sequences for x in sequence.rollout_logprobs]),
+        rewards=per_token([sequence.reward for sequence in sequences], torch.float64),
+        baseline_rewards=per_token([sequence.baseline_reward for sequence in sequences], torch.float64),
         sequence_index=tuple(sequence.index for sequence in sequences),
     )
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.algo.metrics import Max, Mean, Metrics
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import Policy
-from spmdrl.step.batch import lay_end_to_end, to_sequence
+from spmdrl.step.batch import lay_end_to_end, to_sequences
 from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
 
@@ -22,9 +22,8 @@ from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 def probe_metrics(policy: Policy, probes: Sequence[Rollout], meshes: Meshes) -> Metrics:
     """Score the probes of all ranks, sampled with the weights that the policy has now; every rank that trains must call
     this with its own. One forward pass for each probe: together they could exceed the token budget."""
-    unscored = RewardOutcome(reward=0.0, parts={})
-    with failing_together(meshes.training):
-        mine = [to_sequence(RewardedRollout(rollout=x, outcome=unscored, advantage=0.0), 0) for x in probes]
+    unrewarded = RewardOutcome(reward=0.0, parts={})
+    mine = to_sequences((RewardedRollout(index=0, rollout=x, outcome=unrewarded) for x in probes), meshes.training)
     sequences = [sequence for part in gather_objects(meshes.training, mine) for sequence in part]
     num_shares, multiple = meshes.data.size(), meshes.model.cp.size()
     device = torch.device(meshes.training.device_type)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
-from spmdrl.config.plan import Plan, parallel_problems
+from spmdrl.config import CorrectionConfig, LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.config.plan import Plan, needs_old_logprobs, parallel_problems
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
@@ -27,10 +27,10 @@ from spmdrl.model.logprobs import next_token_scores
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.flops import with_costs
 from spmdrl.refit.gather import Gatherer
-from spmdrl.step.batch import MiniBatch, build_batch
-from spmdrl.step.credit import choose_tokens
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.types import Sequence, UserError
+from spmdrl.step.batch import Batch, build_batch
+from spmdrl.step.choice import choose_tokens
+from spmdrl.step.logprobs import add_columns
+from spmdrl.types import MicroBatch, Sequence, UserError
 
 UPDATES = 3  # of SGD, and of AdamW
 SGD = OptimConfig(name="sgd", lr=0.1)
@@ -61,15 +61,15 @@ class Reinforcement:
     def objective(self) -> ObjectiveFunction:
         return PolicyObjective(self.loss)
 
-    def prepare(
-        self, mini_batches: list[MiniBatch], policy: Policy, model: ModelConfig, meshes: Meshes
-    ) -> list[MiniBatch]:
+    def prepare(self, batch: Batch, policy: Policy, model: ModelConfig, meshes: Meshes) -> Batch:
         """Add what the objective needs before the updates; every rank must call this."""
-        reference = None
+        forwards: dict[str, Callable[[MicroBatch], Tensor]] = {"advantages": lambda m: m.rewards.float()}
+        if needs_old_logprobs(self.loss, CorrectionConfig(), num_updates=len(batch.mini_batches)):
+            forwards["old_logprobs"] = lambda m: policy(m).logprobs
         if self.loss.kl_coef:
             reference = load_reference(model, meshes.model, temperature=self.temperature)
-        scored = add_logprobs(policy, reference, mini_batches, meshes.training, self.loss)
-        return choose_tokens(scored, self.loss, meshes.data, seed=0)
+            forwards["ref_logprobs"] = lambda m: reference(m).logprobs
+        return choose_tokens(add_columns(batch, forwards, meshes.training), self.loss, meshes, seed=0)
 
 
 class Imitation:
@@ -79,11 +79,9 @@ class Imitation:
     aggregation = "token_mean"
     objective = SftObjective()
 
-    def prepare(
-        self, mini_batches: list[MiniBatch], policy: Policy, model: ModelConfig, meshes: Meshes
-    ) -> list[MiniBatch]:
-        """They are complete."""
-        return mini_batches
+    def prepare(self, batch: Batch, policy: Policy, model: ModelConfig, meshes: Meshes) -> Batch:
+        """Return the batch as it is: it is complete."""
+        return batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +196,7 @@ def own_case(parallel: ParallelConfig) -> Case:
 
 
 def random_batch(*, vocabulary: int, num_sequences: int, max_tokens: int, seed: int = 0) -> list[Sequence]:
-    """Prompts and responses of random lengths and tokens, with plausible log-probabilities and advantages."""
+    """Prompts and responses of random lengths and tokens, with plausible log-probabilities and rewards."""
     rng = random.Random(seed)
     batch = []
     for index in range(num_sequences):
@@ -209,7 +207,7 @@ def random_batch(*, vocabulary: int, num_sequences: int, max_tokens: int, seed: 
                 token_ids=tuple(rng.randrange(vocabulary) for _ in range(prompt + response)),
                 loss_mask=(False,) * prompt + (True,) * response,
                 rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
-                advantage=rng.uniform(-2, 2),
+                reward=rng.uniform(-2, 2),
             )
         )
     return batch
@@ -238,9 +236,9 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
-        mini_batches = build_batch(mine, plan, meshes, aggregation=learning.aggregation).mini_batches
+        batch_of_case = build_batch(mine, plan, meshes, aggregation=learning.aggregation)
         learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
-        mini_batches = learning.prepare(mini_batches, policy, model, meshes)
+        mini_batches = learning.prepare(batch_of_case, policy, model, meshes).mini_batches
         metrics = update(learner, mini_batches, learning.objective, meshes, step=1)
         return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
 

@@ -20,10 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
+from spmdrl.algo.seeds import mix
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
@@ -36,9 +37,12 @@ from spmdrl.report import RunFolder
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.rollout.from_files import as_collected
 from spmdrl.run import Run, open_run
-from spmdrl.step.batch import build_batch, to_sequence
-from spmdrl.step.logprobs import prepare
-from spmdrl.step.score import score_groups
+from spmdrl.step.advantages import add_advantages
+from spmdrl.step.batch import build_batch, to_sequences
+from spmdrl.step.choice import choose_tokens
+from spmdrl.step.correction import correct
+from spmdrl.step.logprobs import add_logprobs
+from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import TrainingDiverged, UserError
 
 EXIT_DIFFERENT = 1
@@ -89,16 +93,17 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     # On as many ranks as trained, each takes what it had then.
     collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
-    scored = score_groups(outcomes, cfg, meshes.training)
-    with failing_together(meshes.training):
-        sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
-    batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
-    mini_batches, _ = prepare(learners, reference, batch.mini_batches, cfg, plan, meshes, step=step)
+    rewarded = shape_rewards(outcomes, collected.index_of, cfg)
+    batch = build_batch(to_sequences(rewarded, meshes.training), plan, meshes, aggregation=cfg.loss.aggregation)
+    batch = add_logprobs(batch, learners, reference, cfg, meshes)
+    batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
+    batch = correct(batch, cfg, meshes)
+    batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
     updated = [
-        update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
+        update(learner, batch.mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
         for name, learner in learners.items()
     ]
-    return gather_objects(meshes.training, witness.take(mini_batches, merge_all(updated)))
+    return gather_objects(meshes.training, witness.take(batch.mini_batches, merge_all(updated)))
 
 
 def _settings(part: Recording) -> tuple[Config, Plan]:

@@ -28,10 +28,10 @@ from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_engine, start_sampler
-from spmdrl.step.batch import build_batch, to_sequence
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.score import score_groups
+from spmdrl.step.batch import build_batch, to_sequences
+from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import Prompt, RewardOutcome, Rollout
+from tests.helpers.batches import completed
 from tests.helpers.launches import launch_of
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -102,14 +102,14 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 engine.wake()
                 collected = sampler.collect(step)
                 engine.sleep()
-                scored = score_groups(rewards.collect(collected.pending), cfg, meshes.training)
+                rewarded = shape_rewards(rewards.collect(collected.pending), collected.index_of, cfg)
                 found["samples"] += [
                     (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
-                    for one in scored
+                    for one in rewarded
                 ]
-                sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
+                sequences = to_sequences(rewarded, meshes.training)
                 batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
-                mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training)
+                mini_batches = completed(batch, meshes, policy).mini_batches
                 update(learner, mini_batches, PolicyObjective(cfg.loss), meshes, step=step)
                 refit(version=step)
             sampler.dismiss()

@@ -23,6 +23,7 @@ from spmdrl.report.memory import read_memory
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import Request
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.device_memory import MIB, allocated, state
 from tests.helpers.models import save_qwen3
@@ -45,7 +46,7 @@ def start(path: str, meshes: Meshes) -> Learner:
 
 def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
     batch = build_batch(random_sequences(8, seed=step), plan_for(8, 1), meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def no_span(_: str) -> AbstractContextManager[None]:

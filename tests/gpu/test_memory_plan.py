@@ -24,6 +24,7 @@ from spmdrl.preflight.shapes import decoder_of
 from spmdrl.report import Report
 from spmdrl.report.resources import resource_metrics
 from spmdrl.step.batch import build_batch
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, minimal_config, model_config, plan_for
 from tests.helpers.device_memory import MIB, allocated, state
 from tests.helpers.live import Watch
@@ -73,7 +74,7 @@ def train(learner: Learner, meshes: Meshes, *, step: int, count: int = 8, max_to
     sequences = random_sequences(count, seed=step, max_tokens=max_tokens)
     plan = plan_for(count, 1, max_sequence_tokens=max_tokens, max_tokens_per_micro_batch=8192)
     batch = build_batch(sequences, plan, meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
     return max(len(micro_batch.token_ids) for mini_batch in batch.mini_batches for micro_batch in mini_batch)
 
 

@@ -21,8 +21,9 @@ from spmdrl.model.attention import packed_attention
 from spmdrl.model.load import load_critic, load_policy, load_reference
 from spmdrl.refit.refit import Refit
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import add_logprobs, add_values
+from spmdrl.step.logprobs import add_columns
 from spmdrl.types import Request
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
@@ -70,7 +71,7 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
         learner = Learner.start(policy, optim, num_updates=1, dtype=getattr(torch, dtype))
-        mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
+        mini_batches = completed(batch, meshes, policy, reference).mini_batches
         metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
@@ -103,10 +104,10 @@ def test_a_critic_learns_in_float32_beside_layers_in_bfloat16(qwen3: str, change
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         losses = []
         for step in range(1, 9):
-            (packs,) = add_values(critic, batch.mini_batches, meshes.training)
-            assert all(pack.values is not None and pack.values.dtype == torch.float32 for pack in packs)
-            packs = [pack.with_columns({"returns": torch.where(pack.loss_mask, 1.0, 0.0)}) for pack in packs]
-            metrics = update(learner, [packs], ValueObjective(math.inf), meshes, step=step)
+            returns = {"returns": lambda micro_batch: torch.where(micro_batch.loss_mask, 1.0, 0.0)}
+            asked = add_columns(batch, {"values": critic} | returns, meshes.training)
+            assert all(m.values is not None and m.values.dtype == torch.float32 for m in asked.micro_batches)
+            metrics = update(learner, asked.mini_batches, ValueObjective(math.inf), meshes, step=step)
             losses.append(metrics["critic/loss"].value())
         assert losses[0] == pytest.approx(0.5) and losses[-1] < 0.5 * losses[0]
         del critic, learner

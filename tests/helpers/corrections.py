@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.config import CorrectionConfig
-from spmdrl.learn.mismatch import batch_sums, kept_tokens, settle
+from spmdrl.learn.correction import batch_sums, kept_tokens, settle
 from spmdrl.types import MicroBatch
 
 LEVELS = ("token", "sequence", "geometric")
@@ -79,6 +79,8 @@ def micro_batch_of(
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         loss_mask=columns["mask"],
         loss_weights=per_sequence.repeat_interleave(lengths) * columns["mask"],
+        rewards=columns["A"],
+        baseline_rewards=columns["A"],
         advantages=columns["A"],
         rollout_logprobs=columns["b"],
         old_logprobs=columns["o"],

@@ -60,7 +60,8 @@ def packed(sequences: Sequence[Sequence[int]]) -> MicroBatch:
         cu_seqlens=torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
         loss_mask=zeros.bool(),
         loss_weights=zeros,
-        advantages=zeros,
+        rewards=zeros,
+        baseline_rewards=zeros,
         rollout_logprobs=zeros,
     )
 

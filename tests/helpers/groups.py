@@ -22,8 +22,13 @@ def by_sequence(column: Tensor, micro_batch: MicroBatch) -> Iterator[tuple[int, 
     yield from ((index, part[mask].tolist()) for index, part, mask in parts if index >= 0)
 
 
-def everywhere(columns: list[tuple[Tensor, MicroBatch]], meshes: Meshes) -> dict[int, list[float]]:
-    mine = {index: values for column, micro_batch in columns for index, values in by_sequence(column, micro_batch)}
+def everywhere(columns: list[tuple[Tensor | None, MicroBatch]], meshes: Meshes) -> dict[int, list[float]]:
+    mine = {
+        index: values
+        for column, micro_batch in columns
+        if column is not None
+        for index, values in by_sequence(column, micro_batch)
+    }
     return {index: values for part in gather_objects(meshes.training, mine) for index, values in part.items()}
 
 

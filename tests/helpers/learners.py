@@ -11,6 +11,7 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.sequences import random_sequences
 
@@ -28,7 +29,7 @@ def update_once(learner: Learner, meshes: Meshes, *, step: int) -> None:
     first = meshes.training.get_local_rank() * share
     mine = random_sequences(COUNT, seed=step)[first : first + share]
     batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def full_state(learner: Learner) -> dict[str, Tensor]:

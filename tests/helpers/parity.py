@@ -14,8 +14,8 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import Sequence
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.sequences import random_sequences
 
@@ -54,7 +54,7 @@ def _trained_with(
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
         batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
         learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
-        mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
+        mini_batches = completed(batch, meshes, policy, reference).mini_batches
         metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
         weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner

@@ -11,7 +11,7 @@ from tests.helpers.models import VOCABULARY
 def random_sequences(
     count: int, *, seed: int = 0, max_tokens: int = 40, vocabulary: int = VOCABULARY
 ) -> list[Sequence]:
-    """Prompt and response of random lengths, with log-probabilities and advantages of a plausible size."""
+    """Prompt and response of random lengths, with log-probabilities and rewards of a plausible size."""
     rng = random.Random(seed)
     sequences = []
     for index in range(count):
@@ -22,7 +22,7 @@ def random_sequences(
                 token_ids=tuple(rng.randrange(2, vocabulary) for _ in range(prompt + response)),
                 loss_mask=(False,) * prompt + (True,) * response,
                 rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
-                advantage=rng.uniform(-2, 2),
+                reward=rng.uniform(-2, 2),
             )
         )
     return sequences
@@ -53,7 +53,7 @@ def sequences_of(requests: list[Request], responses: list[Response]) -> list[Seq
             token_ids=request.prompt_ids + response.token_ids,
             loss_mask=(False,) * len(request.prompt_ids) + (True,) * len(response.token_ids),
             rollout_logprobs=(0.0,) * len(request.prompt_ids) + response.logprobs,
-            advantage=1.0,
+            reward=1.0,
         )
         for i, (request, response) in enumerate(zip(requests, responses, strict=True))
     ]

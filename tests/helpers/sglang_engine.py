@@ -144,8 +144,9 @@ def trainer_logprobs(policy: Policy, sequences: list[tuple[int, ...]]) -> list[t
             cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
             loss_mask=torch.ones(length, dtype=torch.bool),
             loss_weights=filler,
-            advantages=filler,
             rollout_logprobs=filler,
+            rewards=filler,
+            baseline_rewards=filler,
         )
         found.append(policy(batch).logprobs[1:])
     return found

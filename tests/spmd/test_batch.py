@@ -12,9 +12,13 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.update import update
 from spmdrl.report.resources import with_speed
+from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch
+from spmdrl.step.choice import choose_tokens
+from spmdrl.step.correction import correct
 from spmdrl.step.logprobs import add_logprobs
 from tests.helpers.configs import plan_for
+from tests.helpers.groups import groups_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
@@ -39,9 +43,12 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
             ]
             cuts.append((cut, scalars(batch.metrics)))
             if not num_groups:
-                empty = add_logprobs(None, None, batch.mini_batches, meshes.training)  # type: ignore[arg-type]
                 idle: Any = SimpleNamespace(frozen_steps=0)
-                assert update(idle, empty, None, meshes, step=2) == {}  # type: ignore[arg-type]
+                cfg = groups_config(loss={"kind": "kl_cov", "updates_per_step": 2}, correction={"reject": "token"})
+                batch = add_logprobs(batch, {"policy": idle}, None, cfg, meshes)
+                batch = correct(add_advantages(batch, cfg, {}, meshes), cfg, meshes)
+                batch = choose_tokens(batch, cfg.loss, meshes, seed=0)
+                assert update(idle, batch.mini_batches, None, meshes, step=2) == {}  # type: ignore[arg-type]
         return cuts
 
 

@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.metrics import scalars, worst_tokens
-from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits, OptimConfig
+from spmdrl.config import LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.limits import Guard
-from spmdrl.learn.mismatch import correct
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
+from spmdrl.step.correction import correct
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import TrainingDiverged
+from tests.helpers.batches import completed
 from tests.helpers.configs import model_config, plan_for
+from tests.helpers.groups import groups_config
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
@@ -48,18 +50,18 @@ def _steps(
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         for num_updates, case in cases:
-            correction = CorrectionConfig(**case)
             plan = plan_for(SEQUENCES, world.num_ranks, updates_per_step=num_updates, num_updates=num_updates)
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
             optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
             learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-            mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training, correction=correction)
-            mini_batches = correct(mini_batches, correction, plan, meshes, aggregation="token_mean")
-            objective = PolicyObjective(LossConfig(), correction=correction)
+            cfg = groups_config(correction=case)
+            batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)
+            batch = correct(batch, cfg, meshes)
+            objective = PolicyObjective(LossConfig(), correction=cfg.correction)
             guard = Guard(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True)
-            updated = update(learner, mini_batches, objective, meshes, step=1, guard=guard)
+            updated = update(learner, batch.mini_batches, objective, meshes, step=1, guard=guard)
             metrics = merge_over(meshes.training, updated)
             weights = {name: p.full_tensor().detach() for name, p in policy.model.named_parameters()}
             (worst,) = worst_tokens(metrics).values()
@@ -90,18 +92,18 @@ def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[s
     """What this rank's guard said, and whether the weights are what they were."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
-        correction = CorrectionConfig(**case)
+        cfg = groups_config(correction=case)
         plan = plan_for(SEQUENCES, world.num_ranks)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         before = [p.full_tensor().detach().clone() for p in policy.parameters()]
         learner = Learner.start(policy, OptimConfig(lr=0.1), num_updates=1, dtype=torch.float32)
         batch = build_batch(random_sequences(SEQUENCES)[world.rank :: 2], plan, meshes, aggregation="token_mean")
-        mini_batches = add_logprobs(policy, None, batch.mini_batches, meshes.training, correction=correction)
+        batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)
         guard = Guard(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True)
-        objective = PolicyObjective(LossConfig(), correction=correction)
+        objective = PolicyObjective(LossConfig(), correction=cfg.correction)
         said = ""
         try:
-            update(learner, mini_batches, objective, meshes, step=1, guard=guard)
+            update(learner, batch.mini_batches, objective, meshes, step=1, guard=guard)
         except TrainingDiverged as error:
             said = str(error)
         after = [p.full_tensor().detach() for p in policy.parameters()]

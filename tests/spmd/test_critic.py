@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from spmdrl.learn.learners import objectives_of, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
+from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import prepare
+from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import UserError
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import COUNT, GROUP_SIZE, everywhere, groups_config
@@ -53,16 +55,22 @@ def _trained(cfg: Config, layouts: list[dict[str, int]]) -> list[Any]:
             plan = _plan(world.num_ranks, meshes.ranks_per_share)
             mine = random_sequences(COUNT)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
+            batch = dataclasses.replace(batch, metrics={})  # those of packing depend on the layout
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
             learners = start_learners(policy, cfg, plan, meshes.model, dtype=torch.float32)
             objectives = objectives_of(cfg, learners)
             history = []
             for step in range(1, STEPS + 1):
-                micro_batches, prepared = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
-                updated = [update(learners[x], micro_batches, objectives[x], meshes, step=step) for x in learners]
-                history.append(scalars(merge_over(meshes.training, merge_all([prepared, *updated]))))
-            flat = [micro_batch for mini_batch in micro_batches for micro_batch in mini_batch]
-            columns = [everywhere([(getattr(p, name), p) for p in flat], meshes) for name in ("values", "returns")]
+                prepared = add_logprobs(batch, learners, None, cfg, meshes)
+                prepared = add_advantages(prepared, cfg, {}, meshes)
+                updated = [
+                    update(learners[x], prepared.mini_batches, objectives[x], meshes, step=step) for x in learners
+                ]
+                history.append(scalars(merge_over(meshes.training, merge_all([prepared.metrics, *updated]))))
+            columns = [
+                everywhere([(getattr(m, name), m) for m in prepared.micro_batches], meshes)
+                for name in ("values", "returns")
+            ]
             found.append((history, columns))
             del policy, learners
         return found
@@ -105,7 +113,7 @@ def test_every_layout_trains_policy_and_critic_as_one_rank_does(paths: tuple[str
     assert last["critic/explained_variance"] > 0.01 and 0 < last["critic/clip_fraction"] < 1
     for sequence in random_sequences(COUNT):  # with a gae_lambda of 1, whatever the critic expects
         of = returns[sequence.index]
-        assert of == pytest.approx([sequence.advantage] * len(of), abs=1e-6)
+        assert of == pytest.approx([sequence.reward] * len(of), abs=1e-6)
     for other_history, columns in others:
         for one, other in zip(history, other_history, strict=True):
             assert one.keys() == other.keys()
@@ -137,9 +145,10 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
         have_state = []
         weights = sum(p.to_local().untyped_storage().nbytes() for x in learners.values() for p in x.model.parameters())
         for step in range(first, last + 1):
-            micro_batches, _ = prepare(learners, None, batch.mini_batches, cfg, plan, meshes, step=step)
+            prepared = add_logprobs(batch, learners, None, cfg, meshes)
+            prepared = add_advantages(prepared, cfg, {}, meshes)
             for name in learners:
-                update(learners[name], micro_batches, objectives[name], meshes, step=step)
+                update(learners[name], prepared.mini_batches, objectives[name], meshes, step=step)
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from spmdrl.dist.exchange import exchange, gather_sizes
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
@@ -10,10 +13,16 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
 
+def some_sequences(count: int) -> list[Sequence]:
+    """Every other one has a baseline."""
+    baselines = [math.nan, 0.1]
+    return [dataclasses.replace(s, baseline_reward=baselines[s.index % 2]) for s in random_sequences(count)]
+
+
 def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Sequence]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         mesh = build_meshes(world).training
-        mine = [s for s in random_sequences(count) if holder[s.index] == world.rank]
+        mine = [s for s in some_sequences(count) if holder[s.index] == world.rank]
         sizes = gather_sizes(mine, mesh)
         assert [size.index for size in sizes] == list(range(count))
         assert [size.held_by for size in sizes] == holder
@@ -24,16 +33,15 @@ def test_every_sequence_arrives_unchanged() -> None:
     holder = [0, 0, 3, 3, 3, 1, 0, 3, 1, 0]  # rank 2 holds nothing
     receiver = [2, 0, 2, 3, 0, 0, 2, 2, 0, 2]  # rank 1 gets nothing
     received = run_ranks(4, _exchanged, 10, holder, receiver)
-    originals = random_sequences(10)
+    originals = some_sequences(10)
     for rank, sequences in enumerate(received):
         assert [s.index for s in sequences] == [i for i in range(10) if receiver[i] == rank]
         for sequence in sequences:
             original = originals[sequence.index]
             assert sequence.token_ids == original.token_ids
             assert sequence.loss_mask == original.loss_mask
-            for one, other in zip(
-                (*sequence.rollout_logprobs, sequence.advantage),
-                (*original.rollout_logprobs, original.advantage),
-                strict=True,
-            ):
+            assert sequence.reward == original.reward
+            assert math.isnan(sequence.baseline_reward) == math.isnan(original.baseline_reward)
+            assert math.isnan(original.baseline_reward) or sequence.baseline_reward == original.baseline_reward
+            for one, other in zip(sequence.rollout_logprobs, original.rollout_logprobs, strict=True):
                 assert abs(one - other) < 1e-6  # they travel as float32

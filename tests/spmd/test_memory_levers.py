@@ -20,6 +20,7 @@ from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -56,7 +57,7 @@ def _update(learner: Learner, world: World, meshes: Meshes, *, step: int) -> Non
     mine = random_sequences(COUNT, seed=step, max_tokens=80)[world.rank * share : (world.rank + 1) * share]
     plan = plan_for(COUNT, world.num_ranks, max_sequence_tokens=80, max_tokens_per_micro_batch=160)
     batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-    update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
 
 
 def _state(learner: Learner) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:
             token_ids=asked[i].prompt_ids + response.token_ids,
             loss_mask=(False,) * len(asked[i].prompt_ids) + (True,) * len(response.token_ids),
             rollout_logprobs=(0.0,) * len(asked[i].prompt_ids) + response.logprobs,
-            advantage=1.0 - 0.3 * i,
+            reward=1.0 - 0.3 * i,
         )
         for i, response in engine.generate(asked)
     ]
@@ -140,7 +140,7 @@ def plain_scores(model: PreTrainedModel, sequences: list[Sequence]) -> Scores:
         ids = torch.tensor(sequence.token_ids)
         log_p = (model(ids[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
         of_tokens = torch.nn.functional.pad(log_p[:-1].gather(1, ids[1:, None])[:, 0], (1, 0))
-        (of_tokens.sum() * sequence.advantage).backward()
+        (of_tokens.sum() * sequence.reward).backward()
         logprobs[sequence.index] = of_tokens.detach()
     return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -179,7 +179,7 @@ def trainer_scores(policy: Policy, micro_batches: list[list[Sequence]]) -> Score
     for sequences in micro_batches:
         micro_batch = lay_end_to_end(sequences, {})
         scores = policy(micro_batch)
-        (scores.logprobs * micro_batch.advantages).sum().backward()
+        (scores.logprobs * micro_batch.rewards).sum().backward()
         of_each = scores.logprobs.detach().split(micro_batch.seqlens)
         logprobs |= {sequence.index: part for sequence, part in zip(sequences, of_each, strict=True)}
     gradients = {name: p.grad.full_tensor() for name, p in policy.model.named_parameters() if p.grad is not None}

@@ -15,6 +15,7 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_llama, save_qwen3
 from tests.helpers.parity import SEQUENCES, assert_same_change, dealt, initial, trained
@@ -107,7 +108,7 @@ def _overflowing(path: str) -> Any:
         meshes = build_meshes(world)
         policy = load_policy(model_config(path, compute_dtype="float16"), meshes.model, temperature=1.0)
         mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
-        batch = build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean")
+        batch = completed(build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean"), meshes)
         learner = Learner.start(policy, OptimConfig(name="sgd", lr=1.0), num_updates=40, dtype=torch.float16)
         learner.loss_scale.scale = 2.0**40
         before = [p.to_local().clone() for p in policy.parameters()]

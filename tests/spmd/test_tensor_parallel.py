@@ -18,7 +18,7 @@ from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import build_batch
-from spmdrl.step.logprobs import add_logprobs
+from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_llama, save_model, save_qwen3, save_qwen3_moe
 from tests.helpers.parity import LOSS, assert_same_change, dealt, initial
@@ -83,7 +83,7 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
     learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
-    mini_batches = add_logprobs(policy, reference, batch.mini_batches, meshes.training)
+    mini_batches = completed(batch, meshes, policy, reference).mini_batches
     metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
     return full_weights(policy), {name: metric.value() for name, metric in metrics.items()}
 
@@ -164,7 +164,9 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
             policy = load_policy(model_config(path), meshes.model, temperature=0.8)
             learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=end, dtype=torch.float32)
             mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
-            batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
+            batch = completed(
+                build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean"), meshes
+            )
             checkpoint.restore(folder, {"policy": learner}, meshes.training, step=start)
             for step in range(start + 1, end + 1):
                 update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo import advantage
-from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
+from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten
+from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.config import AdvantageConfig
-from spmdrl.step.score import group_advantages
+from spmdrl.step.advantages import group_advantages
 from tests.helpers import oracle
 
 CASES: list[dict[str, Any]] = [
@@ -208,11 +209,8 @@ def test_the_reward_comes_with_the_last_loss_token() -> None:
 def whiten_in_parts(advantages: Tensor, loss_tokens: Tensor, cuts: list[int]) -> Tensor:
     """What ranks holding advantages[:cut], ... do: add up their moments, then each whitens its own."""
     places = list(itertools.pairwise([0, *cuts, len(advantages)]))
-    parts = [torch.stack(moments(advantages[a:b], loss_tokens[a:b])) for a, b in places]
-    total, squares, count = torch.stack(parts).sum(0).tolist()
-    mean = total / count
-    std = math.sqrt(squares / count - mean * mean)
-    return torch.cat([whiten(advantages[a:b], mean=mean, std=std) for a, b in places])
+    sums = torch.stack([moments(advantages[a:b], loss_tokens[a:b]) for a, b in places]).sum(0)
+    return torch.cat([whiten(advantages[a:b], sums) for a, b in places])
 
 
 @pytest.mark.parametrize("cuts", [[], [3], [0, 1, 11, 12]])

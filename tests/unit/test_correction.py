@@ -19,7 +19,8 @@ from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, m
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
-from spmdrl.learn.mismatch import effective_fraction, exceeded, weigh, worst_of
+from spmdrl.learn.correction import weigh
+from spmdrl.learn.mismatch import effective_fraction, exceeded, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenScores
 from spmdrl.report.samples import worst_token_rows

@@ -24,7 +24,7 @@ from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.rewards.scorer import Scorer
-from spmdrl.step.score import failure_lines, rollout_metrics
+from spmdrl.step.rewards import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -752,8 +752,8 @@ def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: S
     response = Response(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", spans=(Span(0, 1),))
     prompt = Prompt(prompt_id=0, token_ids=(1,), text="", answer=None, task="", metadata={})
     rollout = Rollout(prompt=prompt, sample_index=0, seed=0, response=response)
-    scored = [RewardedRollout(rollout=rollout, outcome=outcome, advantage=0.0) for outcome in outcomes]
+    rewarded = [RewardedRollout(index=0, rollout=rollout, outcome=outcome) for outcome in outcomes]
     num_failed = sum(failure is not None for failure in SURVIVED.values())
-    assert rollout_metrics(scored)["reward/failed_count"] == Total(num_failed)
+    assert rollout_metrics(rewarded)["reward/failed_count"] == Total(num_failed)
     num_timeouts = list(SURVIVED.values()).count("timeout")
-    assert f"step 1: {num_timeouts} of this rank's rewards are 0: timeout" in failure_lines(1, scored)
+    assert f"step 1: {num_timeouts} of this rank's rewards are 0: timeout" in failure_lines(1, rewarded)

@@ -1,4 +1,4 @@
-"""Advantages, choices and losses of scored tokens: the same however a step is cut, and those of the oracle."""
+"""Advantages, choices and losses: the same however a step is cut, and those of the oracle."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenScores
-from spmdrl.step.batch import MiniBatch, build_batch
-from spmdrl.step.credit import assign_credit, choose_tokens
-from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.score import score_groups
-from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
+from spmdrl.step.advantages import add_advantages
+from spmdrl.step.batch import Batch, build_batch, to_sequences
+from spmdrl.step.choice import choose_tokens
+from spmdrl.step.rewards import shape_rewards
+from spmdrl.types import MicroBatch, Prompt, Response, RewardedRollout, RewardOutcome, Rollout, Sequence, Span
 from tests.helpers import oracle
+from tests.helpers.batches import completed
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import COUNT, GROUP_SIZE, SEED, everywhere, groups_config
 from tests.helpers.models import save_llama
@@ -49,14 +50,13 @@ CREDITS: list[dict[str, Any]] = [
     {"advantage": {"estimator": "pass_at_k", "k": 2}, "reward": KL},
     {"advantage": {"estimator": "opo"}, "reward": KL},
 ]
-SCORES: list[dict[str, Any]] = [
+COMPARED: list[dict[str, Any]] = [
     {"advantage": {"estimator": "grpo", "whiten": True}},
     {"advantage": {"estimator": "reinforce_plus_plus_baseline"}},
     {"advantage": {"estimator": "opo", "whiten": True}, "reward": {"overlong_tokens": 20}},
     {"advantage": {"estimator": "pass_at_k", "k": 3}, "reward": {"overlong_tokens": 30, "overlong_penalty": 0.5}},
     {"advantage": {"estimator": "remax"}},
     {"advantage": {"estimator": "remax", "whiten": True}, "reward": {"overlong_tokens": 20}},
-    {"advantage": {"estimator": "reinforce_plus_plus"}},  # rewards still, until tokens are scored
 ]
 GREEDY_TOKENS = 30  # of each group's greedy response
 LOSSES: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def sampled(index: int, length: int, purpose: int) -> Tensor:
     return -3 * uniform(torch.full((length,), mix(index, purpose)), torch.arange(length))
 
 
-def scored(micro_batch: MicroBatch) -> MicroBatch:
+def with_logprobs(micro_batch: MicroBatch) -> MicroBatch:
     names = ("old_logprobs", "ref_logprobs", "values")
     columns = [
         [sampled(i, n, purpose) for i, n in zip(micro_batch.sequence_index, micro_batch.seqlens, strict=True)]
@@ -87,23 +87,22 @@ def every_third(micro_batch: MicroBatch) -> Tensor:
     return on_tokens(third, micro_batch.cu_seqlens, len(micro_batch.token_ids))
 
 
-def with_rejections(micro_batch: MicroBatch) -> MicroBatch:
-    left = torch.where(every_third(micro_batch), 0.0, micro_batch.loss_weights)
-    return micro_batch.with_columns({"loss_weights": left})
+def with_rejections(m: MicroBatch) -> MicroBatch:
+    return m.with_columns({"loss_weights": torch.where(every_third(m), 0.0, m.loss_weights)})
 
 
-def with_absences(micro_batch: MicroBatch) -> MicroBatch:
-    return micro_batch.with_columns({"loss_mask": micro_batch.loss_mask & ~every_third(micro_batch)})
+def with_absences(m: MicroBatch) -> MicroBatch:
+    return m.with_columns({"loss_mask": m.loss_mask & ~every_third(m)})
 
 
 def outcome(sequence: Sequence) -> tuple[Rollout, RewardOutcome]:
-    """The sequence as a rollout, with its advantage for a reward."""
+    """The sequence as a rollout with its reward."""
     prompt_id, sample_index = divmod(sequence.index, GROUP_SIZE)
     prompt = Prompt(prompt_id=prompt_id, token_ids=(5,), text="", answer=None, task="", metadata={})
     n = sum(sequence.loss_mask)
     response = Response(token_ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason="stop", spans=(Span(0, n),))
     rollout = Rollout(prompt=prompt, sample_index=sample_index, seed=0, response=response)
-    return rollout, RewardOutcome(reward=sequence.advantage, parts={})
+    return rollout, RewardOutcome(reward=sequence.reward, parts={})
 
 
 def greedy_outcome(prompt_id: int) -> tuple[Rollout, RewardOutcome]:
@@ -113,56 +112,67 @@ def greedy_outcome(prompt_id: int) -> tuple[Rollout, RewardOutcome]:
         token_ids=(5,) * GREEDY_TOKENS,
         loss_mask=(True,) * GREEDY_TOKENS,
         rollout_logprobs=(-1.0,) * GREEDY_TOKENS,
-        advantage=float(prompt_id),
+        reward=float(prompt_id),
     )
     rollout, reward = outcome(response)
     return dataclasses.replace(rollout, sample_index=GROUP_SIZE, is_baseline=True), reward
 
 
-def _scores() -> list[list[tuple[float, float]]]:
-    """(reward, advantage) of all rollouts in their order, for each of SCORES; groups are dealt like cards."""
+def _compared() -> list[dict[int, tuple[float, float, list[float]]]]:
+    """(reward, advantage, those of its tokens) of all rollouts, for each of COMPARED; groups are dealt like cards."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
+        plan = plan_for(COUNT, world.num_ranks, prompts_per_step=COUNT // GROUP_SIZE)
         mine = [s for s in random_sequences(COUNT) if s.index // GROUP_SIZE % world.num_ranks == world.rank]
         found = []
-        for case in SCORES:
+        for case in COMPARED:
             cfg, outcomes = groups_config(**case), [outcome(sequence) for sequence in mine]
             if cfg.advantage.compares_with_greedy:
                 outcomes += [greedy_outcome(prompt_id) for prompt_id in {s.index // GROUP_SIZE for s in mine}]
-            scored = score_groups(outcomes, cfg, meshes.training)
-            parts = gather_objects(meshes.training, [(s.outcome.reward, s.advantage) for s in scored])
-            groups = [part[first : first + GROUP_SIZE] for part in parts for first in range(0, len(part), GROUP_SIZE)]
-            order = [g for rank in range(world.num_ranks) for g in range(rank, COUNT // GROUP_SIZE, world.num_ranks)]
-            in_order = sorted(zip(order, groups, strict=True))
-            found.append([pair for _, group in in_order for pair in group])
+            rewarded = {r.index: r for r in shape_rewards(reversed(outcomes), index_of, cfg)}
+            assert list(rewarded) == [sequence.index for sequence in mine]
+            sequences = to_sequences(rewarded.values(), meshes.training)
+            batch = add_advantages(build_batch(sequences, plan, meshes, aggregation="token_mean"), cfg, {}, meshes)
+            assert len(batch.advantages) == COUNT, "every rank knows all advantages"
+            of_tokens = everywhere([(m.advantages, m) for m in batch.micro_batches], meshes)
+            rewards = {i: r for part in gather_objects(meshes.training, _rewards(rewarded)) for i, r in part.items()}
+            found.append({i: (rewards[i], batch.advantages[i], of_tokens[i]) for i in range(COUNT)})
         return found
 
 
+def _rewards(rewarded: dict[int, RewardedRollout]) -> dict[int, float]:
+    return {index: one.outcome.reward for index, one in rewarded.items()}
+
+
+def index_of(rollout: Rollout) -> int:
+    return rollout.prompt.prompt_id * GROUP_SIZE + rollout.sample_index
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_scores_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -> None:
+def test_group_advantages_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -> None:
     sequences = random_sequences(COUNT)
     lengths = [sum(sequence.loss_mask) for sequence in sequences]
-    for case, found in zip(SCORES, run_ranks(num_ranks, _scores)[0], strict=True):
+    for case, found in zip(COMPARED, run_ranks(num_ranks, _compared)[0], strict=True):
         cfg = groups_config(**case)
-        rewards = [sequence.advantage for sequence in sequences]
+        rewards = [sequence.reward for sequence in sequences]
         greedy = [float(prompt_id) for prompt_id in range(COUNT // GROUP_SIZE)]
         if first := cfg.reward.overlong_tokens:
             free, height = cfg.rollout.max_response_tokens - first, cfg.reward.overlong_penalty or 1.0
             rewards = [r - height * max(0, n - free) / first for r, n in zip(rewards, lengths, strict=True)]
             greedy = [r - height * max(0, GREEDY_TOKENS - free) / first for r in greedy]
-        advantages = rewards
-        if cfg.advantage.estimator != "reinforce_plus_plus":
-            groups = [slice(i, i + GROUP_SIZE) for i in range(0, COUNT, GROUP_SIZE)]
-            name, settings = cfg.advantage.estimator, cfg.advantage.settings
-            rows = [
-                oracle.group_advantages(rewards[g], name, lengths=lengths[g], greedy=baseline, **settings)
-                for g, baseline in zip(groups, greedy, strict=True)
-            ]
-            advantages = [advantage for row in rows for advantage in row]
-            if cfg.advantage.whitens:
-                advantages = oracle.whiten(advantages, lengths, 1e-6)
-        assert [pair[0] for pair in found] == pytest.approx(rewards, abs=1e-9)
-        assert [pair[1] for pair in found] == pytest.approx(advantages, abs=1e-9)
+        groups = [slice(i, i + GROUP_SIZE) for i in range(0, COUNT, GROUP_SIZE)]
+        name, settings = cfg.advantage.estimator, cfg.advantage.settings
+        rows = [
+            oracle.group_advantages(rewards[g], name, lengths=lengths[g], greedy=baseline, **settings)
+            for g, baseline in zip(groups, greedy, strict=True)
+        ]
+        advantages = [advantage for row in rows for advantage in row]
+        if cfg.advantage.whitens:
+            advantages = oracle.whiten(advantages, lengths, 1e-6)
+        for index, (reward, advantage, of_tokens) in found.items():
+            assert reward == pytest.approx(rewards[index], abs=1e-9)
+            assert advantage == pytest.approx(advantages[index], abs=1e-9)
+            assert of_tokens == pytest.approx([advantage] * lengths[index], rel=1e-6)
 
 
 def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
@@ -179,38 +189,36 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
         )
         mine = [sequence for sequence in random_sequences(COUNT) if sequence.index % world.num_ranks == world.rank]
         batch = build_batch(mine, plan, meshes, aggregation="sequence_mean_token_mean")
-        mini_batches: list[MiniBatch] = [
-            [scored(micro_batch) for micro_batch in mini_batch] for mini_batch in batch.mini_batches
-        ]
+        batch = batch.with_micro_batches(map(with_logprobs, batch.micro_batches))
+        nothing = Batch([[], []], {})
         credits, choices, gradients = [], [], []
         for case in CREDITS:
-            assert assign_credit([[], []], groups_config(**case), {}, meshes) == ([[], []], {})  # a step without groups
-            credited, _ = assign_credit(mini_batches, groups_config(**case), {}, meshes)
-            credits.append(everywhere([(p.advantages, p) for mini_batch in credited for p in mini_batch], meshes))
+            assert add_advantages(nothing, groups_config(**case), {}, meshes) == nothing, "a step without groups"
+            credited = add_advantages(batch, groups_config(**case), {}, meshes)
+            credits.append(everywhere([(m.advantages, m) for m in credited.micro_batches], meshes))
+            means = {index: statistics.fmean(values) for index, values in credits[-1].items()}
+            assert credited.advantages == pytest.approx(means, rel=1e-5, abs=1e-6)
+        batch = completed(batch, meshes)
         for case in LOSSES:
             cfg = groups_config(loss=case).loss
-            chosen = choose_tokens(mini_batches, cfg, meshes.data, seed=SEED)
+            chosen = choose_tokens(batch, cfg, meshes, seed=SEED).micro_batches
             rejected, absent = (
-                choose_tokens([[leave(p) for p in m] for m in mini_batches], cfg, meshes.data, seed=SEED)
+                choose_tokens(batch.with_micro_batches(map(leave, batch.micro_batches)), cfg, meshes, seed=SEED)
                 for leave in (with_rejections, with_absences)
             )
             assert all(
-                p.chosen is other.chosen is None or torch.equal(p.chosen, other.chosen)
-                for mini_batch, others in zip(rejected, absent, strict=True)
-                for p, other in zip(mini_batch, others, strict=True)
+                m.chosen is other.chosen is None or torch.equal(m.chosen, other.chosen)
+                for m, other in zip(rejected.micro_batches, absent.micro_batches, strict=True)
             ), "what is rejected takes part in the choice"
-            micro_batches = [micro_batch for mini_batch in chosen for micro_batch in mini_batch]
-            none = [torch.zeros_like(m.loss_mask) if m.chosen is None else m.chosen for m in micro_batches]
-            choices.append(everywhere(list(zip(none, micro_batches, strict=True)), meshes))
-            objective = PolicyObjective(cfg)
-            gradients.append(everywhere([(gradient(m, objective), m) for m in micro_batches], meshes))
+            none = [torch.zeros_like(m.loss_mask) if m.chosen is None else m.chosen for m in chosen]
+            choices.append(everywhere(list(zip(none, chosen, strict=True)), meshes))
+            gradients.append(everywhere([(gradient(m, PolicyObjective(cfg)), m) for m in chosen], meshes))
         return credits, choices, gradients
 
 
-def gradient(micro_batch: MicroBatch, objective: PolicyObjective) -> Tensor:
-    lengths = zip(micro_batch.sequence_index, micro_batch.seqlens, strict=True)
-    now = torch.cat([sampled(i, n, 3) for i, n in lengths]).requires_grad_()
-    loss = objective(TokenScores(now, torch.zeros_like(now)), micro_batch).loss_sum
+def gradient(m: MicroBatch, objective: PolicyObjective) -> Tensor:
+    now = torch.cat([sampled(i, n, 3) for i, n in zip(m.sequence_index, m.seqlens, strict=True)]).requires_grad_()
+    loss = objective(TokenScores(now, torch.zeros_like(now)), m).loss_sum
     return torch.autograd.grad(loss, now)[0]
 
 
@@ -241,13 +249,13 @@ def credited_by_hand(cfg: Config) -> dict[int, list[float]]:
     advantages: list[list[float]] = []
     if cfg.advantage.estimator in ("reinforce_plus_plus", "gae"):
         for sequence, penalty in zip(sequences, penalties, strict=True):
-            rewards = [*penalty[:-1], penalty[-1] + sequence.advantage]
+            rewards = [*penalty[:-1], penalty[-1] + sequence.reward]
             if cfg.has_critic:
                 advantages.append(oracle.gae(rewards, tokens(sequence, 2), *cfg.advantage.settings.values()))
             else:
                 advantages.append(oracle.returns(rewards, cfg.advantage.settings["discount"]))
     else:
-        totals = [s.advantage + math.fsum(penalty) for s, penalty in zip(sequences, penalties, strict=True)]
+        totals = [s.reward + math.fsum(penalty) for s, penalty in zip(sequences, penalties, strict=True)]
         for first in range(0, COUNT, GROUP_SIZE):
             group = slice(first, first + GROUP_SIZE)
             lengths = [len(penalty) for penalty in penalties[group]]
@@ -262,7 +270,7 @@ def credited_by_hand(cfg: Config) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("number", range(len(CREDITS)), ids=[str(case) for case in CREDITS])
-def test_credit_is_that_of_the_oracle_on_any_ranks(found: Any, number: int) -> None:
+def test_token_and_penalised_advantages_are_those_of_the_oracle_on_any_ranks(found: Any, number: int) -> None:
     expected = credited_by_hand(groups_config(**CREDITS[number]))
     for credits, _, _ in found:
         assert_same(expected, credits[number])
@@ -283,7 +291,7 @@ def test_kl_cov_chooses_the_greatest_covariances_of_each_mini_batch(found: Any) 
     sequences = random_sequences(COUNT)
     for half in (sequences[: COUNT // 2], sequences[COUNT // 2 :]):
         logprobs = [tokens(sequence, 0) for sequence in half]
-        pairs = [(o, sequence.advantage) for sequence, old in zip(half, logprobs, strict=True) for o in old]
+        pairs = [(o, sequence.reward) for sequence, old in zip(half, logprobs, strict=True) for o in old]
         means = [statistics.fmean(column) for column in zip(*pairs, strict=True)]
         covariances = [(o - means[0]) * (a - means[1]) for o, a in pairs]
         expected = oracle.chosen(covariances, len(pairs) // 10)
@@ -306,7 +314,7 @@ def _stopped(path: str, folder: str) -> Any:
             learner = Learner.start(
                 policy, OptimConfig(name="sgd", lr=1.0), num_updates=2, dtype=torch.float32, coefficients=start
             )
-            prepared = add_logprobs(policy, None, batch.mini_batches, meshes.training)[:kept]
+            prepared = completed(batch, meshes, policy).mini_batches[:kept]
             metrics = update(
                 learner, prepared, objective, meshes, step=1, guard=Guard(mesh=meshes.training, stop_kl_nats=stop)
             )
