@@ -14,7 +14,7 @@ from spmdrl.config import Config, Section, SftConfig
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Generated from spmdrl/config/__init__.py by `make docs`; a test compares the two. -->
+<!-- Generated from the tables in spmdrl/config/ by `make docs`; a test compares the two. -->
 
 A run is described by one TOML file. `section.key=value` after it on the command line overrides a setting; the value is
 read as TOML, and as text when it is not TOML:

@@ -1,0 +1,181 @@
+"""Tables about the algorithm: advantages and the policy loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from spmdrl.algo.advantage import ESTIMATORS
+from spmdrl.algo.formula import LossKind
+from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.config.base import Count, Fraction, NonNegative, Positive, Section, refuse_settings_of_others, with_defaults
+
+
+class AdvantageConfig(Section):
+    estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
+    ] = "grpo"
+    """What a reward is compared with: see `docs/algorithms.md`. For `remax` one more response a prompt is sampled,
+    greedily."""
+    divide_by_std: bool | None = None
+    """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
+    discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """`reinforce_plus_plus` and `gae` only: of a later token's reward, for each token in between. Unset: 1."""
+    gae_lambda: Fraction | None = None
+    """`gae` only: 1 trusts what was rewarded, 0 what the critic expects one token later. Unset: 0.95."""
+    k: Count | None = None
+    """`pass_at_k` only: how many rollouts may try, fewer than `rollout.group_size`. Unset: 4."""
+    whiten: bool | None = None
+    """Subtract the mean over the whole step and divide by its deviation, a rollout counting once per response token.
+    Unset: as the estimator's source does, which is for `gae` and the two `reinforce_plus_plus`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the estimator's function."""
+        return with_defaults(self, ESTIMATORS[self.estimator].settings)
+
+    @property
+    def compares_with_greedy(self) -> bool:
+        """Whether each prompt group has a greedy response besides, which is not trained on."""
+        return "greedy_rewards" in ESTIMATORS[self.estimator].needs
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened over the global batch."""
+        return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_estimator(self) -> AdvantageConfig:
+        known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
+        refuse_settings_of_others(self, known, ESTIMATORS[self.estimator].settings, f'estimator = "{self.estimator}"')
+        return self
+
+
+class LossConfig(Section):
+    kind: str = "ppo"
+    """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
+    `package.module:function`, see `docs/losses.md`."""
+    clip_low: NonNegative | None = None
+    """How far the ratio may fall: to 1 - clip_low, or by clip_low nats under `gmpo`. Unset: what `kind` has by
+    default, as of all settings that belong to one."""
+    clip_high: NonNegative | None = None
+    """How far the ratio may rise: to 1 + clip_high, or by clip_high nats under `gmpo`."""
+    dual_clip: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
+    """`ppo` only: for negative advantages the loss is bounded by this times -advantage."""
+    tau_positive: Positive | None = None
+    """`sapo` only: how fast the gate closes for positive advantages."""
+    tau_negative: Positive | None = None
+    """`sapo` only: how fast it closes for the others."""
+    cov_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """`clip_cov` and `kl_cov` only: share of the mini-batch's tokens that are treated apart, at least one."""
+    cov_low: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`clip_cov` only: the covariance above which tokens may be left out."""
+    cov_high: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`clip_cov` only: the covariance below which they may."""
+    cov_kl_coef: Positive | None = None
+    """`kl_cov` only: weight of the divergence from the policy that sampled, at those tokens."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for a function named by `package.module:function`."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """What the per-token losses are divided by, always over the global batch: see `docs/losses.md`."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model in the loss; above 0 the reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence. k1 has no expected gradient on-policy and also needs `allow_k1_loss`."""
+    allow_k1_loss: bool = False
+    """Use k1 as a loss although its expected on-policy gradient is zero."""
+    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Weight of the entropy bonus; above 0 favours entropy."""
+    entropy_target_nats: Positive | None = None
+    """Raise `entropy_coef` after each step whose mean entropy was below this, and lower it, not below 0, after the
+    others. Unset: it is fixed."""
+    entropy_coef_change: Positive | None = None
+    """`entropy_target_nats` only: by how much. Unset: 0.005."""
+    updates_per_step: Count = 1
+    """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
+    stop_kl_nats: Positive | None = None
+    """`updates_per_step` above 1 only: leave out the rest of a step's updates once the mean k3 estimate of KL(policy
+    that sampled || policy) over a mini-batch is above this. Unset: none is left out."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the loss function."""
+        return dict(self.params) if self.formula is None else with_defaults(self, self.formula.settings)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How tokens are chosen over the whole mini-batch; empty when they are not."""
+        return {} if self.formula is None else with_defaults(self, self.formula.choice)
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return ":" in self.kind
+
+    @property
+    def formula(self) -> LossKind | None:
+        """What is known of the loss; nothing when it is the user's."""
+        return None if self.is_users else POLICY_LOSSES[self.kind]
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_kind(self) -> LossConfig:
+        if self.kind not in POLICY_LOSSES and not self.is_users:
+            known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
+            raise ValueError(f'kind = "{self.kind}" is not known; use one of {known} or "package.module:function"')
+        settings = {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
+        used = ["params"] if self.formula is None else [*self.formula.settings, *self.formula.choice]
+        refuse_settings_of_others(self, settings | {"params"}, used, f'kind = "{self.kind}"')
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_drift_to_look_at(self) -> LossConfig:
+        if self.updates_per_step > 1:
+            return self
+        never = "the policy has not moved before a step's only update"
+        if self.stop_kl_nats is not None:
+            raise ValueError(f"stop_kl_nats has no meaning with updates_per_step = 1: {never}; remove it")
+        if self.formula is not None and self.formula.off_policy_only:
+            raise ValueError(
+                f'kind = "{self.kind}" has nothing to hold back with updates_per_step = 1: {never}; raise '
+                "updates_per_step or use another kind"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _entropy_has_a_target_to_follow(self) -> LossConfig:
+        if self.entropy_coef_change is not None and self.entropy_target_nats is None:
+            raise ValueError("entropy_coef_change has no meaning without entropy_target_nats; set both or remove it")
+        if self.entropy_target_nats is not None and self.entropy_coef < 0:
+            raise ValueError(
+                f"entropy_coef = {self.entropy_coef} lowers the entropy and entropy_target_nats raises it; set "
+                "entropy_coef to 0 or more, where the coefficient starts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _covariances_have_room(self) -> LossConfig:
+        if self.kind == "clip_cov" and self.choice["cov_low"] >= self.choice["cov_high"]:
+            raise ValueError(
+                f"cov_low = {self.choice['cov_low']:g} leaves no covariance below cov_high = "
+                f"{self.choice['cov_high']:g}; set it lower"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _k1_is_asked_for_by_name(self) -> LossConfig:
+        if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.allow_k1_loss:
+            raise ValueError(
+                'kl_estimator = "k1" has zero expected gradient on-policy, so as a loss it only adds noise; '
+                'set kl_estimator = "k3" (or "k2"), or allow_k1_loss = true if that is what you want'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dual_clip_is_beyond_the_clip(self) -> LossConfig:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.settings["clip_high"]:
+            raise ValueError(
+                f"dual_clip = {self.dual_clip} is not above 1 + clip_high = {1 + self.settings['clip_high']:g}, so it "
+                "would undo the clip; set it higher (3 is usual)"
+            )
+        return self

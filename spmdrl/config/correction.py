@@ -1,0 +1,106 @@
+"""Tables about the mismatch between trainer and engine: how it is corrected, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from spmdrl.config.base import Fraction, NonNegative, Positive, Section, refuse_settings_of_others
+
+
+class CorrectionConfig(Section):
+    kind: Literal["none", "tis", "icepop", "mis"] = "none"
+    """Weigh the policy loss by exp(o - b), bounded, where trainer and engine disagree: `tis` truncates the weight,
+    `icepop` drops tokens whose weight is out of bounds, `mis` does what `mode` says. See `docs/agreement.md`."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose weight it is: the token's, the whole response's, or the geometric mean of its tokens'."""
+    mode: Literal["truncate", "clip", "mask"] | None = None
+    """`mis` only, and required there: weights beyond the bounds become the upper bound (`truncate`), the nearer bound
+    (`clip`), or 0 (`mask`)."""
+    low: Positive | None = None
+    """Lower bound of the weight, where there is one. Unset: 0.5."""
+    high: Positive | None = None
+    """Upper bound of the weight. Unset: 2, and 5 for `icepop`."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the global batch; takes a pass for the old log-probabilities."""
+    reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave out what has a weight of that level beyond `reject_low` and `reject_high`, as if it had not been sampled;
+    takes a pass for the old log-probabilities."""
+    reject_low: Positive | None = None
+    """Unset: 0.5."""
+    reject_high: Positive | None = None
+    """Unset: 2."""
+    veto_below: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Leave out a rollout when the trainer gives one of its tokens less than this times the engine's probability (1e-4
+    is usual); takes a pass for the old log-probabilities."""
+    opsm_delta_nats: NonNegative | None = None
+    """Off-policy sequence masking: drop rollouts of negative advantage whose mean b - n is above this."""
+    old: Literal["trainer", "rollout"] = "trainer"
+    """Where the ratio's old log-probabilities are from. `rollout` takes the engine's for them, which saves the pass
+    that would compute them; for engines that agree with the trainer."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_weights(self) -> CorrectionConfig:
+        def refuse(names: Sequence[str], what: str) -> None:
+            refuse_settings_of_others(self, names, (), what)
+
+        if self.kind == "none":
+            refuse(("level", "mode", "low", "high", "batch_normalize"), 'kind = "none", which weighs nothing')
+        if self.kind == "mis" and self.mode is None:
+            raise ValueError('kind = "mis" needs a mode; set it to "truncate", "clip" or "mask"')
+        if self.kind != "mis":
+            refuse(("mode",), f'kind = "{self.kind}", which has one of its own')
+        if self.kind == "icepop":
+            refuse(("level",), 'kind = "icepop", which weighs tokens: set kind = "mis" with mode = "mask" instead')
+        if self.kind == "tis" or self.mode == "truncate":
+            refuse(("low",), "weights that are truncated, which have no lower bound")
+        if self.reject == "none":
+            refuse(("reject_low", "reject_high"), 'reject = "none"')
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_hold_one(self) -> CorrectionConfig:
+        for name in ("low", "high", "reject_low", "reject_high"):
+            bound = getattr(self, name)
+            if bound is not None and (bound > 1 if name.endswith("low") else bound < 1):
+                side = "1 or less" if name.endswith("low") else "1 or more"
+                raise ValueError(
+                    f"{name} = {bound:g} is beyond 1, the weight where engine and trainer agree, so it would bind "
+                    f"everywhere; set it to {side}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_a_mismatch_to_correct(self) -> CorrectionConfig:
+        corrects = {"kind": self.kind != "none", "reject": self.reject != "none", "veto_below": bool(self.veto_below)}
+        if self.old == "rollout" and any(corrects.values()):
+            name = next(name for name, is_set in corrects.items() if is_set)
+            raise ValueError(
+                f'old = "rollout" takes what the engine says for what the trainer says, so there is no mismatch left '
+                f'for {name} to correct; remove {name}, or set old = "trainer"'
+            )
+        return self
+
+
+class MismatchLimits(Section):
+    mean_abs_nats: Positive | None = None
+    """Highest mean of |o - b| over the loss tokens."""
+    max_abs_nats: Positive | None = None
+    """Highest |o - b| of any token."""
+    k3_nats: Positive | None = None
+    """Highest estimate of KL(engine || trainer)."""
+    beyond_fraction: Fraction | None = None
+    """Highest share of tokens with |o - b| above `mismatch.threshold_nats`."""
+    effective_fraction: Fraction | None = None
+    """Lowest effective sample size, as a share of the tokens."""
+
+
+class MismatchConfig(Section):
+    threshold_nats: Positive = 0.1
+    """Tokens with |o - b| above this are counted in `mismatch/beyond_fraction`."""
+    warn: MismatchLimits = MismatchLimits()
+    """Say so when a step is beyond one of these."""
+    stop: MismatchLimits = MismatchLimits()
+    """End the run, before weights change, when an update is beyond one of these."""

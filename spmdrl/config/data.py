@@ -1,0 +1,102 @@
+"""Tables about prompts, the held-out ones among them, and how sequences are packed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from spmdrl.config.base import Count, NonNegative, Positive, Section
+
+
+class FileData(Section):
+    kind: Literal["jsonl", "parquet"]
+    """File format."""
+    path: str
+    """The file; relative paths are relative to the working directory."""
+    prompt_column: str = "prompt"
+    """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
+    answer_column: str = "answer"
+    """The reference answer that rewards compare with; "" when the data has none."""
+    response_column: str | None = None
+    """The response to imitate, for supervised fine-tuning."""
+    task: str = "default"
+    """Name of this source in per-task metrics."""
+    weight: Positive = 1.0
+    """Share of prompts drawn from this source, relative to the other sources."""
+
+
+class ReasoningGymData(Section):
+    kind: Literal["reasoning_gym"]
+    """Procedurally generated tasks of the reasoning-gym package."""
+    task: str
+    """Name of the reasoning-gym data set, such as `chain_sum`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of that data set, such as `{ min_terms = 2, max_terms = 3 }`."""
+    prompt_template: str = "{question}"
+    """The prompt; `{question}` and every key of the item's metadata can be used, e.g. `{metadata[word]}`."""
+    weight: Positive = 1.0
+    """Share of prompts drawn from this source, relative to the other sources."""
+
+
+DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Where training prompts come from."""
+    system_prompt: str | None = None
+    """Put before string prompts; needs a tokenizer with a chat template."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is."""
+    max_prompt_tokens: Count
+    """Longer prompts are an error that names the row, or are dropped and counted: see `overlong`."""
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with a prompt longer than `max_prompt_tokens`."""
+
+
+class HeldOutConfig(Section):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Where held-out prompts come from. Those chosen are the same for every seed, and are never trained on."""
+    num_prompts: Count
+    """Held-out prompts, over all sources."""
+
+
+class EvalConfig(HeldOutConfig):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate after every so many steps; always before the first and after the last. 0: only then."""
+    samples_per_prompt: Count = 1
+    """Responses a prompt; accuracy is their mean."""
+    temperature: NonNegative = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
+    max_response_tokens: Count | None = None
+    """Unset: `rollout.max_response_tokens`."""
+
+
+class PairsConfig(Section):
+    sequences_per_step: Count
+    """(prompt, response) pairs behind one optimizer step, over all ranks."""
+    max_response_tokens: Count
+    """Longer responses are an error that names the row."""
+
+
+class PackConfig(Section):
+    max_tokens_per_micro_batch: Count | None = None
+    """Token budget of one forward pass, never exceeded. With `parallel.cp` that of the ranks that share it: each
+    computes 1/cp of it."""
+    sequences_per_micro_batch: Count | None = None
+    """Static mode: this many sequences a micro-batch, whatever their length."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What ranks and micro-batches get alike: tokens, or the FLOPs of sequences, with attention's that grow by the
+    square of their length. See `docs/packing.md`."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> PackConfig:
+        if (self.max_tokens_per_micro_batch is None) == (self.sequences_per_micro_batch is None):
+            raise ValueError(
+                "set one of max_tokens_per_micro_batch and sequences_per_micro_batch, and not both; on the command "
+                "line the whole table can be replaced: 'pack={ sequences_per_micro_batch = 4 }'"
+            )
+        return self

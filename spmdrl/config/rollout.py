@@ -1,0 +1,152 @@
+"""Tables about sampling: the engine, its weights, and the memory it shares with the trainer."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from spmdrl.config.base import Count, Fraction, Positive, Section
+
+
+class RolloutConfig(Section):
+    engine: Literal["torch", "sglang"] = "torch"
+    """`torch` is the embedded continuous-batching engine; it runs wherever torch does. `sglang` is SGLang, started by
+    the ranks on their own devices; `make setup-sglang` installs it."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: every rank trains and holds an engine, in turns. `disaggregated`: the last `num_ranks` ranks hold
+    engines and the others train, at the same time. See `docs/disaggregated.md`."""
+    num_ranks: Count | None = None
+    """`disaggregated` only, and required there: ranks that hold engines."""
+    prompts_per_step: Count
+    """Prompts drawn each step, over all ranks."""
+    group_size: Count
+    """Rollouts per prompt. Estimators that compare a group's rewards with each other need 2 or more: see
+    `advantage.estimator`."""
+    max_response_tokens: Count
+    """Sampling stops there with finish reason `length`."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
+    max_running: Count = 256
+    """Sequences decoded together by one engine."""
+    tp_size: Count = 1
+    """Ranks that share one SGLang engine, each with a part of its weights."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
+    """Weights and KV cache of an SGLang engine, as a share of the device memory that is free when it starts. The
+    `torch` engine takes what it needs."""
+    max_kv_tokens: Count | None = None
+    """Tokens that an SGLang engine's KV cache holds. Unset: what `memory_fraction` leaves room for on a GPU, and on a
+    CPU `max_running` sequences of the greatest length."""
+    chunked_prefill_tokens: Count | None = None
+    """An SGLang engine cuts longer prompts into chunks of so many tokens. Unset: its own choice."""
+    attention_backend: str | None = None
+    """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
+    cuda_graphs: bool = True
+    """Whether an SGLang engine captures its decode steps."""
+    restart_engine: bool = False
+    """Start an SGLang engine that has died again, give it the weights, and repeat what it was working on. Otherwise its
+    death ends the run."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
+
+    dynamic_sampling: bool = False
+    """Drop prompt groups whose rewards are all equal, which teach nothing, and draw others in their place."""
+    max_draw_ratio: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 4.0
+    """`dynamic_sampling` only: at most this times `prompts_per_step` groups are drawn in a step. A step that has not
+    found enough by then trains on those it has, and says so."""
+    oversample_fraction: Fraction = 0.0
+    """Open up to this fraction more prompt groups than a step wants; it ends as soon as it has enough, without waiting
+    for the slowest. What is not finished then is thrown away, or goes on in the next step: see `partial`."""
+    partial: bool = False
+    """`oversample_fraction` only: rollouts that a step has not finished go on in the next from the tokens they have."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """`disaggregated` and `partial` only: steps, at most, between the weights that sampled a token and those that are
+    updated with it. `disaggregated` engines may be so many steps ahead; with 0 the two sides wait for each other.
+    Under `partial`, a group with older tokens is sampled again from its prompt."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_engine(self) -> RolloutConfig:
+        for setting in _SGLANG_SETTINGS:
+            if self.engine == "torch" and getattr(self, setting) != type(self).model_fields[setting].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f'{setting} has no meaning for engine = "torch"; remove it')
+        return self
+
+    @model_validator(mode="after")
+    def _settings_belong_together(self) -> RolloutConfig:
+        def is_set(name: str) -> bool:
+            return getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
+
+        if is_set("max_draw_ratio") and not self.dynamic_sampling:
+            raise ValueError("max_draw_ratio has no meaning without dynamic_sampling = true; set both or remove it")
+        if self.partial and not self.oversample_fraction:
+            raise ValueError(
+                "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
+                "step; set oversample_fraction above 0 or remove partial"
+            )
+        if is_set("max_staleness") and not self.partial and self.placement == "colocated":
+            raise ValueError(
+                'max_staleness has no meaning without partial = true or placement = "disaggregated"; set one of them '
+                "or remove it"
+            )
+        if (self.num_ranks is not None) != (self.placement == "disaggregated"):
+            raise ValueError(
+                f'placement = "{self.placement}" with num_ranks {self.num_ranks or "not set"}: num_ranks is the number '
+                'of ranks that hold engines when placement = "disaggregated"; set both or neither'
+            )
+        if self.restart_engine and self.placement == "disaggregated":
+            raise ValueError(
+                'restart_engine = true needs placement = "colocated": disaggregated engines get their weights only '
+                "between steps, so that the death of one ends the run; remove it"
+            )
+        if self.num_ranks is not None and self.num_ranks % self.tp_size:
+            raise ValueError(
+                f"num_ranks = {self.num_ranks} cannot be cut into engines of tp_size = {self.tp_size}; set num_ranks "
+                f"to {math.ceil(self.num_ranks / self.tp_size) * self.tp_size}"
+            )
+        if self.dynamic_sampling and self.max_draw_ratio < 1 + self.oversample_fraction:
+            raise ValueError(
+                f"max_draw_ratio = {self.max_draw_ratio:g} does not allow the {1 + self.oversample_fraction:g} times "
+                "prompts_per_step groups that oversample_fraction opens; raise it"
+            )
+        return self
+
+
+_SGLANG_SETTINGS = (
+    "tp_size",
+    "memory_fraction",
+    "max_kv_tokens",
+    "chunked_prefill_tokens",
+    "attention_backend",
+    "cuda_graphs",
+    "restart_engine",
+    "sglang",
+)
+
+
+class RefitConfig(Section):
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
+    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
+    """How SGLang's processes get at the buckets: `cuda_ipc` leaves them on the device, `shared_memory` takes them
+    through the host. `auto` is `cuda_ipc` where that works, and says so where it does not. `disaggregated` engines are
+    sent the buckets instead, by NCCL, or by gloo on a CPU."""
+    verify: Literal["every", "first"] | Count = "every"
+    """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
+    launch, or every so many. A difference stops the run and names the tensors."""
+    probe_prompts: Annotated[int, Field(ge=0)] = 2
+    """Each engine also answers so many prompts, the same in every step, and the trainer scores the answers with the
+    same weights: `refit/probe_...` is the mismatch that is left when nothing is stale."""
+
+
+class OffloadConfig(Section):
+    trainer: Literal["none", "optimizer", "all"] = "none"
+    """What the trainer moves to pinned host memory while the engine samples: nothing, the optimizer's state, or that
+    and the weights and gradients. See `docs/memory.md`."""
+    engine: Annotated[tuple[Literal["kv_cache", "weights", "cuda_graph"], ...], Field(strict=False)] = ("kv_cache",)
+    """What the engine gives back while the trainer works. Weights come back by a refit; the `torch` engine has no
+    CUDA graphs."""
