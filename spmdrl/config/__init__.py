@@ -3,8 +3,9 @@
 The attribute docstrings of the tables are the configuration reference: `docs/configuration.md` is generated from them.
 """
 
+from spmdrl.config import rules  # noqa: F401 (rules hold once they are imported)
 from spmdrl.config.algorithm import AdvantageConfig, LossConfig
-from spmdrl.config.base import Section, SectionT
+from spmdrl.config.base import MissingSetting, Section, SectionT, run_rules
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig, MismatchLimits
 from spmdrl.config.data import (
     DataConfig,
@@ -16,8 +17,9 @@ from spmdrl.config.data import (
     ReasoningGymData,
 )
 from spmdrl.config.model import ModelConfig, ParallelConfig
+from spmdrl.config.on_policy import EXACT_BACKENDS
 from spmdrl.config.optim import CriticConfig, OptimConfig
-from spmdrl.config.read import read_config, read_run_config
+from spmdrl.config.read import Draft, read_config, read_draft, read_run_config
 from spmdrl.config.rewards import (
     CodeReward,
     ExactReward,
@@ -38,7 +40,7 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
-from spmdrl.config.whole import EXACT_BACKENDS, Config, SftConfig
+from spmdrl.config.whole import Config, SftConfig
 
 __all__ = [
     "EXACT_BACKENDS",
@@ -50,6 +52,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DebugConfig",
+    "Draft",
     "EvalConfig",
     "ExactReward",
     "ExportConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "MathReward",
     "MismatchConfig",
     "MismatchLimits",
+    "MissingSetting",
     "ModelConfig",
     "OffloadConfig",
     "OptimConfig",
@@ -81,5 +85,7 @@ __all__ = [
     "SftConfig",
     "WatchdogConfig",
     "read_config",
+    "read_draft",
     "read_run_config",
+    "run_rules",
 ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 
 from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.algo.formula import LossKind
 from spmdrl.algo.policy_losses import POLICY_LOSSES
-from spmdrl.config.base import Count, Fraction, NonNegative, Positive, Section, refuse_settings_of_others, with_defaults
+from spmdrl.config.base import Count, Fraction, NonNegative, Positive, Section, idle_settings, rule, with_defaults
 
 
 class AdvantageConfig(Section):
@@ -45,15 +46,23 @@ class AdvantageConfig(Section):
         """Whether advantages are whitened over the global batch."""
         return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
 
-    @model_validator(mode="after")
-    def _settings_belong_to_the_estimator(self) -> AdvantageConfig:
-        known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
-        refuse_settings_of_others(self, known, ESTIMATORS[self.estimator].settings, f'estimator = "{self.estimator}"')
-        return self
+
+@rule(AdvantageConfig)
+def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str]:
+    known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
+    others = sorted(known - set(ESTIMATORS[advantage.estimator].settings))
+    yield from idle_settings(advantage, others, f'estimator = "{advantage.estimator}"')
+
+
+def _known_loss(kind: str) -> str:
+    if kind not in POLICY_LOSSES and ":" not in kind:
+        known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
+        raise ValueError(f'is not known; use one of {known} or "package.module:function"')
+    return kind
 
 
 class LossConfig(Section):
-    kind: str = "ppo"
+    kind: Annotated[str, AfterValidator(_known_loss)] = "ppo"
     """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
     `package.module:function`, see `docs/losses.md`."""
     clip_low: NonNegative | None = None
@@ -118,64 +127,70 @@ class LossConfig(Section):
         """What is known of the loss; nothing when it is the user's."""
         return None if self.is_users else POLICY_LOSSES[self.kind]
 
-    @model_validator(mode="after")
-    def _settings_belong_to_the_kind(self) -> LossConfig:
-        if self.kind not in POLICY_LOSSES and not self.is_users:
-            known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
-            raise ValueError(f'kind = "{self.kind}" is not known; use one of {known} or "package.module:function"')
-        settings = {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
-        used = ["params"] if self.formula is None else [*self.formula.settings, *self.formula.choice]
-        refuse_settings_of_others(self, settings | {"params"}, used, f'kind = "{self.kind}"')
-        return self
 
-    @model_validator(mode="after")
-    def _there_is_drift_to_look_at(self) -> LossConfig:
-        if self.updates_per_step > 1:
-            return self
-        never = "the policy has not moved before a step's only update"
-        if self.stop_kl_nats is not None:
-            raise ValueError(f"stop_kl_nats has no meaning with updates_per_step = 1: {never}; remove it")
-        if self.formula is not None and self.formula.off_policy_only:
-            raise ValueError(
-                f'kind = "{self.kind}" has nothing to hold back with updates_per_step = 1: {never}; raise '
-                "updates_per_step or use another kind"
-            )
-        return self
+@rule(LossConfig)
+def settings_belong_to_the_loss(loss: LossConfig) -> Iterator[str]:
+    known = {"params"} | {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
+    used = ["params"] if loss.formula is None else [*loss.formula.settings, *loss.formula.choice]
+    yield from idle_settings(loss, sorted(known - set(used)), f'kind = "{loss.kind}"')
 
-    @model_validator(mode="after")
-    def _entropy_has_a_target_to_follow(self) -> LossConfig:
-        if self.entropy_coef_change is not None and self.entropy_target_nats is None:
-            raise ValueError("entropy_coef_change has no meaning without entropy_target_nats; set both or remove it")
-        if self.entropy_target_nats is not None and self.entropy_coef < 0:
-            raise ValueError(
-                f"entropy_coef = {self.entropy_coef} lowers the entropy and entropy_target_nats raises it; set "
-                "entropy_coef to 0 or more, where the coefficient starts"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _covariances_have_room(self) -> LossConfig:
-        if self.kind == "clip_cov" and self.choice["cov_low"] >= self.choice["cov_high"]:
-            raise ValueError(
-                f"cov_low = {self.choice['cov_low']:g} leaves no covariance below cov_high = "
-                f"{self.choice['cov_high']:g}; set it lower"
-            )
-        return self
+_NO_DRIFT = "the policy has not moved before a step's only update"
 
-    @model_validator(mode="after")
-    def _k1_is_asked_for_by_name(self) -> LossConfig:
-        if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.allow_k1_loss:
-            raise ValueError(
-                'kl_estimator = "k1" has zero expected gradient on-policy, so as a loss it only adds noise; '
-                'set kl_estimator = "k3" (or "k2"), or allow_k1_loss = true if that is what you want'
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _dual_clip_is_beyond_the_clip(self) -> LossConfig:
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.settings["clip_high"]:
-            raise ValueError(
-                f"dual_clip = {self.dual_clip} is not above 1 + clip_high = {1 + self.settings['clip_high']:g}, so it "
-                "would undo the clip; set it higher (3 is usual)"
-            )
-        return self
+@rule(LossConfig)
+def stop_kl_needs_several_updates(loss: LossConfig) -> Iterator[str]:
+    if loss.stop_kl_nats is not None and loss.updates_per_step == 1:
+        yield f"stop_kl_nats has no meaning with updates_per_step = 1: {_NO_DRIFT}; remove it"
+
+
+@rule(LossConfig)
+def off_policy_losses_need_several_updates(loss: LossConfig) -> Iterator[str]:
+    if loss.formula is not None and loss.formula.off_policy_only and loss.updates_per_step == 1:
+        yield (
+            f'kind = "{loss.kind}" has nothing to hold back with updates_per_step = 1: {_NO_DRIFT}; raise '
+            "updates_per_step or use another kind"
+        )
+
+
+@rule(LossConfig)
+def entropy_coef_change_needs_a_target(loss: LossConfig) -> Iterator[str]:
+    if loss.entropy_coef_change is not None and loss.entropy_target_nats is None:
+        yield "entropy_coef_change has no meaning without entropy_target_nats; set both or remove it"
+
+
+@rule(LossConfig)
+def entropy_target_needs_a_bonus(loss: LossConfig) -> Iterator[str]:
+    if loss.entropy_target_nats is not None and loss.entropy_coef < 0:
+        yield (
+            f"entropy_coef = {loss.entropy_coef} lowers the entropy and entropy_target_nats raises it; set "
+            "entropy_coef to 0 or more, where the coefficient starts"
+        )
+
+
+@rule(LossConfig)
+def cov_low_is_below_cov_high(loss: LossConfig) -> Iterator[str]:
+    if loss.kind == "clip_cov" and loss.choice["cov_low"] >= loss.choice["cov_high"]:
+        yield (
+            f"cov_low = {loss.choice['cov_low']:g} leaves no covariance below cov_high = "
+            f"{loss.choice['cov_high']:g}; set it lower"
+        )
+
+
+@rule(LossConfig)
+def k1_loss_is_allowed_by_name(loss: LossConfig) -> Iterator[str]:
+    if loss.kl_coef > 0 and loss.kl_estimator == "k1" and not loss.allow_k1_loss:
+        yield (
+            'kl_estimator = "k1" has zero expected gradient on-policy, so as a loss it only adds noise; '
+            'set kl_estimator = "k3" (or "k2"), or allow_k1_loss = true if that is what you want'
+        )
+
+
+@rule(LossConfig)
+def dual_clip_is_beyond_the_clip(loss: LossConfig) -> Iterator[str]:
+    # Kinds that have no dual_clip refuse it by another rule.
+    if loss.kind == "ppo" and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.settings["clip_high"]:
+        yield (
+            f"dual_clip = {loss.dual_clip} is not above 1 + clip_high = {1 + loss.settings['clip_high']:g}, so it "
+            "would undo the clip; set it higher (3 is usual)"
+        )

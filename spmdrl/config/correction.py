@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from spmdrl.config.base import Fraction, NonNegative, Positive, Section, refuse_settings_of_others
+from spmdrl.config.base import Fraction, NonNegative, Positive, Section, idle_settings, is_set, rule
 
 
 class CorrectionConfig(Section):
@@ -41,47 +41,62 @@ class CorrectionConfig(Section):
     """Where the ratio's old log-probabilities are from. `rollout` takes the engine's for them, which saves the pass
     that would compute them; for engines that agree with the trainer."""
 
-    @model_validator(mode="after")
-    def _settings_belong_to_the_weights(self) -> CorrectionConfig:
-        def refuse(names: Sequence[str], what: str) -> None:
-            refuse_settings_of_others(self, names, (), what)
 
-        if self.kind == "none":
-            refuse(("level", "mode", "low", "high", "batch_normalize"), 'kind = "none", which weighs nothing')
-        if self.kind == "mis" and self.mode is None:
-            raise ValueError('kind = "mis" needs a mode; set it to "truncate", "clip" or "mask"')
-        if self.kind != "mis":
-            refuse(("mode",), f'kind = "{self.kind}", which has one of its own')
-        if self.kind == "icepop":
-            refuse(("level",), 'kind = "icepop", which weighs tokens: set kind = "mis" with mode = "mask" instead')
-        if self.kind == "tis" or self.mode == "truncate":
-            refuse(("low",), "weights that are truncated, which have no lower bound")
-        if self.reject == "none":
-            refuse(("reject_low", "reject_high"), 'reject = "none"')
-        return self
+@rule(CorrectionConfig)
+def weights_need_a_kind(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.kind == "none":
+        names = ("level", "mode", "low", "high", "batch_normalize")
+        yield from idle_settings(correction, names, 'kind = "none", which weighs nothing')
 
-    @model_validator(mode="after")
-    def _bounds_hold_one(self) -> CorrectionConfig:
-        for name in ("low", "high", "reject_low", "reject_high"):
-            bound = getattr(self, name)
-            if bound is not None and (bound > 1 if name.endswith("low") else bound < 1):
-                side = "1 or less" if name.endswith("low") else "1 or more"
-                raise ValueError(
-                    f"{name} = {bound:g} is beyond 1, the weight where engine and trainer agree, so it would bind "
-                    f"everywhere; set it to {side}"
-                )
-        return self
 
-    @model_validator(mode="after")
-    def _there_is_a_mismatch_to_correct(self) -> CorrectionConfig:
-        corrects = {"kind": self.kind != "none", "reject": self.reject != "none", "veto_below": bool(self.veto_below)}
-        if self.old == "rollout" and any(corrects.values()):
-            name = next(name for name, is_set in corrects.items() if is_set)
-            raise ValueError(
+@rule(CorrectionConfig)
+def mode_belongs_to_mis(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.kind == "mis" and correction.mode is None:
+        yield 'kind = "mis" needs a mode; set it to "truncate", "clip" or "mask"'
+    if correction.kind in ("tis", "icepop"):
+        yield from idle_settings(correction, ("mode",), f'kind = "{correction.kind}", which has one of its own')
+
+
+@rule(CorrectionConfig)
+def icepop_weighs_tokens(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.kind == "icepop":
+        instead = 'kind = "icepop", which weighs tokens: set kind = "mis" with mode = "mask" instead'
+        yield from idle_settings(correction, ("level",), instead)
+
+
+@rule(CorrectionConfig)
+def truncation_has_no_lower_bound(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.kind == "tis" or (correction.kind == "mis" and correction.mode == "truncate"):
+        yield from idle_settings(correction, ("low",), "weights that are truncated, which have no lower bound")
+
+
+@rule(CorrectionConfig)
+def reject_bounds_need_reject(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.reject == "none":
+        yield from idle_settings(correction, ("reject_low", "reject_high"), 'reject = "none"')
+
+
+@rule(CorrectionConfig)
+def bounds_enclose_one(correction: CorrectionConfig) -> Iterator[str]:
+    for name in ("low", "high", "reject_low", "reject_high"):
+        if not is_set(correction, name):
+            continue
+        bound, is_lower = getattr(correction, name), name.endswith("low")
+        if bound > 1 if is_lower else bound < 1:
+            yield (
+                f"{name} = {bound:g} is beyond 1, the weight where engine and trainer agree, so it would bind "
+                f"everywhere; set it to {'1 or less' if is_lower else '1 or more'}"
+            )
+
+
+@rule(CorrectionConfig)
+def corrections_need_a_mismatch(correction: CorrectionConfig) -> Iterator[str]:
+    for name in ("kind", "reject", "veto_below"):
+        if correction.old == "rollout" and is_set(correction, name):
+            yield (
                 f'old = "rollout" takes what the engine says for what the trainer says, so there is no mismatch left '
                 f'for {name} to correct; remove {name}, or set old = "trainer"'
             )
-        return self
 
 
 class MismatchLimits(Section):

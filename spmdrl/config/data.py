@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Section
+from spmdrl.config.base import Count, NonNegative, Positive, Section, rule
 
 
 class FileData(Section):
@@ -92,11 +93,11 @@ class PackConfig(Section):
     """What ranks and micro-batches get alike: tokens, or the FLOPs of sequences, with attention's that grow by the
     square of their length. See `docs/packing.md`."""
 
-    @model_validator(mode="after")
-    def _one_of_two(self) -> PackConfig:
-        if (self.max_tokens_per_micro_batch is None) == (self.sequences_per_micro_batch is None):
-            raise ValueError(
-                "set one of max_tokens_per_micro_batch and sequences_per_micro_batch, and not both; on the command "
-                "line the whole table can be replaced: 'pack={ sequences_per_micro_batch = 4 }'"
-            )
-        return self
+
+@rule(PackConfig)
+def one_size_of_micro_batches(pack: PackConfig) -> Iterator[str]:
+    if (pack.max_tokens_per_micro_batch is None) == (pack.sequences_per_micro_batch is None):
+        yield (
+            "set one of max_tokens_per_micro_batch and sequences_per_micro_batch, and not both; on the command "
+            "line the whole table can be replaced: 'pack={ sequences_per_micro_batch = 4 }'"
+        )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import model_validator
-
-from spmdrl.config.base import Count, Section
+from spmdrl.config.base import Count, Section, rule
 
 
 class ModelConfig(Section):
@@ -37,15 +36,15 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model directory."""
 
-    @model_validator(mode="after")
-    def _something_is_checkpointed(self) -> ModelConfig:
-        if self.gradient_checkpointing == "none" and self.checkpoint_every_layers > 1:
-            raise ValueError(
-                f"checkpoint_every_layers = {self.checkpoint_every_layers} has no meaning with "
-                'gradient_checkpointing = "none", where no layer is recomputed; set that to "full" or "selective", or '
-                "remove checkpoint_every_layers"
-            )
-        return self
+
+@rule(ModelConfig)
+def checkpoint_every_layers_needs_checkpointing(model: ModelConfig) -> Iterator[str]:
+    if model.gradient_checkpointing == "none" and model.checkpoint_every_layers > 1:
+        yield (
+            f"checkpoint_every_layers = {model.checkpoint_every_layers} has no meaning with "
+            'gradient_checkpointing = "none", where no layer is recomputed; set that to "full" or "selective", or '
+            "remove checkpoint_every_layers"
+        )
 
 
 class ParallelConfig(Section):
@@ -66,8 +65,8 @@ class ParallelConfig(Section):
     """Expert parallelism: the experts of a layer are dealt to so many neighbours, and tokens travel to them. It
     regroups the ranks of a copy and needs none of its own."""
 
-    @model_validator(mode="after")
-    def _style_belongs_to_context(self) -> ParallelConfig:
-        if self.cp == 1 and self.cp_style != "all_gather":
-            raise ValueError(f'cp_style = "{self.cp_style}" has no meaning with cp = 1; set cp above 1, or remove it')
-        return self
+
+@rule(ParallelConfig)
+def cp_style_needs_cp(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.cp == 1 and parallel.cp_style != "all_gather":
+        yield f'cp_style = "{parallel.cp_style}" has no meaning with cp = 1; set cp above 1, or remove it'

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from spmdrl.config.base import BelowOne, Fraction, NonNegative, Positive, Section
+from spmdrl.config.base import BelowOne, Fraction, NonNegative, Positive, Section, idle_settings, rule
 
 
 class OptimConfig(Section):
@@ -38,33 +39,30 @@ class OptimConfig(Section):
     """Keep the optimizer's state in pinned host memory and bring it to the device for a block of parameters at a time.
     The optimizer must treat each parameter by itself, as all of torch's but LBFGS do."""
 
-    @model_validator(mode="after")
-    def _settings_belong_to_the_optimizer(self) -> OptimConfig:
-        used = {"adamw": {"betas", "eps"}, "sgd": {"momentum"}}.get(self.name, {"params"})
-        for setting in ("betas", "eps", "momentum", "params"):
-            if setting not in used and getattr(self, setting) != type(self).model_fields[setting].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f'{setting} has no meaning for name = "{self.name}"; remove it')
-        return self
 
-    @model_validator(mode="after")
-    def _there_is_state_to_keep(self) -> OptimConfig:
-        if self.state_on_host and self.name == "sgd" and self.momentum == 0:
-            raise ValueError(
-                'state_on_host = true has nothing to keep on the host: name = "sgd" with momentum = 0 has no state; '
-                "remove it"
-            )
-        return self
+@rule(OptimConfig)
+def settings_belong_to_the_optimizer(optim: OptimConfig) -> Iterator[str]:
+    used = {"adamw": ["betas", "eps"], "sgd": ["momentum"]}.get(optim.name, ["params"])
+    others = [name for name in ("betas", "eps", "momentum", "params") if name not in used]
+    yield from idle_settings(optim, others, f'name = "{optim.name}"')
 
-    @model_validator(mode="after")
-    def _decay_belongs_to_wsd(self) -> OptimConfig:
-        if (self.schedule == "wsd") != (self.decay_steps > 0):
-            raise ValueError(
-                f'schedule = "{self.schedule}" with decay_steps = {self.decay_steps}: decay_steps is the length of the '
-                'fall of schedule = "wsd"; set both or neither'
-            )
-        return self
+
+@rule(OptimConfig)
+def state_on_host_needs_state(optim: OptimConfig) -> Iterator[str]:
+    if optim.state_on_host and optim.name == "sgd" and optim.momentum == 0:
+        yield (
+            'state_on_host = true has nothing to keep on the host: name = "sgd" with momentum = 0 has no state; '
+            "remove it"
+        )
+
+
+@rule(OptimConfig)
+def decay_steps_belong_to_wsd(optim: OptimConfig) -> Iterator[str]:
+    if (optim.schedule == "wsd") != (optim.decay_steps > 0):
+        yield (
+            f'schedule = "{optim.schedule}" with decay_steps = {optim.decay_steps}: decay_steps is the length of the '
+            'fall of schedule = "wsd"; set both or neither'
+        )
 
 
 class CriticConfig(Section):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Section
+from spmdrl.config.base import Count, NonNegative, Positive, Section, is_set, rule
 
 
 class ExactReward(Section):
@@ -72,12 +73,13 @@ class SandboxConfig(Section):
     max_open_files: Annotated[int, Field(ge=16)] = 256
     """Files that a process has open."""
 
-    @model_validator(mode="after")
-    def _off_has_no_limits(self) -> SandboxConfig:
-        for setting in ("max_memory_gib", "max_processes", "max_file_gib", "max_open_files"):
-            if self.mode == "off" and getattr(self, setting) != type(self).model_fields[setting].default:
-                raise ValueError(f'{setting} has no meaning with mode = "off"; remove one of them')
-        return self
+
+@rule(SandboxConfig)
+def limits_need_a_sandbox(sandbox: SandboxConfig) -> Iterator[str]:
+    if sandbox.mode == "off":
+        for name in ("max_memory_gib", "max_processes", "max_file_gib", "max_open_files"):
+            if is_set(sandbox, name):
+                yield f'{name} has no meaning with mode = "off"; remove one of them'
 
 
 class RewardConfig(Section):
@@ -104,35 +106,46 @@ class RewardConfig(Section):
     kl_horizon: Count | None = None
     """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
 
-    @model_validator(mode="after")
-    def _settings_belong_to_each_other(self) -> RewardConfig:
-        for setting, other, is_off in (
-            ("overlong_penalty", "overlong_tokens", self.overlong_tokens == 0),
-            ("kl_estimator", "kl_coef", self.kl_coef == 0),
-            ("kl_target_nats", "kl_coef", self.kl_coef == 0),
-            ("kl_horizon", "kl_target_nats", self.kl_target_nats is None),
-        ):
-            if is_off and getattr(self, setting) != type(self).model_fields[setting].default:
-                raise ValueError(f"{setting} has no meaning without {other}; set both or remove it")
-        return self
 
-    @model_validator(mode="after")
-    def _code_is_contained(self) -> RewardConfig:
-        for term in self.terms:
-            if isinstance(term, CodeReward) and self.sandbox.mode == "off":
-                raise ValueError(
-                    'the term of kind "code" runs what the model wrote, and sandbox.mode = "off" would let that do '
-                    'anything; set it to "auto" or "strict"'
-                )
-            if isinstance(term, CodeReward) and term.tests_timeout_s >= self.timeout_s:
-                raise ValueError(
-                    f"tests_timeout_s = {term.tests_timeout_s:g} must be below timeout_s = {self.timeout_s:g}, which "
-                    "also covers what is done before and after the tests; raise timeout_s or lower tests_timeout_s"
-                )
-        return self
+@rule(RewardConfig)
+def overlong_penalty_needs_overlong_tokens(reward: RewardConfig) -> Iterator[str]:
+    if reward.overlong_tokens == 0 and is_set(reward, "overlong_penalty"):
+        yield "overlong_penalty has no meaning without overlong_tokens; set both or remove it"
 
-    @model_validator(mode="after")
-    def _something_is_rewarded(self) -> RewardConfig:
-        if not any(term.weight > 0 for term in self.terms):
-            raise ValueError("no term has a positive weight, so nothing would be rewarded")
-        return self
+
+@rule(RewardConfig)
+def kl_settings_need_kl_coef(reward: RewardConfig) -> Iterator[str]:
+    for name in ("kl_estimator", "kl_target_nats"):
+        if reward.kl_coef == 0 and is_set(reward, name):
+            yield f"{name} has no meaning without kl_coef; set both or remove it"
+
+
+@rule(RewardConfig)
+def kl_horizon_needs_kl_target(reward: RewardConfig) -> Iterator[str]:
+    if reward.kl_target_nats is None and is_set(reward, "kl_horizon"):
+        yield "kl_horizon has no meaning without kl_target_nats; set both or remove it"
+
+
+@rule(RewardConfig)
+def code_needs_a_sandbox(reward: RewardConfig) -> Iterator[str]:
+    if reward.sandbox.mode == "off" and any(isinstance(term, CodeReward) for term in reward.terms):
+        yield (
+            'the term of kind "code" runs what the model wrote, and sandbox.mode = "off" would let that do '
+            'anything; set it to "auto" or "strict"'
+        )
+
+
+@rule(RewardConfig)
+def tests_end_before_the_reward(reward: RewardConfig) -> Iterator[str]:
+    for term in reward.terms:
+        if isinstance(term, CodeReward) and term.tests_timeout_s >= reward.timeout_s:
+            yield (
+                f"tests_timeout_s = {term.tests_timeout_s:g} must be below timeout_s = {reward.timeout_s:g}, which "
+                "also covers what is done before and after the tests; raise timeout_s or lower tests_timeout_s"
+            )
+
+
+@rule(RewardConfig)
+def some_term_has_a_positive_weight(reward: RewardConfig) -> Iterator[str]:
+    if not any(term.weight > 0 for term in reward.terms):
+        yield "no term has a positive weight, so nothing would be rewarded; give one of terms a weight above 0"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from spmdrl.config.base import Count, Fraction, Positive, Section
+from spmdrl.config.base import Count, Fraction, Positive, Section, idle_settings, is_set, rule
 
 
 class RolloutConfig(Section):
@@ -67,54 +68,6 @@ class RolloutConfig(Section):
     updated with it. `disaggregated` engines may be so many steps ahead; with 0 the two sides wait for each other.
     Under `partial`, a group with older tokens is sampled again from its prompt."""
 
-    @model_validator(mode="after")
-    def _settings_belong_to_the_engine(self) -> RolloutConfig:
-        for setting in _SGLANG_SETTINGS:
-            if self.engine == "torch" and getattr(self, setting) != type(self).model_fields[setting].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f'{setting} has no meaning for engine = "torch"; remove it')
-        return self
-
-    @model_validator(mode="after")
-    def _settings_belong_together(self) -> RolloutConfig:
-        def is_set(name: str) -> bool:
-            return getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
-
-        if is_set("max_draw_ratio") and not self.dynamic_sampling:
-            raise ValueError("max_draw_ratio has no meaning without dynamic_sampling = true; set both or remove it")
-        if self.partial and not self.oversample_fraction:
-            raise ValueError(
-                "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
-                "step; set oversample_fraction above 0 or remove partial"
-            )
-        if is_set("max_staleness") and not self.partial and self.placement == "colocated":
-            raise ValueError(
-                'max_staleness has no meaning without partial = true or placement = "disaggregated"; set one of them '
-                "or remove it"
-            )
-        if (self.num_ranks is not None) != (self.placement == "disaggregated"):
-            raise ValueError(
-                f'placement = "{self.placement}" with num_ranks {self.num_ranks or "not set"}: num_ranks is the number '
-                'of ranks that hold engines when placement = "disaggregated"; set both or neither'
-            )
-        if self.restart_engine and self.placement == "disaggregated":
-            raise ValueError(
-                'restart_engine = true needs placement = "colocated": disaggregated engines get their weights only '
-                "between steps, so that the death of one ends the run; remove it"
-            )
-        if self.num_ranks is not None and self.num_ranks % self.tp_size:
-            raise ValueError(
-                f"num_ranks = {self.num_ranks} cannot be cut into engines of tp_size = {self.tp_size}; set num_ranks "
-                f"to {math.ceil(self.num_ranks / self.tp_size) * self.tp_size}"
-            )
-        if self.dynamic_sampling and self.max_draw_ratio < 1 + self.oversample_fraction:
-            raise ValueError(
-                f"max_draw_ratio = {self.max_draw_ratio:g} does not allow the {1 + self.oversample_fraction:g} times "
-                "prompts_per_step groups that oversample_fraction opens; raise it"
-            )
-        return self
-
 
 _SGLANG_SETTINGS = (
     "tp_size",
@@ -126,6 +79,72 @@ _SGLANG_SETTINGS = (
     "restart_engine",
     "sglang",
 )
+
+
+@rule(RolloutConfig)
+def sglang_settings_need_sglang(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.engine == "torch":
+        yield from idle_settings(rollout, _SGLANG_SETTINGS, 'engine = "torch"')
+
+
+@rule(RolloutConfig)
+def max_draw_ratio_needs_dynamic_sampling(rollout: RolloutConfig) -> Iterator[str]:
+    if is_set(rollout, "max_draw_ratio") and not rollout.dynamic_sampling:
+        yield "max_draw_ratio has no meaning without dynamic_sampling = true; set both or remove it"
+
+
+@rule(RolloutConfig)
+def max_draw_ratio_allows_oversampling(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.dynamic_sampling and rollout.max_draw_ratio < 1 + rollout.oversample_fraction:
+        yield (
+            f"max_draw_ratio = {rollout.max_draw_ratio:g} does not allow the {1 + rollout.oversample_fraction:g} times "
+            "prompts_per_step groups that oversample_fraction opens; raise it"
+        )
+
+
+@rule(RolloutConfig)
+def partial_needs_oversampling(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.partial and not rollout.oversample_fraction:
+        yield (
+            "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
+            "step; set oversample_fraction above 0 or remove partial"
+        )
+
+
+@rule(RolloutConfig)
+def max_staleness_needs_stale_rollouts(rollout: RolloutConfig) -> Iterator[str]:
+    if is_set(rollout, "max_staleness") and not rollout.partial and rollout.placement == "colocated":
+        yield (
+            'max_staleness has no meaning without partial = true or placement = "disaggregated"; set one of them '
+            "or remove it"
+        )
+
+
+@rule(RolloutConfig)
+def num_ranks_belongs_to_disaggregated(rollout: RolloutConfig) -> Iterator[str]:
+    if (rollout.num_ranks is not None) != (rollout.placement == "disaggregated"):
+        yield (
+            f'placement = "{rollout.placement}" with num_ranks {rollout.num_ranks or "not set"}: num_ranks is the '
+            'number of ranks that hold engines when placement = "disaggregated"; set both or neither'
+        )
+
+
+@rule(RolloutConfig)
+def restart_engine_needs_colocated(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.restart_engine and rollout.placement == "disaggregated":
+        yield (
+            'restart_engine = true needs placement = "colocated": disaggregated engines get their weights only '
+            "between steps, so that the death of one ends the run; remove it"
+        )
+
+
+@rule(RolloutConfig)
+def num_ranks_is_a_multiple_of_tp_size(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.num_ranks is not None and rollout.num_ranks % rollout.tp_size:
+        yield (
+            f"num_ranks = {rollout.num_ranks} cannot be cut into engines of tp_size = {rollout.tp_size}; set num_ranks "
+            f"to {math.ceil(rollout.num_ranks / rollout.tp_size) * rollout.tp_size}"
+        )
 
 
 class RefitConfig(Section):

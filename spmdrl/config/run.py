@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Section
+from spmdrl.config.base import Count, NonNegative, Section, rule
 
 
 class RunConfig(Section):
@@ -91,10 +92,8 @@ class DebugConfig(Section):
     """Train on the rollouts and rewards in this folder, the `rollouts/` of another run, instead of sampling: no engine
     is started."""
 
-    @model_validator(mode="after")
-    def _what_was_read_is_not_written_again(self) -> DebugConfig:
-        if self.load_rollouts is not None and self.save_rollouts is not None:
-            raise ValueError(
-                "load_rollouts reads what save_rollouts would write, and it is on the disk already; remove one of them"
-            )
-        return self
+
+@rule(DebugConfig)
+def loaded_rollouts_are_not_saved_again(debug: DebugConfig) -> Iterator[str]:
+    if debug.load_rollouts is not None and debug.save_rollouts is not None:
+        yield "load_rollouts reads what save_rollouts would write, and it is on the disk already; remove one of them"
