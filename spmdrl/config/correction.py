@@ -15,7 +15,8 @@ class CorrectionConfig(Section):
     """Weigh the policy loss by exp(o - b), bounded, where trainer and engine disagree: `tis` truncates the weight,
     `icepop` drops tokens whose weight is out of bounds, `mis` does what `mode` says. See `docs/agreement.md`."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose weight it is: the token's, the whole response's, or the geometric mean of its tokens'."""
+    """The weight of the token, of the whole response, or the geometric mean over its tokens. `gspo` and `gmpo` need one
+    of the last two."""
     mode: Literal["truncate", "clip", "mask"] | None = None
     """`mis` only, and required there: weights beyond the bounds become the upper bound (`truncate`), the nearer bound
     (`clip`), or 0 (`mask`)."""
@@ -27,7 +28,7 @@ class CorrectionConfig(Section):
     """Divide the weights by their mean over the global batch; takes a pass for the old log-probabilities."""
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """Leave out what has a weight of that level beyond `reject_low` and `reject_high`, as if it had not been sampled;
-    takes a pass for the old log-probabilities."""
+    takes a pass for the old log-probabilities. Not `token` with `gspo` or `gmpo`."""
     reject_low: Positive | None = None
     """Unset: 0.5."""
     reject_high: Positive | None = None

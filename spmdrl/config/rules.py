@@ -70,12 +70,37 @@ def kl_counts_once(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def sequence_losses_need_sequence_advantages(cfg: Config) -> Iterator[str]:
-    formula = cfg.loss.formula
-    if formula is not None and formula.per_sequence and ESTIMATORS[cfg.advantage.estimator].per_token:
+    if _is_per_sequence(cfg) and ESTIMATORS[cfg.advantage.estimator].per_token:
         yield (
             f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but '
             f'advantage.estimator = "{cfg.advantage.estimator}" gives each its own; change one of them'
         )
+
+
+@rule(Config)
+def sequence_losses_need_sequence_weights(cfg: Config) -> Iterator[str]:
+    kind, level = cfg.correction.kind, cfg.correction.level
+    if _is_per_sequence(cfg) and kind != "none" and level == "token":
+        instead = 'kind = "mis", mode = "mask" and level' if kind == "icepop" else "level"
+        yield (
+            f'correction.kind = "{kind}" at level = "token" weighs tokens one by one, but loss.kind = '
+            f'"{cfg.loss.kind}" has one ratio for a whole response, so that each token would be trained with the mean '
+            f'weight of all; set {instead} = "geometric" or "sequence"'
+        )
+
+
+@rule(Config)
+def sequence_losses_reject_sequences(cfg: Config) -> Iterator[str]:
+    if _is_per_sequence(cfg) and cfg.correction.reject == "token":
+        yield (
+            f'correction.reject = "token" leaves out tokens, but loss.kind = "{cfg.loss.kind}" takes its ratio from '
+            'all tokens of a response, so that they would be trained on; set it to "geometric" '
+            'or "sequence"'
+        )
+
+
+def _is_per_sequence(cfg: Config) -> bool:
+    return cfg.loss.formula is not None and cfg.loss.formula.per_sequence
 
 
 @rule(Config)

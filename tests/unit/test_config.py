@@ -171,6 +171,28 @@ def test_an_algorithm_that_cannot_be_is_refused(tmp_path: Path, overrides: list[
     assert expected in problem
 
 
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_loss_of_sequences_takes_no_correction_of_tokens(tmp_path: Path, kind: str) -> None:
+    def found(*correction: str) -> list[str]:
+        return problems(tmp_path, GOOD, f"loss.kind={kind}", *(f"correction.{setting}" for setting in correction))
+
+    (problem,) = found("kind=tis")
+    assert problem.startswith(
+        'on the command line: correction.kind = "tis" at level = "token" weighs tokens one by one'
+    )
+    assert problem.endswith('; set level = "geometric" or "sequence"')
+    (problem,) = found("kind=icepop")
+    assert problem.endswith('; set kind = "mis", mode = "mask" and level = "geometric" or "sequence"')
+    (problem,) = found("reject=token")
+    assert f'but loss.kind = "{kind}" takes its ratio from all tokens' in problem
+    assert len(found("kind=mis", "mode=mask", "reject=token")) == 2
+    for level in ("sequence", "geometric"):
+        correction = (f"correction.reject={level}", "correction.kind=tis", f"correction.level={level}")
+        read(tmp_path, GOOD, f"loss.kind={kind}", *correction, "correction.veto_below=1e-4")
+    for other in ("ppo", "cispo", "package.module:function"):
+        read(tmp_path, GOOD, f"loss.kind={other}", "correction.kind=tis", "correction.reject=token")
+
+
 def test_a_prompt_may_have_one_rollout_where_no_other_is_compared_with(tmp_path: Path) -> None:
     for estimator in ("gae", "remax", "reinforce_plus_plus"):
         assert read(tmp_path, GOOD, "rollout.group_size=1", f"advantage.estimator={estimator}").rollout.group_size == 1
@@ -441,6 +463,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "kl_in_reward_needs_scored_baselines": ("advantage.estimator=remax", "reward.kl_coef=0.1"),
     "kl_counts_once": ("loss.kl_coef=0.1", "reward.kl_coef=0.1"),
     "sequence_losses_need_sequence_advantages": ("loss.kind=gspo", "advantage.estimator=gae"),
+    "sequence_losses_need_sequence_weights": ("loss.kind=gspo", "correction.kind=tis"),
+    "sequence_losses_reject_sequences": ("loss.kind=gmpo", "correction.reject=token"),
     "dynamic_sampling_needs_group_comparison": ("rollout.dynamic_sampling=true", "advantage.estimator=gae"),
     "overlong_tokens_are_below_the_limit": ("reward.overlong_tokens=5",),
     "engine_logprobs_need_fresh_tokens": ("correction.old=rollout", "rollout.partial=true"),
