@@ -17,19 +17,18 @@ class AdvantageConfig(Section):
     estimator: Literal[
         "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
     ] = "grpo"
-    """What a reward is compared with: see `docs/algorithms.md`. For `remax` one more response a prompt is sampled,
-    greedily."""
+    """Advantage estimator: see `docs/algorithms.md`. `remax` samples one more response for each prompt, greedily."""
     divide_by_std: bool | None = None
-    """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
+    """`grpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """`reinforce_plus_plus` and `gae` only: of a later token's reward, for each token in between. Unset: 1."""
+    """`reinforce_plus_plus` and `gae` only: discount of a later reward for each token before it. Unset: 1."""
     gae_lambda: Fraction | None = None
-    """`gae` only: 1 trusts what was rewarded, 0 what the critic expects one token later. Unset: 0.95."""
+    """`gae` only: 1 relies on the rewards, 0 on the critic's value one token later. Unset: 0.95."""
     k: Count | None = None
-    """`pass_at_k` only: how many rollouts may try, fewer than `rollout.group_size`. Unset: 4."""
+    """`pass_at_k` only: rollouts that may try, fewer than `rollout.group_size`. Unset: 4."""
     whiten: bool | None = None
-    """Subtract the mean over the whole step and divide by its deviation, a rollout counting once per response token.
-    Unset: as the estimator's source does, which is for `gae` and the two `reinforce_plus_plus`."""
+    """Subtract the mean over the whole step and divide by its standard deviation; each response token counts once.
+    Unset: true for `gae` and the two `reinforce_plus_plus`, as in their sources."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -38,12 +37,12 @@ class AdvantageConfig(Section):
 
     @property
     def compares_with_greedy(self) -> bool:
-        """Whether each prompt group has a greedy response besides, which is not trained on."""
+        """True when each prompt group has one more response, sampled greedily and not trained on."""
         return "greedy_rewards" in ESTIMATORS[self.estimator].needs
 
     @property
     def whitens(self) -> bool:
-        """Whether advantages are whitened over the global batch."""
+        """True when advantages are whitened over the global batch."""
         return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
 
 
@@ -66,28 +65,28 @@ class LossConfig(Section):
     """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
     `package.module:function`, see `docs/losses.md`."""
     clip_low: NonNegative | None = None
-    """How far the ratio may fall: to 1 - clip_low, or by clip_low nats under `gmpo`. Unset: what `kind` has by
-    default, as of all settings that belong to one."""
+    """Lower bound of the ratio: 1 - clip_low, or exp(-clip_low) under `gmpo`. Unset: the default of `kind`, as
+    for all settings that only some kinds have."""
     clip_high: NonNegative | None = None
-    """How far the ratio may rise: to 1 + clip_high, or by clip_high nats under `gmpo`."""
+    """Upper bound of the ratio: 1 + clip_high, or exp(clip_high) under `gmpo`."""
     dual_clip: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
     """`ppo` only: for negative advantages the loss is bounded by this times -advantage."""
     tau_positive: Positive | None = None
-    """`sapo` only: how fast the gate closes for positive advantages."""
+    """`sapo` only: steepness of the gate for positive advantages."""
     tau_negative: Positive | None = None
-    """`sapo` only: how fast it closes for the others."""
+    """`sapo` only: steepness of the gate for the other advantages."""
     cov_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """`clip_cov` and `kl_cov` only: share of the mini-batch's tokens that are treated apart, at least one."""
+    """`clip_cov` and `kl_cov` only: share of the mini-batch's tokens that are chosen, at least one."""
     cov_low: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """`clip_cov` only: the covariance above which tokens may be left out."""
     cov_high: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """`clip_cov` only: the covariance below which they may."""
+    """`clip_cov` only: the covariance below which tokens may be left out."""
     cov_kl_coef: Positive | None = None
-    """`kl_cov` only: weight of the divergence from the policy that sampled, at those tokens."""
+    """`kl_cov` only: weight of the divergence from the policy that sampled, at the chosen tokens."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a function named by `package.module:function`."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """What the per-token losses are divided by, always over the global batch: see `docs/losses.md`."""
+    """Divisor of the per-token losses, always counted over the global batch: see `docs/losses.md`."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence to the reference model in the loss; above 0 the reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -97,15 +96,15 @@ class LossConfig(Section):
     entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus; above 0 favours entropy."""
     entropy_target_nats: Positive | None = None
-    """Raise `entropy_coef` after each step whose mean entropy was below this, and lower it, not below 0, after the
-    others. Unset: it is fixed."""
+    """After a step whose mean entropy was below this, raise `entropy_coef`; after other steps, lower it, down to 0.
+    Unset: `entropy_coef` is fixed."""
     entropy_coef_change: Positive | None = None
-    """`entropy_target_nats` only: by how much. Unset: 0.005."""
+    """`entropy_target_nats` only: the change of `entropy_coef` after a step. Unset: 0.005."""
     updates_per_step: Count = 1
     """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
     stop_kl_nats: Positive | None = None
-    """`updates_per_step` above 1 only: leave out the rest of a step's updates once the mean k3 estimate of KL(policy
-    that sampled || policy) over a mini-batch is above this. Unset: none is left out."""
+    """`updates_per_step` above 1 only: skip the rest of a step's updates once the mean k3 estimate of KL(policy that
+    sampled || policy) over a mini-batch is above this. Unset: none is skipped."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,17 +113,17 @@ class LossConfig(Section):
 
     @property
     def choice(self) -> dict[str, Any]:
-        """How tokens are chosen over the whole mini-batch; empty when they are not."""
+        """Settings that choose tokens over the whole mini-batch; empty when the loss chooses none."""
         return {} if self.formula is None else with_defaults(self, self.formula.choice)
 
     @property
     def is_users(self) -> bool:
-        """Whether the loss is a function of the user's."""
+        """True when the loss is a function of the user's."""
         return ":" in self.kind
 
     @property
     def formula(self) -> LossKind | None:
-        """What is known of the loss; nothing when it is the user's."""
+        """The loss in the table of losses; None when it is the user's."""
         return None if self.is_users else POLICY_LOSSES[self.kind]
 
 

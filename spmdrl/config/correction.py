@@ -27,20 +27,20 @@ class CorrectionConfig(Section):
     batch_normalize: bool = False
     """Divide the weights by their mean over the global batch; takes a pass for the old log-probabilities."""
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out what has a weight of that level beyond `reject_low` and `reject_high`, as if it had not been sampled;
-    takes a pass for the old log-probabilities. Not `token` with `gspo` or `gmpo`."""
+    """Leave out tokens or responses whose weight at that level is beyond `reject_low` or `reject_high`, as if they had
+    not been sampled; takes a pass for the old log-probabilities. Not `token` with `gspo` or `gmpo`."""
     reject_low: Positive | None = None
-    """Unset: 0.5."""
+    """Lower bound of `reject`. Unset: 0.5."""
     reject_high: Positive | None = None
-    """Unset: 2."""
+    """Upper bound of `reject`. Unset: 2."""
     veto_below: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Leave out a rollout when the trainer gives one of its tokens less than this times the engine's probability (1e-4
     is usual); takes a pass for the old log-probabilities."""
     opsm_delta_nats: NonNegative | None = None
     """Off-policy sequence masking: drop rollouts of negative advantage whose mean b - n is above this."""
     old: Literal["trainer", "rollout"] = "trainer"
-    """Where the ratio's old log-probabilities are from. `rollout` takes the engine's for them, which saves the pass
-    that would compute them; for engines that agree with the trainer."""
+    """Source of the ratio's old log-probabilities. `rollout` takes the engine's, which saves the pass that computes
+    them; for engines that agree with the trainer."""
 
 
 @rule(CorrectionConfig)
@@ -117,6 +117,6 @@ class MismatchConfig(Section):
     threshold_nats: Positive = 0.1
     """Tokens with |o - b| above this are counted in `mismatch/beyond_fraction`."""
     warn: MismatchLimits = MismatchLimits()
-    """Say so when a step is beyond one of these."""
+    """Print a line when a step is beyond one of these."""
     stop: MismatchLimits = MismatchLimits()
     """End the run, before weights change, when an update is beyond one of these."""

@@ -24,7 +24,7 @@ class FileData(Section):
     task: str = "default"
     """Name of this source in per-task metrics."""
     weight: Positive = 1.0
-    """Share of prompts drawn from this source, relative to the other sources."""
+    """Share of prompts from this source, relative to the other sources."""
 
 
 class ReasoningGymData(Section):
@@ -37,7 +37,7 @@ class ReasoningGymData(Section):
     prompt_template: str = "{question}"
     """The prompt; `{question}` and every key of the item's metadata can be used, e.g. `{metadata[word]}`."""
     weight: Positive = 1.0
-    """Share of prompts drawn from this source, relative to the other sources."""
+    """Share of prompts from this source, relative to the other sources."""
 
 
 DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
@@ -45,53 +45,53 @@ DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
 
 class DataConfig(Section):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
-    """Where training prompts come from."""
+    """Sources of the training prompts."""
     system_prompt: str | None = None
     """Put before string prompts; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is."""
     max_prompt_tokens: Count
-    """Longer prompts are an error that names the row, or are dropped and counted: see `overlong`."""
+    """Longest prompt; see `overlong` for longer ones."""
     overlong: Literal["error", "drop"] = "error"
-    """What to do with a prompt longer than `max_prompt_tokens`."""
+    """Prompts longer than `max_prompt_tokens` are an error that names the row, or are dropped and counted."""
 
 
 class HeldOutConfig(Section):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
-    """Where held-out prompts come from. Those chosen are the same for every seed, and are never trained on."""
+    """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
     num_prompts: Count
     """Held-out prompts, over all sources."""
 
 
 class EvalConfig(HeldOutConfig):
     every: Annotated[int, Field(ge=0)] = 0
-    """Evaluate after every so many steps; always before the first and after the last. 0: only then."""
+    """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
     samples_per_prompt: Count = 1
-    """Responses a prompt; accuracy is their mean."""
+    """Responses for each prompt; accuracy is their mean."""
     temperature: NonNegative = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
     max_response_tokens: Count | None = None
-    """Unset: `rollout.max_response_tokens`."""
+    """Longest response. Unset: `rollout.max_response_tokens`."""
 
 
 class PairsConfig(Section):
     sequences_per_step: Count
     """(prompt, response) pairs behind one optimizer step, over all ranks."""
     max_response_tokens: Count
-    """Longer responses are an error that names the row."""
+    """Longest response; a longer one is an error that names the row."""
 
 
 class PackConfig(Section):
     max_tokens_per_micro_batch: Count | None = None
-    """Token budget of one forward pass, never exceeded. With `parallel.cp` that of the ranks that share it: each
-    computes 1/cp of it."""
+    """Token budget of one forward pass, never exceeded. With `parallel.cp` the ranks that share a micro-batch share the
+    budget: each computes 1/cp of it."""
     sequences_per_micro_batch: Count | None = None
-    """Static mode: this many sequences a micro-batch, whatever their length."""
+    """Static mode: the sequences in each micro-batch, whatever their length."""
     balance: Literal["tokens", "flops"] = "tokens"
-    """What ranks and micro-batches get alike: tokens, or the FLOPs of sequences, with attention's that grow by the
-    square of their length. See `docs/packing.md`."""
+    """Quantity that is balanced over ranks and micro-batches: tokens, or FLOPs, where those of attention grow with the
+    square of a sequence's length. See `docs/packing.md`."""
 
 
 @rule(PackConfig)

@@ -12,25 +12,25 @@ class ModelConfig(Section):
     path: str
     """A Hugging Face causal language model directory: config, safetensors weights, tokenizer."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Forward and backward; master weights stay float32. `auto` is float32 on a CPU, bfloat16 on CUDA.
+    """Dtype of forward and backward; master weights stay float32. `auto` is float32 on a CPU, bfloat16 on CUDA.
     float16 scales the loss dynamically."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn_2", "flash_attn_3"] = "auto"
     """Packed attention: `sdpa` runs one call per run of equal lengths and works everywhere; `varlen` is torch's own
     CUDA kernel; `flash_attn_*` need that package. `auto` is `varlen` on CUDA, or under
     context parallelism ring_flash_attn where that is installed, and `sdpa` on a CPU."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What the backward pass computes again instead of keeping it: nothing; whole decoder layers; or `selective`, of a
-    layer only norms, rotary embeddings and activation functions, so that no matrix product runs twice."""
+    """Activations that the backward pass computes again instead of keeping: none; those of whole decoder layers; or
+    `selective`, only norms, rotary embeddings and activation functions, so that no matrix product runs twice."""
     checkpoint_every_layers: Count = 1
-    """Apply `gradient_checkpointing` to the first of every so many layers; the others keep their activations."""
+    """Apply `gradient_checkpointing` to the first of every N layers; the others keep their activations."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after forward and gather them again in backward; `false` keeps all layers in
     between."""
     prefetch_layers: Count = 1
     """Layers that are gathered ahead of the one that computes. More hides slower links and holds more weights."""
     logits_chunk_tokens: Count = 2048
-    """Most tokens whose logits exist at the same time; a tile of them covers less of the vocabulary the more tokens it
-    has, so that its memory is bounded."""
+    """Most tokens whose logits exist at the same time. They are computed in tiles of bounded memory: the more tokens,
+    the smaller the part of the vocabulary."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state of the policy in host memory between uses."""
     trust_remote_code: bool = False
@@ -51,8 +51,7 @@ class ParallelConfig(Section):
     dp_replicate: Count = 1
     """Copies of the policy, each sharded over the other ranks that train; gradients are summed over them (HSDP)."""
     dp_shard: Count | None = None
-    """Ranks that share a copy and work on different sequences (FSDP). Unset: as many as there are, after the other
-    settings."""
+    """Ranks that share a copy and work on different sequences (FSDP). Unset: as many as the other settings leave."""
     cp: Count = 1
     """Context parallelism: neighbours that each compute a chunk of the same packed tokens. A copy is sharded over them
     too."""
@@ -62,8 +61,8 @@ class ParallelConfig(Section):
     tp: Count = 1
     """Tensor parallelism: neighbours that each hold a part of every layer and compute the same tokens."""
     ep: Count = 1
-    """Expert parallelism: the experts of a layer are dealt to so many neighbours, and tokens travel to them. It
-    regroups the ranks of a copy and needs none of its own."""
+    """Expert parallelism: neighbours that share the experts of a layer, to which tokens travel. It regroups the
+    ranks of a copy and needs no others."""
 
 
 @rule(ParallelConfig)

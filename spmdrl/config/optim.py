@@ -67,18 +67,17 @@ def decay_steps_belong_to_wsd(optim: OptimConfig) -> Iterator[str]:
 
 class CriticConfig(Section):
     path: str | None = None
-    """A directory as `model.path` takes one, of a model for the same tokens; its language head is replaced by a head of
-    values, 0 at first. Unset: `model.path`. The other settings of `[model]` hold for both."""
+    """A model directory, as for `model.path`, with the same tokens. Its language head is replaced by a value head that
+    starts at 0. Unset: `model.path`. The other settings of `[model]` hold for both."""
     lr: Positive | None = None
-    """Peak learning rate of the critic. Unset: `optim.lr`. Of `[optim]` all that is not set here holds for both."""
+    """Peak learning rate of the critic. Unset: `optim.lr`. Settings of `[optim]` that are not here hold for both."""
     weight_decay: NonNegative | None = None
-    """Unset: `optim.weight_decay`."""
+    """Weight decay of the critic. Unset: `optim.weight_decay`."""
     max_grad_norm: Positive | None = None
-    """Unset: `optim.max_grad_norm`."""
+    """Largest gradient norm of the critic. Unset: `optim.max_grad_norm`."""
     clip_value: Annotated[float, Field(gt=0.0)] = 0.2
-    """How far, in units of the reward, a step's updates may move a value before its loss stops falling; `inf` clips
-    nothing."""
+    """Clip range of a value around its value before the step's updates, in units of the reward; `inf` clips nothing."""
     gae_lambda: Fraction | None = None
-    """That of the returns which the critic learns; 1 makes them what was rewarded. Unset: `advantage.gae_lambda`."""
+    """`gae_lambda` of the returns that the critic learns; 1 makes them the rewards. Unset: `advantage.gae_lambda`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start in which the critic learns and the policy stays what it is."""
+    """Steps at the start in which the critic learns and the policy does not change."""

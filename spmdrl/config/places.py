@@ -1,4 +1,4 @@
-"""Where each setting was written: on which line of the file, or on the command line."""
+"""The place of each setting: a line of the file, or the command line."""
 
 from __future__ import annotations
 

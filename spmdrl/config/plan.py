@@ -39,7 +39,7 @@ class Plan:
     cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
     cost_per_squared_token: int = 0
     ranks_per_share: int = 1  # neighbours that train on the same sequences
-    engine_ranks: int = 0  # the last so many ranks only hold engines; 0: every rank trains and holds one
+    engine_ranks: int = 0  # ranks, the last ones, that only hold engines; 0: every rank trains and holds one
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
 
     @property
@@ -165,7 +165,7 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
 
 
 def plan_problems(cfg: Config | SftConfig, num_ranks: int) -> Iterator[str]:
-    """Yield a sentence for each count that does not work out on so many ranks."""
+    """Yield a sentence for each count that does not fit the number of ranks."""
     sft = (_ranks_divide, _sequences_divide_by_ranks)
     rl = (_ranks_divide, _prompts_divide_by_ranks, _prompts_divide_by_updates)
     return run_rules(sft if isinstance(cfg, SftConfig) else rl, cfg, num_ranks)

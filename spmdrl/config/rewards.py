@@ -62,8 +62,8 @@ RewardTerm = Annotated[
 class SandboxConfig(Section):
     mode: Literal["auto", "strict", "off"] = "auto"
     """`auto`: no network, no environment variables, no files to write but in a directory of their own, no other
-    processes in reach, nothing printed; what the machine cannot keep from them is told. `strict` refuses to start
-    there. `off`: whatever you may do, for functions of yours that need it. See `docs/security.md`."""
+    processes in reach, nothing printed; a line names what the machine cannot prevent. `strict` refuses to start there.
+    `off`: no restrictions, for functions of yours that need none. See `docs/security.md`."""
     max_memory_gib: Positive = 8.0
     """Address space of each process."""
     max_processes: Count = 64
@@ -71,7 +71,7 @@ class SandboxConfig(Section):
     max_file_gib: Positive = 0.125
     """Size of each file, and of the directory of a reward process."""
     max_open_files: Annotated[int, Field(ge=16)] = 256
-    """Files that a process has open."""
+    """Open files of each process."""
 
 
 @rule(SandboxConfig)
@@ -90,19 +90,19 @@ class RewardConfig(Section):
     num_workers: Count = 1
     """Reward processes of each rank."""
     sandbox: SandboxConfig = SandboxConfig()
-    """What these processes may do."""
+    """Permissions of the reward processes."""
     overlong_tokens: Annotated[int, Field(ge=0)] = 0
-    """Training only: over the last so many tokens before `rollout.max_response_tokens` the reward falls linearly, by
-    `overlong_penalty` at the limit (DAPO). 0: it does not."""
+    """Training only: the number of tokens before `rollout.max_response_tokens` over which the reward falls linearly, by
+    `overlong_penalty` at the limit (DAPO). 0: it does not fall."""
     overlong_penalty: Positive | None = None
-    """`overlong_tokens` only: what a response that reaches the limit loses. Unset: 1."""
+    """`overlong_tokens` only: the penalty of a response that reaches the limit. Unset: 1."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence to the reference model in the reward, token by token; above 0 the reference model is
     loaded, and old log-probabilities are taken before every step's updates."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of that divergence. In the reward it has no gradient, and k1 is the unbiased one."""
+    """Estimator of the divergence in the reward. It has no gradient there, and k1 is the unbiased one."""
     kl_target_nats: Positive | None = None
-    """`kl_coef` only: let it follow this mean divergence per response token. Unset: it is fixed."""
+    """`kl_coef` only: adapt it to this mean divergence per response token. Unset: it is fixed."""
     kl_horizon: Count | None = None
     """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
 

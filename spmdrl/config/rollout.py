@@ -21,12 +21,12 @@ class RolloutConfig(Section):
     num_ranks: Count | None = None
     """`disaggregated` only, and required there: ranks that hold engines."""
     prompts_per_step: Count
-    """Prompts drawn each step, over all ranks."""
+    """Prompts in each step, over all ranks."""
     group_size: Count
     """Rollouts per prompt. Estimators that compare a group's rewards with each other need 2 or more: see
     `advantage.estimator`."""
     max_response_tokens: Count
-    """Sampling stops there with finish reason `length`."""
+    """Longest response; sampling stops there with finish reason `length`."""
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
@@ -42,31 +42,31 @@ class RolloutConfig(Section):
     """Tokens that an SGLang engine's KV cache holds. Unset: what `memory_fraction` leaves room for on a GPU, and on a
     CPU `max_running` sequences of the greatest length."""
     chunked_prefill_tokens: Count | None = None
-    """An SGLang engine cuts longer prompts into chunks of so many tokens. Unset: its own choice."""
+    """Tokens in each chunk that an SGLang engine cuts a longer prompt into. Unset: its own choice."""
     attention_backend: str | None = None
     """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
     cuda_graphs: bool = True
-    """Whether an SGLang engine captures its decode steps."""
+    """Capture the decode steps of an SGLang engine in CUDA graphs."""
     restart_engine: bool = False
-    """Start an SGLang engine that has died again, give it the weights, and repeat what it was working on. Otherwise its
+    """Restart an SGLang engine that has died, send it the weights, and repeat its unfinished requests. Otherwise its
     death ends the run."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
 
     dynamic_sampling: bool = False
-    """Drop prompt groups whose rewards are all equal, which teach nothing, and draw others in their place."""
+    """Drop prompt groups whose rewards are all equal, which teach nothing, and open others in their place."""
     max_draw_ratio: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 4.0
-    """`dynamic_sampling` only: at most this times `prompts_per_step` groups are drawn in a step. A step that has not
-    found enough by then trains on those it has, and says so."""
+    """`dynamic_sampling` only: a step opens at most this times `prompts_per_step` groups. If too few of them teach
+    something, it trains on those and prints a line."""
     oversample_fraction: Fraction = 0.0
-    """Open up to this fraction more prompt groups than a step wants; it ends as soon as it has enough, without waiting
-    for the slowest. What is not finished then is thrown away, or goes on in the next step: see `partial`."""
+    """Open up to this fraction more prompt groups than a step needs. The step ends when it has enough, without waiting
+    for the slowest; unfinished groups are thrown away, or go on in the next step: see `partial`."""
     partial: bool = False
-    """`oversample_fraction` only: rollouts that a step has not finished go on in the next from the tokens they have."""
+    """`oversample_fraction` only: unfinished rollouts go on in the next step from the tokens they have."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
-    """`disaggregated` and `partial` only: steps, at most, between the weights that sampled a token and those that are
-    updated with it. `disaggregated` engines may be so many steps ahead; with 0 the two sides wait for each other.
-    Under `partial`, a group with older tokens is sampled again from its prompt."""
+    """`disaggregated` and `partial` only: most steps between the weights that sampled a token and the weights that it
+    updates. `disaggregated` engines may run this many steps ahead; with 0 the two sides wait for each other. Under
+    `partial`, a group with older tokens is sampled again from its prompt."""
 
 
 _SGLANG_SETTINGS = (
@@ -151,21 +151,21 @@ class RefitConfig(Section):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
     """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
-    """How SGLang's processes get at the buckets: `cuda_ipc` leaves them on the device, `shared_memory` takes them
-    through the host. `auto` is `cuda_ipc` where that works, and says so where it does not. `disaggregated` engines are
-    sent the buckets instead, by NCCL, or by gloo on a CPU."""
+    """Path of the buckets to SGLang's processes: `cuda_ipc` leaves them on the device, `shared_memory` goes through the
+    host. `auto` is `cuda_ipc` where that works, and prints a line where it does not. `disaggregated` engines get the
+    buckets by NCCL instead, or by gloo on a CPU."""
     verify: Literal["every", "first"] | Count = "every"
-    """After which refits the engine's weights are compared with the trainer's by digest: every one, the first of a
-    launch, or every so many. A difference stops the run and names the tensors."""
+    """Refits after which the engine's weights are compared with the trainer's by digest: every one, the first of a
+    launch, or every N-th. A difference stops the run and names the tensors."""
     probe_prompts: Annotated[int, Field(ge=0)] = 2
-    """Each engine also answers so many prompts, the same in every step, and the trainer scores the answers with the
-    same weights: `refit/probe_...` is the mismatch that is left when nothing is stale."""
+    """Prompts, the same in every step, that each engine also answers. The trainer computes the log-probabilities of the
+    answers with the same weights: `refit/probe_...` is the mismatch that remains when nothing is stale."""
 
 
 class OffloadConfig(Section):
     trainer: Literal["none", "optimizer", "all"] = "none"
-    """What the trainer moves to pinned host memory while the engine samples: nothing, the optimizer's state, or that
-    and the weights and gradients. See `docs/memory.md`."""
+    """State that the trainer moves to pinned host memory while the engine samples: none, the optimizer's, or also the
+    weights and gradients. See `docs/memory.md`."""
     engine: Annotated[tuple[Literal["kv_cache", "weights", "cuda_graph"], ...], Field(strict=False)] = ("kv_cache",)
-    """What the engine gives back while the trainer works. Weights come back by a refit; the `torch` engine has no
+    """Memory that the engine frees while the trainer works. Weights come back by a refit; the `torch` engine has no
     CUDA graphs."""

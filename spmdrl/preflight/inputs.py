@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the user's settings point at."""
+    """Everything a run reads besides weights."""
 
     plan: Plan
     model_config: Any  # transformers' config of the model directory
@@ -53,7 +53,7 @@ class Inputs:
     held_out: list[Prompt]  # of all ranks
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
-    phases: list[PhaseMemory]  # what they will hold
+    phases: list[PhaseMemory]  # their predicted memory
 
 
 def raise_all(sentences: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) ->
 def _predict(
     cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel, *, critic: _OpenedModel | None
 ) -> Prediction:
-    """What each phase will hold. Raises UserError where that is more than the device has, whatever it computes."""
+    """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
     second = Model.read_critic(critic.config, critic.cfg) if critic else None
     prediction = predict_here(cfg, Model.read(policy.config, policy.cfg, critic=second), num_ranks=num_ranks)
     raise_all(prediction.problems if prediction.rank.on_gpu else ())
