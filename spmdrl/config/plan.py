@@ -1,4 +1,4 @@
-"""What the configuration implies: every derived count, with its unit, computed in one place."""
+"""Counts that follow from the configuration, each with its unit, computed in one place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.algo.packing import padding_tokens
-from spmdrl.config import Config, CorrectionConfig, LossConfig, OptimConfig, PackConfig, ParallelConfig, SftConfig
+from spmdrl.config import Config, CorrectionConfig, LossConfig, PackConfig, ParallelConfig, SftConfig, run_rules
 from spmdrl.types import UserError
 
 
@@ -36,11 +35,11 @@ class Plan:
     checkpoint_every: int  # steps; 0: never
     export_every: int  # steps; 0: never, but perhaps at the end
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
-    max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
+    max_groups: int = 0  # prompt groups opened in a step at most, over all ranks
     cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
     cost_per_squared_token: int = 0
     ranks_per_share: int = 1  # neighbours that train on the same sequences
-    engine_ranks: int = 0  # the last so many ranks only hold engines; 0: every rank trains and holds one
+    engine_ranks: int = 0  # ranks, the last ones, that only hold engines; 0: every rank trains and holds one
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
 
     @property
@@ -67,21 +66,21 @@ class Plan:
         return rank * self.rollouts_per_step // self.num_ranks
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint follows this step."""
+        """True when a checkpoint follows this step."""
         return self.checkpoint_every > 0 and (step % self.checkpoint_every == 0 or step == self.num_steps)
 
     def exports_after(self, step: int) -> bool:
-        """Whether the model is written for others after this step."""
+        """True when the model is exported after this step."""
         return self.export_every > 0 and step % self.export_every == 0
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows this step; step 0 stands for before the first."""
+        """True when an evaluation follows this step; step 0 stands for before the first."""
         if not self.eval_prompts:
             return False
         return step in (0, self.num_steps) or (self.eval_every > 0 and step % self.eval_every == 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For plan.json and for printing."""
+        """The plan as plan.json and --dry-run show it."""
         return dataclasses.asdict(self)
 
 
@@ -94,25 +93,12 @@ def plan_run(cfg: Config | SftConfig, *, num_ranks: int) -> Plan:
 
 def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     """Derive the plan of a reinforcement-learning run. Raises UserError with every count that does not work out."""
+    _refuse(cfg, num_ranks)
     prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     eval_response = (cfg.eval.max_response_tokens if cfg.eval else None) or cfg.rollout.max_response_tokens
     engine_ranks = cfg.rollout.num_ranks or 0
-    num_sampling, num_training = engine_ranks or num_ranks, max(1, num_ranks - engine_ranks)
-    split = f"split over {num_sampling} ranks" + (" that hold engines" if engine_ranks else "")
-    steps_ahead = _steps_ahead(cfg)
     ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
-    _refuse(
-        *(_nobody_trains(cfg, num_ranks) or parallel_problems(cfg.parallel, num_training)),
-        *_ahead_by_chance(cfg, steps_ahead),
-        *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps * updates),
-        *_not_divisible("rollout.prompts_per_step", prompts, num_sampling, split, updates),
-        *_not_divisible("rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", num_sampling),
-        *_too_small_budget(
-            cfg.pack, cfg.parallel.cp, max_sequence, "data.max_prompt_tokens + rollout.max_response_tokens"
-        ),
-        *_oversampling_by_chance(cfg),
-    )
     # 0.1 * 30 is a little above 3, and is meant to be 3.
     extra_groups = math.ceil(prompts * cfg.rollout.oversample_fraction - 1e-9)
     rollouts = prompts * cfg.rollout.group_size
@@ -120,7 +106,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         num_ranks=num_ranks,
         num_steps=cfg.run.num_steps,
         prompts_per_step=prompts,
-        prompts_per_rank=prompts // num_sampling,
+        prompts_per_rank=prompts // (engine_ranks or num_ranks),
         rollouts_per_step=rollouts,
         updates_per_step=updates,
         num_updates=cfg.run.num_steps * updates,
@@ -130,7 +116,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
         max_micro_batches_per_update=_max_micro_batches(
-            cfg.pack, rollouts // updates, num_training // ranks_per_share, max_sequence
+            cfg.pack, rollouts // updates, (num_ranks - engine_ranks) // ranks_per_share, max_sequence
         ),
         max_eval_sequence_tokens=cfg.data.max_prompt_tokens + eval_response,
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
@@ -138,26 +124,21 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         checkpoint_every=cfg.checkpoint.every,
         export_every=cfg.export.every,
         extra_groups=extra_groups,
-        max_draws=(
+        max_groups=(
             int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
         ),
         ranks_per_share=ranks_per_share,
         engine_ranks=engine_ranks,
-        steps_ahead=steps_ahead,
+        steps_ahead=cfg.steps_ahead,
     )
 
 
 def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     """Derive the plan of a fine-tuning run: a step is one update on `sft.sequences_per_step` pairs."""
+    _refuse(cfg, num_ranks)
     sequences = cfg.sft.sequences_per_step
     max_sequence = cfg.data.max_prompt_tokens + cfg.sft.max_response_tokens
     ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
-    _refuse(
-        *parallel_problems(cfg.parallel, num_ranks),
-        *_schedule_beyond_the_run(cfg.optim, cfg.run.num_steps),
-        *_not_divisible("sft.sequences_per_step", sequences, num_ranks, f"split over {num_ranks} ranks", 1),
-        *_too_small_budget(cfg.pack, cfg.parallel.cp, max_sequence, "data.max_prompt_tokens + sft.max_response_tokens"),
-    )
     return Plan(
         num_ranks=num_ranks,
         num_steps=cfg.run.num_steps,
@@ -183,19 +164,52 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     )
 
 
-def _steps_ahead(cfg: Config) -> int:
-    """Groups that go on in the next step are one step staler then: of the limit, one step is theirs."""
-    if cfg.rollout.placement == "colocated":
-        return 0
-    return max(0, cfg.rollout.max_staleness - cfg.rollout.partial)
+def plan_problems(cfg: Config | SftConfig, num_ranks: int) -> Iterator[str]:
+    """Yield a sentence for each count that does not fit the number of ranks."""
+    sft = (_ranks_divide, _sequences_divide_by_ranks)
+    rl = (_ranks_divide, _prompts_divide_by_ranks, _prompts_divide_by_updates)
+    return run_rules(sft if isinstance(cfg, SftConfig) else rl, cfg, num_ranks)
 
 
-def _refuse(*problems: str) -> None:
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
+def _refuse(cfg: Config | SftConfig, num_ranks: int) -> None:
+    if sentences := list(plan_problems(cfg, num_ranks)):
+        raise UserError("\n".join(dict.fromkeys(sentences)))
 
 
-def _not_divisible(name: str, value: int, by: int, purpose: str, also_by: int) -> Iterator[str]:
+def _ranks_divide(cfg: Config | SftConfig, num_ranks: int) -> Iterator[str]:
+    engine_ranks = 0 if isinstance(cfg, SftConfig) else cfg.rollout.num_ranks or 0
+    if not engine_ranks or engine_ranks < num_ranks:
+        yield from parallel_problems(cfg.parallel, num_ranks - engine_ranks)
+        return
+    fewer = f"set it to {num_ranks - 1} or less, or " if num_ranks > 1 else ""
+    yield (
+        f"rollout.num_ranks = {engine_ranks} leaves none of the {num_ranks} ranks to train; {fewer}start "
+        f"{engine_ranks + 1} ranks or more"
+    )
+
+
+def _prompts_divide_by_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
+    engine_ranks = cfg.rollout.num_ranks or 0
+    num_sampling = engine_ranks or num_ranks
+    purpose = f"split over {num_sampling} ranks" + (" that hold engines" if engine_ranks else "")
+    prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
+    return _not_divisible("rollout.prompts_per_step", prompts, num_sampling, purpose, also_by=updates)
+
+
+def _prompts_divide_by_updates(cfg: Config, num_ranks: int) -> Iterator[str]:
+    prompts, updates = cfg.rollout.prompts_per_step, cfg.loss.updates_per_step
+    num_sampling = cfg.rollout.num_ranks or num_ranks
+    return _not_divisible(
+        "rollout.prompts_per_step", prompts, updates, f"cut into {updates} updates", also_by=num_sampling
+    )
+
+
+def _sequences_divide_by_ranks(cfg: SftConfig, num_ranks: int) -> Iterator[str]:
+    sequences, purpose = cfg.sft.sequences_per_step, f"split over {num_ranks} ranks"
+    return _not_divisible("sft.sequences_per_step", sequences, num_ranks, purpose, also_by=1)
+
+
+def _not_divisible(name: str, value: int, by: int, purpose: str, *, also_by: int) -> Iterator[str]:
     if value % by:
         unit = math.lcm(by, also_by)  # the numbers offered satisfy both conditions
         below = value // unit * unit
@@ -203,25 +217,8 @@ def _not_divisible(name: str, value: int, by: int, purpose: str, also_by: int) -
         yield f"{name} = {value} cannot be {purpose}; set it to {nearby}"
 
 
-def _schedule_beyond_the_run(optim: OptimConfig, num_updates: int) -> Iterator[str]:
-    for name in ("warmup_steps", "decay_steps"):
-        if (length := getattr(optim, name)) > num_updates:
-            yield f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; lower it"
-
-
-def _too_small_budget(pack: PackConfig, cp: int, max_sequence: int, sum_of: str) -> Iterator[str]:
-    """Micro-batches are filled up to a multiple of cp, and the budget holds with that."""
-    budget = pack.max_tokens_per_micro_batch
-    filled = max_sequence + padding_tokens(max_sequence, cp)
-    if budget is not None and budget < filled:
-        yield (
-            f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
-            f"({sum_of}); set it to {filled} or more, or lower those"
-        )
-
-
 def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[str]:
-    """Sentences about settings of [parallel] that so many ranks that train cannot be laid out by."""
+    """Yield a sentence for each setting of [parallel] that does not fit the number of ranks that train."""
     replicate, cp, tp, ep = parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep
     others = replicate * cp * tp
     product = f"parallel.dp_replicate x cp x tp = {replicate} x {cp} x {tp} = {others}"
@@ -244,34 +241,6 @@ def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[s
         )
 
 
-def _nobody_trains(cfg: Config, num_ranks: int) -> list[str]:
-    engine_ranks = cfg.rollout.num_ranks or 0
-    if not engine_ranks or engine_ranks < num_ranks:
-        return []
-    fewer = f"set it to {num_ranks - 1} or less, or " if num_ranks > 1 else ""
-    return [
-        f"rollout.num_ranks = {engine_ranks} leaves none of the {num_ranks} ranks to train; {fewer}start "
-        f"{engine_ranks + 1} ranks or more"
-    ]
-
-
-def _ahead_by_chance(cfg: Config, steps_ahead: int) -> Iterator[str]:
-    if cfg.run.deterministic and steps_ahead > 1:
-        yield (
-            f"rollout.max_staleness = {cfg.rollout.max_staleness} lets timing decide which weights sample a step, but "
-            "run.deterministic = true; set max_staleness = 0 or 1, or deterministic = false"
-        )
-
-
-def _oversampling_by_chance(cfg: Config) -> Iterator[str]:
-    if cfg.run.deterministic and cfg.rollout.oversample_fraction:
-        yield (
-            f"rollout.oversample_fraction = {cfg.rollout.oversample_fraction:g} trains on the prompt groups that are "
-            "finished first, which depends on timing, but run.deterministic = true; set oversample_fraction = 0 or "
-            "deterministic = false"
-        )
-
-
 def _max_micro_batches(pack: PackConfig, sequences: int, num_ranks: int, max_sequence: int) -> int:
     per_rank = math.ceil(sequences / num_ranks)
     per_micro_batch = pack.sequences_per_micro_batch or max(1, (pack.max_tokens_per_micro_batch or 0) // max_sequence)
@@ -279,14 +248,14 @@ def _max_micro_batches(pack: PackConfig, sequences: int, num_ranks: int, max_seq
 
 
 def looks_ahead(correction: CorrectionConfig) -> bool:
-    """Whether the correction takes numbers of the whole global batch, which must be known before the update."""
+    """True when the correction needs sums over the whole global batch before the update."""
     return correction.batch_normalize or correction.reject != "none" or correction.veto_below is not None
 
 
 def needs_old_logprobs(
     loss: LossConfig, correction: CorrectionConfig, *, num_updates: int, kl_in_reward: bool = False
 ) -> bool:
-    """Whether a step takes a pass for the trainer's log-probabilities before its updates."""
+    """True when a step takes a pass for the trainer's log-probabilities before its updates."""
     if correction.old == "rollout":
         return False
     return num_updates > 1 or looks_ahead(correction) or kl_in_reward or bool(loss.choice)

@@ -51,6 +51,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def default_device_type() -> str:
+    """The kind of device that ranks on this machine compute on: "cuda" where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def shared_store() -> dist.Store:
     """The key-value store that all ranks of the process group reach, for counters that need no collective."""
     return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())

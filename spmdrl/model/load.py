@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.dist.session import default_device_type
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
@@ -62,25 +63,28 @@ def load_model_config(cfg: ModelConfig) -> Any:
     return config
 
 
-def check_weight_files(path: str) -> None:
-    """Read the head of every weight file of a model directory, and the index of several. Raises UserError for what is
-    cut off, no safetensors file, or missing; whether the weights are the right ones is seen when they are loaded."""
+def weight_file_problems(path: str) -> Iterator[str]:
+    """Yield a sentence for each weight file of a model directory that is cut off, missing or no safetensors file.
+
+    Reads the head of every file, and the index of several. Loading shows whether the weights are the right ones.
+    """
     folder = Path(path)
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f'model.path = "{path}": its weights cannot be read: {file.name}: {error}') from error
+            yield f'model.path = "{path}": its weights cannot be read: {file.name}: {error}'
     index = folder / _INDEX
     if not index.exists():
         return
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f'model.path = "{path}": {_INDEX} is no index of weights: {error}') from error
+        yield f'model.path = "{path}": {_INDEX} is no index of weights: {error}'
+        return
     if absent := sorted(str(name) for name in named if not (folder / str(name)).is_file()):
-        raise UserError(
+        yield (
             f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are not there; the '
             f"first is {absent[0]}"
         )
@@ -126,7 +130,7 @@ def _shapes(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]], list[se
 
 def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Sentences about settings of [parallel] that the model cannot follow; takes no memory."""
-    dtype = compute_dtype(cfg.compute_dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    dtype = compute_dtype(cfg.compute_dtype, default_device_type())
     model = model_without_memory(model_config, cfg)
     yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:

@@ -1,30 +1,33 @@
-"""Everything a run reads besides weights, opened and checked before the first process group or GPU is touched."""
+"""Open and check everything a run reads besides weights, before the first process group or GPU is touched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, SftConfig
-from spmdrl.config.plan import Plan, plan_run
-from spmdrl.data.stream import make_held_out, make_training_stream
+from spmdrl.config import Config, HeldOutConfig, MissingSetting, ModelConfig, SftConfig
+from spmdrl.config.plan import Plan, plan_problems, plan_run
+from spmdrl.data.sources import open_source
+from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
+from spmdrl.dist.session import default_device_type
 from spmdrl.learn.optim import check_optimizer
 from spmdrl.learn.policy_loss import check_policy_loss
 from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
-    check_weight_files,
     compute_dtype,
     load_critic_config,
     load_model_config,
     model_without_memory,
     parallel_model_problems,
+    weight_file_problems,
 )
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.flops import with_costs
@@ -37,162 +40,115 @@ from spmdrl.types import Prompt, UserError
 T = TypeVar("T")
 
 
-class _Problems:
-    """Collects what is wrong, so that the user reads all of it at once."""
+def raise_all(sentences: Sequence[str]) -> None:
+    """Raise UserError when there are sentences."""
+    if sentences:
+        raise UserError("\n".join(dict.fromkeys(sentences)))
+
+
+def open_inputs(
+    cfg: Config | SftConfig, *, num_ranks: int, refuse: Callable[[Sequence[str]], None] = raise_all
+) -> Inputs:
+    """Open model config, tokenizer and data, and derive the plan.
+
+    `cfg` may lack settings: checks that need one of them are left out. `refuse` gets a sentence for each problem found;
+    it must raise UserError when there are any, or when `cfg` lacks a setting.
+    """
+    found = _Findings()
+    for problems in (_time_problems, _optimizer_problems, _loss_problems, _attention_problems, _folder_problems):
+        found.ask(problems, cfg)
+    found.ask(_weight_problems, cfg)
+    found.ask(plan_problems, cfg, num_ranks)
+    policy = found.get(_open_policy, cfg)
+    critic = found.get(_open_critic, cfg, policy)
+    plan = found.get(_open_plan, cfg, num_ranks, policy)
+    tokenizer = found.get(_open_tokenizer, cfg, policy)
+    for model in (policy, critic):
+        found.ask(_length_problems, plan, model)
+        found.ask(_parallel_problems, cfg, model)
+        found.ask(_vocabulary_problems, tokenizer, model)
+    found.ask(_true_on_policy_problems, cfg, policy)
+    prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic)
+    stops = found.get(_stop_tokens, cfg, tokenizer)
+    found.ask(_engine_problems, cfg, num_ranks, policy, stops=stops)
+    prompts = found.get(_open_prompts, cfg, tokenizer)
+    held_out = found.get(_open_held_out, cfg, tokenizer)
+    if prompts is None:
+        found.ask(_source_problems, cfg)
+    refuse(found.sentences)
+    assert policy and plan and tokenizer and stops and prompts and held_out is not None and prediction
+    memory = prediction.plan if prediction.rank.on_gpu else None
+    return Inputs(plan, policy.config, tokenizer, stops, prompts, held_out, memory, prediction.phases)
+
+
+class _Findings:
+    """Sentences about everything that is wrong, so that the user reads all of them at once."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.sentences: list[str] = []
 
-    def attempt(self, step: Callable[[], T]) -> T | None:
-        """The step's result, or None when it had a problem."""
-        try:
-            return step()
-        except UserError as error:
-            self.found += str(error).splitlines()
+    def get(self, open: Callable[..., T], *needed: Any, **others: Any) -> T | None:
+        """The result of `open`; None where it fails, or where something it needs is None or not set."""
+        if any(one is None for one in needed):
             return None
+        try:
+            return open(*needed, **others)
+        except UserError as error:
+            self.sentences += str(error).splitlines()
+        except MissingSetting:
+            pass
+        return None
 
-    def refuse(self) -> None:
-        """Raise UserError if there were any."""
-        if self.found:
-            raise UserError("\n".join(dict.fromkeys(self.found)))
+    def ask(self, problems: Callable[..., Iterator[str]], *needed: Any, **others: Any) -> None:
+        """Collect the sentences of `problems`, unless something it needs is None or not set."""
+        self.get(partial(self._collect, problems), *needed, **others)
 
-
-def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
-    """Open model config, tokenizer and data, and derive the plan. Raises UserError with every problem found."""
-    problems = _Problems()
-    plan = problems.attempt(lambda: plan_run(cfg, num_ranks=num_ranks))
-    model_config = problems.attempt(lambda: load_model_config(cfg.model))
-    problems.attempt(lambda: check_weight_files(cfg.model.path))
-    critic_config = problems.attempt(lambda: _critic_config(cfg, model_config))
-    problems.attempt(lambda: check_optimizer(cfg.optim))
-    if isinstance(cfg, Config):
-        loss = cfg.loss
-        problems.attempt(lambda: check_policy_loss(loss))
-    problems.attempt(lambda: _check_attention(cfg.model))
-    problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
-    if model_config is None:
-        problems.refuse()
-    if plan is not None:
-        plan = planned = with_costs(plan, cfg.pack, cfg.model, model_config)
-        problems.attempt(lambda: _check_length(planned, model_config))
-        if critic_config is not None:
-            problems.attempt(lambda: _check_length(planned, critic_config))
-    problems.attempt(lambda: _check_parallel(cfg.model, model_config, cfg.parallel))
-    if isinstance(cfg, Config) and critic_config is not None:
-        critic_model = cfg.critic_model
-        problems.attempt(lambda: _check_parallel(critic_model, critic_config, cfg.parallel))
-    problems.attempt(lambda: _check_true_on_policy(cfg, model_config))
-    tokenizer = problems.attempt(lambda: load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code))
-    if tokenizer is None:
-        problems.refuse()
-    prediction = problems.attempt(lambda: _predict(cfg, model_config, critic_config, num_ranks))
-    problems.attempt(lambda: _check_vocabulary(f'model.path = "{cfg.model.path}"', model_config, tokenizer))
-    if isinstance(cfg, Config) and critic_config is not None:
-        of_critic = f'critic.path = "{cfg.critic_model.path}"'
-        problems.attempt(lambda: _check_vocabulary(of_critic, critic_config, tokenizer))
-    stops = problems.attempt(lambda: _stop_tokens(cfg, tokenizer))
-    problems.attempt(lambda: _check_engine(cfg, model_config, stops, num_ranks))
-    kept_apart = cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
-    prompts = problems.attempt(
-        lambda: make_training_stream(cfg.data, kept_apart, seed=cfg.run.seed, tokenizer=tokenizer)
-    )
-    held_out = problems.attempt(lambda: _held_out(cfg, kept_apart, tokenizer))
-    if prompts is not None:
-        problems.attempt(lambda: prompts.take(0, 1))
-    problems.refuse()
-    assert plan and stops and prompts and held_out is not None and prediction
-    memory = prediction.plan if prediction.rank.on_gpu else None
-    return Inputs(plan, model_config, tokenizer, stops, prompts, held_out, memory, prediction.phases)
+    def _collect(self, problems: Callable[..., Iterator[str]], *about: Any, **others: Any) -> None:
+        for sentence in problems(*about, **others):
+            self.sentences.append(sentence)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
-    """What an evaluation needs, without a plan to train."""
+class _OpenedModel:
+    """The policy or the critic, before its weights are read."""
 
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: frozenset[int]
-    prompts: list[Prompt]
-
-
-def open_held_out(cfg: Config) -> HeldOut:
-    """Open what the evaluation of a run's model reads. Raises UserError when something is not there."""
-    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), _held_out(cfg, cfg.eval, tokenizer))
+    setting: str  # that names its directory
+    cfg: ModelConfig
+    config: Any  # transformers'
 
 
-def _critic_config(cfg: Config | SftConfig, model_config: Any) -> Any:
-    """transformers' config of the critic, if one is trained."""
+def _open_policy(cfg: Config | SftConfig) -> _OpenedModel:
+    return _OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, load_model_config(cfg.model))
+
+
+def _open_critic(cfg: Config | SftConfig, policy: _OpenedModel) -> _OpenedModel | None:
     if isinstance(cfg, SftConfig) or not cfg.has_critic:
         return None
-    return load_critic_config(cfg.critic_model) if cfg.critic.path else model_config
+    config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
+    return _OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config)
 
 
-def _check_parallel(cfg: ModelConfig, model_config: Any, parallel: ParallelConfig) -> None:
-    if sentences := list(parallel_model_problems(model_config, cfg, parallel)):
-        raise UserError("\n".join(sentences))
+def _open_plan(cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel) -> Plan:
+    return with_costs(plan_run(cfg, num_ranks=num_ranks), cfg.pack, cfg.model, policy.config)
 
 
-def _check_attention(cfg: ModelConfig) -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    choose_kernel(cfg.attention, device_type, compute_dtype(cfg.compute_dtype, device_type))
+def _open_tokenizer(cfg: Config | SftConfig, policy: _OpenedModel) -> PreTrainedTokenizerBase:
+    return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
-def _check_engine(cfg: Config | SftConfig, model_config: Any, stops: frozenset[int] | None, num_ranks: int) -> None:
-    if isinstance(cfg, Config):
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        check_engine(cfg, model_config, stops, num_ranks=num_ranks, device_type=device_type)
+def _open_prompts(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
+    prompts = make_training_stream(cfg.data, _held_out_table(cfg), seed=cfg.run.seed, tokenizer=tokenizer)
+    prompts.take(0, 1)
+    return prompts
 
 
-def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:
-    """Raise UserError when engine and trainer were asked for the same bits and could not have them here."""
-    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
-        return
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = compute_dtype(cfg.model.compute_dtype, device_type)
-    kernel = kernel_of_run(cfg, device_type, dtype)
-    if kernel == "invariant":
-        sentences = list(invariant.model_problems(model_config))
-        if not sentences:
-            sentences = list(invariant.machine_problems(model_without_memory(model_config, cfg.model), dtype))
-    else:
-        backend = kernel.removeprefix("sglang_")
-        sentences = [
-            *sglang_operators.model_problems(model_config),
-            *sglang_operators.attention_problems(model_config, backend),
-            *sglang_operators.device_problems(backend),
-        ]
-    if sentences:
-        raise UserError("\n".join(sentences))
+def _open_held_out(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    table = _held_out_table(cfg)
+    return make_held_out(cfg.data, table, tokenizer=tokenizer) if table else []
 
 
-def _check_length(plan: Plan, model_config: Any) -> None:
-    limit = getattr(model_config, "max_position_embeddings", None)
-    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
-    if limit is not None and longest > limit:
-        raise UserError(
-            f"a prompt and its response may have {longest} tokens, but the model was made for {limit} "
-            "(max_position_embeddings); lower data.max_prompt_tokens or max_response_tokens"
-        )
-
-
-def _predict(cfg: Config | SftConfig, model_config: Any, critic_config: Any, num_ranks: int) -> Prediction:
-    """What each phase will hold. Raises UserError where that is more than the device has, whatever it computes."""
-    critic = None
-    if isinstance(cfg, Config) and critic_config is not None:
-        critic = Model.read_critic(critic_config, cfg.critic_model)
-    prediction = predict_here(cfg, Model.read(model_config, cfg.model, critic=critic), num_ranks=num_ranks)
-    if prediction.rank.on_gpu and prediction.problems:
-        raise UserError("\n".join(prediction.problems))
-    return prediction
-
-
-def _check_vocabulary(setting: str, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= model_config.vocab_size:
-        raise UserError(
-            f"{setting}: the tokenizer makes token ids up to {largest}, but the model has only "
-            f"{model_config.vocab_size} of them (vocab_size); the tokenizer belongs to another model"
-        )
+def _held_out_table(cfg: Config | SftConfig) -> HeldOutConfig | None:
+    return cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
 
 
 def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -206,9 +162,118 @@ def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) ->
     return stop_token_ids(tokenizer, cfg.model.path)
 
 
-def _held_out(
-    cfg: Config | SftConfig, kept_apart: HeldOutConfig | None, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    if kept_apart is None:
-        return []
-    return make_held_out(cfg.data, kept_apart, tokenizer=tokenizer)
+def _predict(
+    cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel, *, critic: _OpenedModel | None
+) -> Prediction:
+    """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
+    second = Model.read_critic(critic.config, critic.cfg) if critic else None
+    prediction = predict_here(cfg, Model.read(policy.config, policy.cfg, critic=second), num_ranks=num_ranks)
+    raise_all(prediction.problems if prediction.rank.on_gpu else ())
+    return prediction
+
+
+def _time_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    end = cfg.run.stop_before
+    if end is not None and end.timestamp() <= time.time():
+        yield f"run.stop_before = {end.isoformat(timespec='minutes')} is in the past; set it later, or remove it"
+
+
+def _optimizer_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    return _refusals(check_optimizer, cfg.optim)
+
+
+def _loss_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    return _refusals(check_policy_loss, cfg.loss) if isinstance(cfg, Config) else iter(())
+
+
+def _attention_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    device_type = default_device_type()
+    dtype = compute_dtype(cfg.model.compute_dtype, device_type)
+    return _refusals(choose_kernel, cfg.model.attention, device_type, dtype)
+
+
+def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    return _refusals(refuse_overwriting, cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf"))
+
+
+def _weight_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    return weight_file_problems(cfg.model.path)
+
+
+def _source_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    """Problems of the training data that show without a tokenizer."""
+    for source in cfg.data.sources:
+        yield from _refusals(partial(open_source, seed=0), source)
+
+
+def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    if limit is not None and longest > limit:
+        yield (
+            f"a prompt and its response may have {longest} tokens, but the model was made for {limit} "
+            "(max_position_embeddings); lower data.max_prompt_tokens or max_response_tokens"
+        )
+
+
+def _parallel_problems(cfg: Config | SftConfig, model: _OpenedModel) -> Iterator[str]:
+    return parallel_model_problems(model.config, model.cfg, cfg.parallel)
+
+
+def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel) -> Iterator[str]:
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= model.config.vocab_size:
+        yield (
+            f"{model.setting}: the tokenizer makes token ids up to {largest}, but the model has only "
+            f"{model.config.vocab_size} of them (vocab_size); the tokenizer belongs to another model"
+        )
+
+
+def _true_on_policy_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+    """Reasons why engine and trainer could not compute the same bits here."""
+    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
+        return
+    device_type = default_device_type()
+    dtype = compute_dtype(cfg.model.compute_dtype, device_type)
+    kernel = kernel_of_run(cfg, device_type, dtype)
+    if kernel == "invariant":
+        sentences = list(invariant.model_problems(policy.config))
+        yield from sentences or invariant.machine_problems(model_without_memory(policy.config, cfg.model), dtype)
+        return
+    backend = kernel.removeprefix("sglang_")
+    yield from sglang_operators.model_problems(policy.config)
+    yield from sglang_operators.attention_problems(policy.config, backend)
+    yield from sglang_operators.device_problems(backend)
+
+
+def _engine_problems(
+    cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel, *, stops: frozenset[int] | None
+) -> Iterator[str]:
+    if isinstance(cfg, Config):
+        device_type = default_device_type()
+        yield from _refusals(
+            partial(check_engine, num_ranks=num_ranks, device_type=device_type), cfg, policy.config, stops
+        )
+
+
+def _refusals(check: Callable[..., object], *about: Any) -> Iterator[str]:
+    """The sentences of the UserError that a function raises, if it does."""
+    try:
+        check(*about)
+    except UserError as error:
+        yield from str(error).splitlines()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The inputs of an evaluation: those of a run without a plan to train."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: frozenset[int]
+    prompts: list[Prompt]
+
+
+def open_held_out(cfg: Config) -> HeldOut:
+    """Open what the evaluation of a run's model reads. Raises UserError when something is not there."""
+    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), _open_held_out(cfg, tokenizer))

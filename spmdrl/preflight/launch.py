@@ -1,4 +1,4 @@
-"""From the command line to a run that may start: arguments, checks, `--dry-run`, and how failures are told."""
+"""Start a program from its command line: arguments, checks, `--dry-run`, and the report of a failure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import argparse
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 
 import tomlkit
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
-from spmdrl.config import Config, SftConfig, read_config
+from spmdrl.config import Config, SftConfig, read_draft
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
 from spmdrl.faults.watch import failure_in
@@ -38,10 +36,10 @@ def run_from_command_line(
     arguments = _parse(argv)
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
-        cfg = read_config(kind, arguments.config, arguments.override)
-        _check_there_is_time(cfg.run.stop_before)
-        inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks())
-        # What a launch may find is asked of its first start: when ranks are started again, the run is their own.
+        draft = read_draft(kind, arguments.config, arguments.override)
+        cfg = draft.config
+        inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks(), refuse=draft.refuse)
+        # Only the first start may refuse a folder that holds a run: ranks that are started again find their own.
         folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)
         if arguments.dry_run:
             origin = foresee_resume_point(cfg, folder.checkpoints)
@@ -61,13 +59,6 @@ def run_from_command_line(
             return EXIT_USER_ERROR
         raise
     return 0
-
-
-def _check_there_is_time(stop_before: datetime | None) -> None:
-    if stop_before is not None and stop_before.timestamp() <= time.time():
-        raise UserError(
-            f"run.stop_before = {stop_before.isoformat(timespec='minutes')} is in the past; set it later, or remove it"
-        )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -102,7 +93,7 @@ def _print_dry_run(
 
 
 def _beginning(origin: ResumePoint, num_steps: int) -> Iterator[str]:
-    """Where the run would begin, and what it would say about that."""
+    """Yield the step where the run would begin, and the notes that it would print about it."""
     if origin.saved_step is None:
         yield "at step 0: there is no checkpoint to go on from"
     else:
@@ -112,7 +103,7 @@ def _beginning(origin: ResumePoint, num_steps: int) -> Iterator[str]:
 
 
 def _tell_once_a_node(what: str, problems: str) -> None:
-    """One rank of each node speaks; what another node lacks, the first may have."""
+    """Print from one rank of each node: one node may lack what another one has."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "

@@ -63,7 +63,7 @@ def training_drawing(cfg: Config, plan: Plan) -> Drawing:
     return Drawing(
         groups_per_step=plan.prompts_per_step,
         extra_groups=plan.extra_groups,
-        max_draws=plan.max_draws,
+        max_draws=plan.max_groups,
         drops_equal=cfg.rollout.dynamic_sampling,
         carries_over=cfg.rollout.partial,
         max_staleness=cfg.rollout.max_staleness,

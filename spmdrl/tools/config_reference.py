@@ -1,4 +1,4 @@
-"""`python -m spmdrl.tools.config_reference > docs/configuration.md`: every setting that `spmdrl.config` knows."""
+"""Write the page of all settings: `python -m spmdrl.tools.config_reference > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from spmdrl.config import Config, Section, SftConfig
+from spmdrl.config.names import is_array, sections_in
 
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Generated from spmdrl/config/__init__.py by `make docs`; a test compares the two. -->
+<!-- Generated from the tables in spmdrl/config/ by `make docs`; a test compares the two. -->
 
 A run is described by one TOML file. `section.key=value` after it on the command line overrides a setting; the value is
 read as TOML, and as text when it is not TOML:
@@ -30,15 +31,15 @@ A setting without a default is required.
 
 
 def reference() -> str:
-    """The whole page."""
+    """The page as Markdown."""
     parts = [_INTRODUCTION]
-    described: dict[type[Section], str] = {}  # and under which name
+    described: dict[type[Section], str] = {}  # the name under which a table has its section
     for kind, program in ((Config, "spmdrl.train"), (SftConfig, "spmdrl.sft")):
         parts.append(f"## `python -m {program}`\n\n{kind.__doc__}\n")
-        fields = [(key, field) for key, field in kind.model_fields.items() if _sections_in(field.annotation)]
+        fields = [(key, field) for key, field in kind.model_fields.items() if sections_in(field.annotation)]
         if len(fields) < len(kind.model_fields):
             parts.append(f"Above the first table of the file:\n\n{_table(kind)}")
-        repeated = [key for key, field in fields if _sections_in(field.annotation)[0] in described]
+        repeated = [key for key, field in fields if sections_in(field.annotation)[0] in described]
         if repeated:
             parts.append(f"{', '.join(f'[`[{key}]`](#{key})' for key in repeated)} are those described above.\n")
         parts += [_section(key, field, described) for key, field in fields if key not in repeated]
@@ -48,8 +49,8 @@ def reference() -> str:
 def settings(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every setting below a Section class by its dotted name, those of each kind of an array's tables included."""
     for key, field in kind.model_fields.items():
-        inner = _sections_in(field.annotation)
-        if not inner or _is_array(field.annotation):
+        inner = sections_in(field.annotation)
+        if not inner or is_array(field.annotation):
             yield prefix + key, field
         for section in inner:
             yield from settings(section, f"{prefix}{key}.")
@@ -57,16 +58,16 @@ def settings(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, Field
 
 def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -> str:
     """A table of the TOML file, and the tables inside it."""
-    (section,) = _sections_in(field.annotation)
+    (section,) = sections_in(field.annotation)
     described[section] = name
     parts = [f"### `[{name}]`\n"]
     if not field.is_required():
         parts.append("Off when left out.\n" if field.default is None else "Every setting has a default.\n")
     parts.append(_table(section))
     for key, inner in section.model_fields.items():
-        if _is_array(inner.annotation):
-            parts += _array(f"{name}.{key}", _sections_in(inner.annotation), described)
-        elif _sections_in(inner.annotation):
+        if is_array(inner.annotation):
+            parts += _array(f"{name}.{key}", sections_in(inner.annotation), described)
+        elif sections_in(inner.annotation):
             parts.append(_section(f"{name}.{key}", inner, described))
     return "\n".join(parts)
 
@@ -88,7 +89,7 @@ def _array(name: str, kinds: Sequence[type[Section]], described: dict[type[Secti
 def _table(section: type[Section], without: Sequence[str] = ()) -> str:
     rows = ["| key | value | default | |", "|---|---|---|---|"]
     for key, field in section.model_fields.items():
-        if key in without or (_sections_in(field.annotation) and not _is_array(field.annotation)):
+        if key in without or (sections_in(field.annotation) and not is_array(field.annotation)):
             continue
         cells = (f"`{key}`", _value(field.annotation, field.metadata), _default(field), _sentence(field))
         escaped = [cell.replace("|", "\\|") for cell in cells]
@@ -121,7 +122,7 @@ def _toml(value: Any) -> str:
 
 
 def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What may be written there, in words."""
+    """The values that a setting takes, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _value(arguments[0], [*metadata, *arguments[1:]])
@@ -132,7 +133,7 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(_value(part, metadata) for part in alternatives)
     if origin is tuple:
         many = [part for part in arguments if part is not Ellipsis]
-        if _sections_in(annotation):
+        if sections_in(annotation):
             return "array of tables, at least one" if _bounds(metadata, "min_length") else "array of tables"
         items = _value(many[0], ())
         return f"list of {len(many)}: {items}" if Ellipsis not in arguments else f"list: {items}"
@@ -157,20 +158,6 @@ def _bounds(metadata: Sequence[Any], name: str) -> list[float]:
     """The bounds of that name; pydantic wraps those of an inner annotation in a FieldInfo."""
     flat = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
     return [bound for item in flat if (bound := getattr(item, name, None)) is not None]
-
-
-def _is_array(annotation: Any) -> bool:
-    """Whether a field that holds Sections holds a list of them."""
-    if get_origin(annotation) in (Union, types.UnionType, Annotated):
-        return any(_is_array(part) for part in get_args(annotation))
-    return get_origin(annotation) is tuple and bool(_sections_in(annotation))
-
-
-def _sections_in(annotation: Any) -> list[type[Section]]:
-    """The Section classes inside an annotation such as `Section | None` or `tuple[A | B, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in _sections_in(part)]
 
 
 if __name__ == "__main__":

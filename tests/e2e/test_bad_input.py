@@ -1,4 +1,4 @@
-"""Whatever the user gets wrong: a sentence that names it, exit code 2, no traceback, no run folder."""
+"""Everything that the user gets wrong gets a sentence that names it, exit code 2, no traceback and no run folder."""
 
 from __future__ import annotations
 
@@ -63,6 +63,42 @@ def test_bad_input_is_answered_with_a_sentence(folder: Path, case: str, capsys: 
         assert sentence in said
         assert "Traceback" not in said
         assert not list(folder.glob("runs/*/*.*"))  # at most empty folders
+
+
+def test_mistakes_of_all_kinds_are_told_by_one_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (folder / "c.toml").read_text()
+    lines = ["watchdog = { timeout = 1e9 }", 'export = { every = "often" }', "parallel = { tp = 3 }"]
+    written = "\n".join([*lines, text])
+    (folder / "c.toml").write_text(written)
+    number = {line.split(" = ")[0]: at for at, line in enumerate(written.splitlines(), start=1)}
+    overrides = [
+        "rollout.group_size=1",
+        "loss.kl_coef=0.1",
+        "reward.kl_coef=0.1",
+        "model.path=nowhere",
+        "model.attention=varlen",
+        "optim.name=adamm",
+        source(f"{folder}/absent.jsonl").format(),
+        "run.stop_before=2020-01-01",
+    ]
+    assert main([str(folder / "c.toml"), *overrides]) == 2
+    first, *said = capsys.readouterr().err.splitlines()
+    config, there = f"{folder}/c.toml", "on the command line: "
+    expected = [
+        f"{config}:{number['watchdog']}: watchdog.timeout: no such setting; did you mean watchdog.timeout_s?",
+        f'{config}:{number["export"]}: export.every = "often": input should be a valid integer',
+        f"{config}:{number['parallel']}: parallel.dp_replicate x cp x tp = 1 x 1 x 3 = 3 does not divide the 1 ranks",
+        f'{there}rollout.group_size = 1 leaves advantage.estimator = "grpo"',
+        f"{there}loss.kl_coef = 0.1 and reward.kl_coef = 0.1 would count",
+        f'{there}model.path = "nowhere" does not exist',
+        f'{there}model.attention = "varlen" needs a CUDA device',
+        f'{there}optim.name = "adamm" is not known',
+        f"{there}run.stop_before = 2020-01-01T00:00 is in the past",
+        f"cannot read {folder}/absent.jsonl: No such file",
+    ]
+    assert first == "cannot start:"
+    assert len(said) == len(expected) and all(map(str.startswith, said, (f"  - {one}" for one in expected))), said
+    assert not (folder / "runs").exists()
 
 
 def test_a_tokenizer_of_another_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

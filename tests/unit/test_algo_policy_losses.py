@@ -13,8 +13,9 @@ import torch
 
 from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen, random_priorities
 from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.segments import sequence_means
 from spmdrl.config import LossConfig
-from spmdrl.learn.policy_loss import check_policy_loss
+from spmdrl.learn.policy_loss import check_policy_loss, policy_loss_function
 from spmdrl.types import MicroBatch, UserError
 from tests.helpers import oracle
 from tests.helpers.policy_losses import CASES, random_micro_batch, with_gradient
@@ -93,6 +94,20 @@ def test_on_policy_every_loss_has_the_policy_gradient(kind: str, explicit: bool)
     trained = whole.loss_mask & ~whole.chosen if kind == "clip_cov" else whole.loss_mask  # type: ignore[operator]
     torch.testing.assert_close(gradient, torch.where(trained, -whole.advantages, 0.0), rtol=1e-12, atol=1e-12)
     assert (loss.ratio == 1).all()
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in POLICY_LOSSES.items() if kind.per_sequence])
+def test_weights_of_tokens_act_as_their_mean_on_losses_of_sequences(kind: str) -> None:
+    """This is why corrections at token level are refused with them."""
+    logprobs, whole = random_micro_batch()
+    weights = torch.rand(len(logprobs), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = []
+    for factors in (weights, sequence_means(weights, whole.loss_mask, whole.cu_seqlens)):
+        now = logprobs.clone().requires_grad_()
+        per_token = policy_loss_function(LossConfig(kind=kind))(now, whole).per_token
+        gradients.append(torch.autograd.grad((factors * per_token).sum(), now)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    assert gradients[0].any()
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -1,14 +1,17 @@
-"""Reading settings: what is wrong is said all at once, with its place and with the name that was meant."""
+"""Reading settings: the user reads every mistake at once, each with its place and with the name that was meant."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tomlkit
 from pydantic import ValidationError
 
-from spmdrl.config import Config, read_config
+from spmdrl.config import Config, LossConfig, MissingSetting, Section, SftConfig, read_config, read_draft
+from spmdrl.config.base import rules_of
+from spmdrl.config.names import all_keys, settings_in
 from spmdrl.types import UserError
 from tests.helpers.config_file import GOOD, problems, read
 
@@ -101,7 +104,7 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["loss.kind=pop"], 'loss: kind = "pop" is not known; use one of "ppo", "gspo"'),
+        (["loss.kind=pop"], 'loss.kind = "pop" is not known; use one of "ppo", "gspo"'),
         (["loss.kind=cispo", "loss.dual_clip=3.0"], 'dual_clip has no meaning for kind = "cispo"'),
         (["loss.tau_positive=1.0"], 'tau_positive has no meaning for kind = "ppo"'),
         (["loss.kind=a:b", "loss.clip_low=0.1"], 'clip_low has no meaning for kind = "a:b"'),
@@ -130,6 +133,28 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
 def test_an_algorithm_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
     (problem,) = problems(tmp_path, GOOD, *overrides)
     assert expected in problem
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_loss_of_sequences_takes_no_correction_of_tokens(tmp_path: Path, kind: str) -> None:
+    def found(*correction: str) -> list[str]:
+        return problems(tmp_path, GOOD, f"loss.kind={kind}", *(f"correction.{setting}" for setting in correction))
+
+    (problem,) = found("kind=tis")
+    assert problem.startswith(
+        'on the command line: correction.kind = "tis" at level = "token" weighs tokens one by one'
+    )
+    assert problem.endswith('; set level = "geometric" or "sequence"')
+    (problem,) = found("kind=icepop")
+    assert problem.endswith('; set kind = "mis", mode = "mask" and level = "geometric" or "sequence"')
+    (problem,) = found("reject=token")
+    assert f'but loss.kind = "{kind}" takes its ratio from all tokens' in problem
+    assert len(found("kind=mis", "mode=mask", "reject=token")) == 2
+    for level in ("sequence", "geometric"):
+        correction = (f"correction.reject={level}", "correction.kind=tis", f"correction.level={level}")
+        read(tmp_path, GOOD, f"loss.kind={kind}", *correction, "correction.veto_below=1e-4")
+    for other in ("ppo", "cispo", "package.module:function"):
+        read(tmp_path, GOOD, f"loss.kind={other}", "correction.kind=tis", "correction.reject=token")
 
 
 def test_a_prompt_may_have_one_rollout_where_no_other_is_compared_with(tmp_path: Path) -> None:
@@ -192,3 +217,285 @@ def test_what_resume_may_find_changed_is_a_setting(tmp_path: Path) -> None:
     ):
         (problem,) = problems(tmp_path, GOOD, f'resume.changed=["{name}"]')
         assert f"resume.changed names {name}, which is no setting" in problem and hint in problem
+
+
+FOUR = """\
+[run]
+name = "x"
+num_steps = 3
+[model]
+path = "m"
+cpu_offload = true
+[data]
+max_prompt_tokens = 8
+sources = [{ kind = "jsonl", path = "a.jsonl" }]
+[rollout]
+prompts_per_step = 4
+group_size = 1
+max_response_tokens = 5
+[offload]
+trainer = "all"
+[loss]
+kl_coef = 0.1
+[reward]
+terms = [{ kind = "exact" }]
+kl_coef = 0.2
+[optim]
+lr = 1e-3
+[pack]
+max_tokens_per_micro_batch = 64
+[watchdog]
+timeout_s = 99999.0
+"""
+OFFLOADED = "c.toml:6: model.cpu_offload = true keeps the policy in host memory"
+ALONE = "c.toml:12: rollout.group_size = 1 leaves"
+KL_TWICE = "c.toml:17: loss.kl_coef = 0.1 and reward.kl_coef = 0.2 would count"
+IMPATIENT = "c.toml:26: watchdog.timeout_s = 99999 is more than run.patience_minutes = 180"
+
+
+def begin(found: list[str], *expected: str) -> bool:
+    return len(found) == len(expected) and all(map(str.startswith, found, expected))
+
+
+def test_mistakes_between_tables_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    found = problems(tmp_path, FOUR)
+    assert begin(found, OFFLOADED, ALONE, KL_TWICE, IMPATIENT), found
+    turned = FOUR[FOUR.index("[rollout]") :] + FOUR[: FOUR.index("[rollout]")]
+    found = [line.split(": ", 1)[1] for line in problems(tmp_path, turned)]
+    assert begin(found, *(line.split(": ", 1)[1] for line in (ALONE, KL_TWICE, IMPATIENT, OFFLOADED))), found
+
+
+def test_mistakes_on_the_command_line_come_after_those_of_the_file(tmp_path: Path) -> None:
+    found = problems(tmp_path, FOUR, "watchdog.timeout_s=88888.0", "rollout.group_size=1", "rollout.partial=true")
+    there = "on the command line: "
+    expected = (f"{there}watchdog.timeout_s = 88888", f"{there}rollout.group_size", f"{there}rollout: partial = true")
+    assert begin(found, OFFLOADED, KL_TWICE, *expected), found
+
+
+def test_a_rule_is_about_the_setting_that_was_written(tmp_path: Path) -> None:
+    found = problems(tmp_path, GOOD.replace("num_steps = 3", "num_steps = 3\npatience_minutes = 1"))
+    assert begin(found, "c.toml:4: watchdog.timeout_s = 1800 is more than run.patience_minutes = 1"), found
+
+
+def test_one_table_with_two_mistakes_gets_two_sentences(tmp_path: Path) -> None:
+    text = GOOD.replace("[optim]", "[loss]\ndual_clip = 1.1\nstop_kl_nats = 0.1\n[optim]")
+    assert begin(problems(tmp_path, text), "c.toml:21: loss: dual_clip = 1.1 is", "c.toml:22: loss: stop_kl_nats has")
+
+
+def test_mistakes_of_all_kinds_come_at_once(tmp_path: Path) -> None:
+    text = FOUR.replace("timeout_s", "timeout").replace("lr = 1e-3", 'lr = "fast"').replace("num_steps = 3\n", "")
+    text = text.replace("prompts_per_step = 4", "prompts_per_step = 4\npartial = true")
+    expected = (
+        "c.toml:1: run.num_steps: required, not set",
+        "c.toml:5: model.cpu_offload",
+        "c.toml:11: rollout: partial = true has no meaning",
+        "c.toml:12: rollout.group_size = 1",
+        "c.toml:17: loss.kl_coef",
+        'c.toml:22: optim.lr = "fast": input should be a valid number',
+        "c.toml:26: watchdog.timeout: no such setting; did you mean watchdog.timeout_s?",
+        "on the command line: eval.sources: required, not set",
+    )
+    found = problems(tmp_path, text, "eval.num_prompts=3")
+    assert begin(found, *expected), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "silenced"),
+    [
+        (("rollout.group_size=many",), ALONE),
+        (("loss.kl_coef=-1.0",), KL_TWICE),
+        (("reward.kl_coeff=0.0",), None),  # the meant setting is set too, and is what it is
+        (("advantage.estimator=grop",), ALONE),
+        (("loss=5",), KL_TWICE),
+        (("model.cpu_offload=maybe",), OFFLOADED),
+        (("run.patience_minutes=0",), IMPATIENT),
+        (("run.patience_minuts=2000",), IMPATIENT),
+        (("watchdog=[]",), IMPATIENT),
+    ],
+    ids=str,
+)
+def test_rules_do_not_speak_of_settings_that_are_wrong(
+    tmp_path: Path, overrides: tuple[str, ...], silenced: str | None
+) -> None:
+    *others, own = problems(tmp_path, FOUR, *overrides)
+    expected = [sentence for sentence in (OFFLOADED, ALONE, KL_TWICE, IMPATIENT) if sentence != silenced]
+    assert begin(others, *expected), others
+    assert own.startswith(f"on the command line: {overrides[0].partition('=')[0]}"), own
+
+
+def test_a_misspelled_setting_is_not_missing_too(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD.replace("group_size = 2", "grup_size = 2"))
+    assert "did you mean rollout.group_size?" in problem
+
+
+def test_a_value_that_no_type_takes_gets_one_sentence(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD, "refit.verify=-1")
+    assert problem.startswith("on the command line: refit.verify = -1: input should be 'every' or 'first' or ")
+
+
+def test_settings_of_a_draft_that_are_wrong_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(FOUR)
+    draft = read_draft(Config, str(tmp_path / "c.toml"), ["optim.lr=x", "pack=3", "reward.terms=[]", "eval.every=2"])
+    assert draft.config.rollout.group_size == 1 and draft.config.eval is not None and draft.config.eval.every == 2
+    for read_it in (
+        lambda cfg: cfg.optim.lr,
+        lambda cfg: cfg.pack,
+        lambda cfg: cfg.reward.terms,
+        lambda cfg: cfg.eval.num_prompts,
+        lambda cfg: cfg.critic_optim.lr,
+    ):
+        with pytest.raises(MissingSetting):
+            read_it(draft.config)
+
+
+def test_a_draft_puts_the_sentences_of_others_in_their_place(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(GOOD)
+    draft = read_draft(Config, str(tmp_path / "c.toml"), ["run.seed=2"])
+    draft.refuse()
+    with pytest.raises(UserError) as caught:
+        draft.refuse(
+            ["a.jsonl is empty", "run.seed = 2 is low", 'optim.lr is "run.seed"', 'model.path = "m" is absent']
+        )
+    lines = [line.removeprefix(f"{tmp_path}/") for line in str(caught.value).splitlines()]
+    assert lines == [
+        'c.toml:5: model.path = "m" is absent',
+        'c.toml:21: optim.lr is "run.seed"',
+        "on the command line: run.seed = 2 is low",
+        "a.jsonl is empty",
+    ]
+
+
+def test_what_a_program_makes_is_refused_with_all_sentences() -> None:
+    values = tomlkit.parse(FOUR).unwrap()
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(values | {"loss": {"kl_coef": 0.1, "dual_clip": 1.1}})
+    (problem,) = caught.value.errors()
+    said = str(problem["ctx"]["error"]).splitlines()
+    assert begin(said, "loss: dual_clip = 1.1", "rollout.group_size", "loss.kl_coef", "model.cpu_offload", "watchdog.")
+    with pytest.raises(ValidationError, match=r"(?s)stop_kl_nats has.*\ndual_clip = 1.1 is not above"):
+        LossConfig(dual_clip=1.1, stop_kl_nats=0.1)
+
+
+# For each rule, settings that break it; GOOD keeps all of them.
+BROKEN: dict[str, tuple[str, ...]] = {
+    "checkpoint_every_layers_needs_checkpointing": ("model.checkpoint_every_layers=2",),
+    "cp_style_needs_cp": ("parallel.cp_style=ulysses",),
+    "one_size_of_micro_batches": ("pack.sequences_per_micro_batch=2",),
+    "loaded_rollouts_are_not_saved_again": ("debug.load_rollouts=a", "debug.save_rollouts=1"),
+    "sglang_settings_need_sglang": ("rollout.tp_size=2",),
+    "max_draw_ratio_needs_dynamic_sampling": ("rollout.max_draw_ratio=2.0",),
+    "max_draw_ratio_allows_oversampling": (
+        "rollout.dynamic_sampling=true",
+        "rollout.max_draw_ratio=1.1",
+        "rollout.oversample_fraction=0.5",
+    ),
+    "partial_needs_oversampling": ("rollout.partial=true",),
+    "max_staleness_needs_stale_rollouts": ("rollout.max_staleness=2",),
+    "num_ranks_belongs_to_disaggregated": ("rollout.num_ranks=2",),
+    "restart_engine_needs_colocated": ("rollout.restart_engine=true", "rollout.placement=disaggregated"),
+    "num_ranks_is_a_multiple_of_tp_size": ("rollout.num_ranks=3", "rollout.tp_size=2"),
+    "limits_need_a_sandbox": ("reward.sandbox.mode=off", "reward.sandbox.max_processes=2"),
+    "overlong_penalty_needs_overlong_tokens": ("reward.overlong_penalty=2.0",),
+    "kl_settings_need_kl_coef": ("reward.kl_target_nats=0.1",),
+    "kl_horizon_needs_kl_target": ("reward.kl_horizon=3",),
+    "code_needs_a_sandbox": ('reward.terms=[{kind="code"}]', "reward.sandbox.mode=off"),
+    "tests_end_before_the_reward": ('reward.terms=[{kind="code"}]', "reward.timeout_s=1.0"),
+    "some_term_has_a_positive_weight": ('reward.terms=[{kind="exact",weight=0.0}]',),
+    "settings_belong_to_the_optimizer": ("optim.momentum=0.5",),
+    "state_on_host_needs_state": ("optim.name=sgd", "optim.state_on_host=true"),
+    "decay_steps_belong_to_wsd": ("optim.decay_steps=1",),
+    "settings_belong_to_the_estimator": ("advantage.k=2",),
+    "settings_belong_to_the_loss": ("loss.tau_positive=1.0",),
+    "stop_kl_needs_several_updates": ("loss.stop_kl_nats=0.1",),
+    "off_policy_losses_need_several_updates": ("loss.kind=kl_cov",),
+    "entropy_coef_change_needs_a_target": ("loss.entropy_coef_change=0.1",),
+    "entropy_target_needs_a_bonus": ("loss.entropy_target_nats=0.1", "loss.entropy_coef=-1.0"),
+    "cov_low_is_below_cov_high": ("loss.kind=clip_cov", "loss.cov_low=9.0"),
+    "k1_loss_is_allowed_by_name": ("loss.kl_coef=0.1", "loss.kl_estimator=k1"),
+    "dual_clip_is_beyond_the_clip": ("loss.dual_clip=1.1",),
+    "weights_need_a_kind": ("correction.low=0.5",),
+    "mode_belongs_to_mis": ("correction.kind=mis",),
+    "icepop_weighs_tokens": ("correction.kind=icepop", "correction.level=sequence"),
+    "truncation_has_no_lower_bound": ("correction.kind=tis", "correction.low=0.5"),
+    "reject_bounds_need_reject": ("correction.reject_low=0.5",),
+    "bounds_enclose_one": ("correction.kind=tis", "correction.high=0.5"),
+    "corrections_need_a_mismatch": ("correction.old=rollout", "correction.veto_below=0.1"),
+    "critic_needs_gae": ("critic.lr=1.0",),
+    "critic_warmup_ends_before_the_run": ("critic.warmup_steps=3",),
+    "group_size_allows_the_estimator": ("rollout.group_size=1",),
+    "k_is_below_group_size": ("advantage.estimator=pass_at_k",),
+    "kl_in_reward_needs_scored_baselines": ("advantage.estimator=remax", "reward.kl_coef=0.1"),
+    "kl_counts_once": ("loss.kl_coef=0.1", "reward.kl_coef=0.1"),
+    "sequence_losses_need_sequence_advantages": ("loss.kind=gspo", "advantage.estimator=gae"),
+    "sequence_losses_need_sequence_weights": ("loss.kind=gspo", "correction.kind=tis"),
+    "sequence_losses_reject_sequences": ("loss.kind=gmpo", "correction.reject=token"),
+    "dynamic_sampling_needs_group_comparison": ("rollout.dynamic_sampling=true", "advantage.estimator=gae"),
+    "overlong_tokens_are_below_the_limit": ("reward.overlong_tokens=5",),
+    "engine_logprobs_need_fresh_tokens": ("correction.old=rollout", "rollout.partial=true"),
+    "offloaded_policy_is_not_moved": ("model.cpu_offload=true", "offload.trainer=all"),
+    "state_on_host_is_not_moved": ("optim.state_on_host=true", "offload.trainer=optimizer"),
+    "state_on_host_needs_the_device": ("optim.state_on_host=true", "model.cpu_offload=true"),
+    "offload_needs_colocated": ("rollout.placement=disaggregated", "offload.trainer=all"),
+    "transport_needs_colocated": ("rollout.placement=disaggregated", "refit.transport=cuda_ipc"),
+    "transport_needs_sglang": ("refit.transport=cuda_ipc",),
+    "released_graphs_need_graphs": ('offload.engine=["cuda_graph"]',),
+    "loaded_rollouts_allow_no_evaluation": (
+        "debug.load_rollouts=a",
+        'eval={num_prompts=1,sources=[{kind="jsonl",path="a"}]}',
+    ),
+    "loaded_rollouts_need_colocated": ("debug.load_rollouts=a", "rollout.placement=disaggregated"),
+    "keep_best_needs_evaluations": ("checkpoint.keep_best=eval/accuracy",),
+    "watchdog_is_faster_than_patience": ("run.patience_minutes=1",),
+    "resume_names_settings": ('resume.changed=["bogus"]',),
+    "deterministic_runs_sample_one_version": (
+        "run.deterministic=true",
+        "rollout.placement=disaggregated",
+        "rollout.max_staleness=2",
+    ),
+    "deterministic_runs_do_not_oversample": ("run.deterministic=true", "rollout.oversample_fraction=0.5"),
+    "schedule_ends_with_the_run": ("optim.warmup_steps=99",),
+    "budget_holds_a_sequence": ("pack.max_tokens_per_micro_batch=3",),
+    "true_on_policy_needs_equal_bits": ("true_on_policy=true", "parallel.tp=2"),
+}
+
+
+def tables_in(config: Section) -> Iterator[Section]:
+    yield config
+    for name in type(config).model_fields:
+        if isinstance(inner := vars(config)[name], Section):
+            yield from tables_in(inner)
+
+
+def test_every_rule_is_in_the_table_above(tmp_path: Path) -> None:
+    known = {rule.__name__ for table in tables_in(read(tmp_path)) for rule in rules_of(type(table))}
+    assert known == BROKEN.keys()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_rule_names_the_settings_it_is_about(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c.toml").write_text(GOOD)
+    draft = read_draft(Config, str(tmp_path / "c.toml"), BROKEN[name])
+    ((table, rule),) = [
+        (table, rule) for table in tables_in(draft.config) for rule in rules_of(type(table)) if rule.__name__ == name
+    ]
+    sentences = list(rule(table))
+    assert sentences
+    names = {id(getattr(draft.config, key)): key for key in Config.model_fields}
+    names[id(draft.config.reward.sandbox)] = "reward.sandbox"
+    own = names.get(id(table), "")
+    for sentence in sentences:
+        named = settings_in(Config, f"{own}: {sentence}" if own else sentence)
+        assert set(named) - {own} and set(named) <= set(all_keys(Config)), (sentence, named)
+
+
+def test_fine_tuning_has_the_rules_that_it_shares(tmp_path: Path) -> None:
+    text = GOOD[: GOOD.index("[rollout]")] + GOOD[GOOD.index("[optim]") :]
+    (tmp_path / "c.toml").write_text(
+        text + "[sft]\nsequences_per_step = 2\nmax_response_tokens = 3\n[report]\nmemory = true\n"
+    )
+    with pytest.raises(UserError) as caught:
+        read_config(SftConfig, str(tmp_path / "c.toml"), ["run.patience_minutes=1", "checkpoint.keep_best=eval/a"])
+    found = [line.removeprefix(f"{tmp_path}/") for line in str(caught.value).splitlines()]
+    there = "on the command line: "
+    expected = ("c.toml:22: report.memory = true", f"{there}watchdog.timeout_s = 1800", f"{there}checkpoint.keep_best")
+    assert begin(found, *expected), found

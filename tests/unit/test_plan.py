@@ -49,15 +49,15 @@ def test_a_budget_must_hold_the_longest_sequence(tmp_path: Path) -> None:
         make_plan(config(tmp_path, "pack.max_tokens_per_micro_batch=12"), num_ranks=1)
 
 
-def test_how_many_groups_may_be_drawn(tmp_path: Path) -> None:
-    def drawn(*overrides: str) -> tuple[int, int]:
+def test_how_many_groups_may_be_opened(tmp_path: Path) -> None:
+    def opened(*overrides: str) -> tuple[int, int]:
         plan = make_plan(config(tmp_path, "rollout.prompts_per_step=30", *overrides), num_ranks=1)
-        return plan.extra_groups, plan.max_draws
+        return plan.extra_groups, plan.max_groups
 
-    assert drawn() == (0, 30)
-    assert drawn("rollout.oversample_fraction=0.1") == (3, 33)
-    assert drawn("rollout.oversample_fraction=0.11") == (4, 34)
-    assert drawn("rollout.dynamic_sampling=true", "rollout.max_draw_ratio=1.1") == (0, 33)
+    assert opened() == (0, 30)
+    assert opened("rollout.oversample_fraction=0.1") == (3, 33)
+    assert opened("rollout.oversample_fraction=0.11") == (4, 34)
+    assert opened("rollout.dynamic_sampling=true", "rollout.max_draw_ratio=1.1") == (0, 33)
 
 
 def test_determinism_and_oversampling_exclude_each_other(tmp_path: Path) -> None:

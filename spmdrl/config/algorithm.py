@@ -1,0 +1,195 @@
+"""Tables about the algorithm: advantages and the policy loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from spmdrl.algo.advantage import ESTIMATORS
+from spmdrl.algo.formula import LossKind
+from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.config.base import Count, Fraction, NonNegative, Positive, Section, idle_settings, rule, with_defaults
+
+
+class AdvantageConfig(Section):
+    estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
+    ] = "grpo"
+    """Advantage estimator: see `docs/algorithms.md`. `remax` samples one more response for each prompt, greedily."""
+    divide_by_std: bool | None = None
+    """`grpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
+    discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """`reinforce_plus_plus` and `gae` only: discount of a later reward for each token before it. Unset: 1."""
+    gae_lambda: Fraction | None = None
+    """`gae` only: 1 relies on the rewards, 0 on the critic's value one token later. Unset: 0.95."""
+    k: Count | None = None
+    """`pass_at_k` only: rollouts that may try, fewer than `rollout.group_size`. Unset: 4."""
+    whiten: bool | None = None
+    """Subtract the mean over the whole step and divide by its standard deviation; each response token counts once.
+    Unset: true for `gae` and the two `reinforce_plus_plus`, as in their sources."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the estimator's function."""
+        return with_defaults(self, ESTIMATORS[self.estimator].settings)
+
+    @property
+    def compares_with_greedy(self) -> bool:
+        """True when each prompt group has one more response, sampled greedily and not trained on."""
+        return "greedy_rewards" in ESTIMATORS[self.estimator].needs
+
+    @property
+    def whitens(self) -> bool:
+        """True when advantages are whitened over the global batch."""
+        return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
+
+
+@rule(AdvantageConfig)
+def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str]:
+    known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
+    others = sorted(known - set(ESTIMATORS[advantage.estimator].settings))
+    yield from idle_settings(advantage, others, f'estimator = "{advantage.estimator}"')
+
+
+def _known_loss(kind: str) -> str:
+    if kind not in POLICY_LOSSES and ":" not in kind:
+        known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
+        raise ValueError(f'is not known; use one of {known} or "package.module:function"')
+    return kind
+
+
+class LossConfig(Section):
+    kind: Annotated[str, AfterValidator(_known_loss)] = "ppo"
+    """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
+    `package.module:function`, see `docs/losses.md`."""
+    clip_low: NonNegative | None = None
+    """Lower bound of the ratio: 1 - clip_low, or exp(-clip_low) under `gmpo`. Unset: the default of `kind`, as
+    for all settings that only some kinds have."""
+    clip_high: NonNegative | None = None
+    """Upper bound of the ratio: 1 + clip_high, or exp(clip_high) under `gmpo`."""
+    dual_clip: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
+    """`ppo` only: for negative advantages the loss is bounded by this times -advantage."""
+    tau_positive: Positive | None = None
+    """`sapo` only: steepness of the gate for positive advantages."""
+    tau_negative: Positive | None = None
+    """`sapo` only: steepness of the gate for the other advantages."""
+    cov_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """`clip_cov` and `kl_cov` only: share of the mini-batch's tokens that are chosen, at least one."""
+    cov_low: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`clip_cov` only: the covariance above which tokens may be left out."""
+    cov_high: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`clip_cov` only: the covariance below which tokens may be left out."""
+    cov_kl_coef: Positive | None = None
+    """`kl_cov` only: weight of the divergence from the policy that sampled, at the chosen tokens."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for a function named by `package.module:function`."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """Divisor of the per-token losses, always counted over the global batch: see `docs/losses.md`."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model in the loss; above 0 the reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence. k1 has no expected gradient on-policy and also needs `allow_k1_loss`."""
+    allow_k1_loss: bool = False
+    """Use k1 as a loss although its expected on-policy gradient is zero."""
+    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Weight of the entropy bonus; above 0 favours entropy."""
+    entropy_target_nats: Positive | None = None
+    """After a step whose mean entropy was below this, raise `entropy_coef`; after other steps, lower it, down to 0.
+    Unset: `entropy_coef` is fixed."""
+    entropy_coef_change: Positive | None = None
+    """`entropy_target_nats` only: the change of `entropy_coef` after a step. Unset: 0.005."""
+    updates_per_step: Count = 1
+    """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
+    stop_kl_nats: Positive | None = None
+    """`updates_per_step` above 1 only: skip the rest of a step's updates once the mean k3 estimate of KL(policy that
+    sampled || policy) over a mini-batch is above this. Unset: none is skipped."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the loss function."""
+        return dict(self.params) if self.formula is None else with_defaults(self, self.formula.settings)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Settings that choose tokens over the whole mini-batch; empty when the loss chooses none."""
+        return {} if self.formula is None else with_defaults(self, self.formula.choice)
+
+    @property
+    def is_users(self) -> bool:
+        """True when the loss is a function of the user's."""
+        return ":" in self.kind
+
+    @property
+    def formula(self) -> LossKind | None:
+        """The loss in the table of losses; None when it is the user's."""
+        return None if self.is_users else POLICY_LOSSES[self.kind]
+
+
+@rule(LossConfig)
+def settings_belong_to_the_loss(loss: LossConfig) -> Iterator[str]:
+    known = {"params"} | {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
+    used = ["params"] if loss.formula is None else [*loss.formula.settings, *loss.formula.choice]
+    yield from idle_settings(loss, sorted(known - set(used)), f'kind = "{loss.kind}"')
+
+
+_NO_DRIFT = "the policy has not moved before a step's only update"
+
+
+@rule(LossConfig)
+def stop_kl_needs_several_updates(loss: LossConfig) -> Iterator[str]:
+    if loss.stop_kl_nats is not None and loss.updates_per_step == 1:
+        yield f"stop_kl_nats has no meaning with updates_per_step = 1: {_NO_DRIFT}; remove it"
+
+
+@rule(LossConfig)
+def off_policy_losses_need_several_updates(loss: LossConfig) -> Iterator[str]:
+    if loss.formula is not None and loss.formula.off_policy_only and loss.updates_per_step == 1:
+        yield (
+            f'kind = "{loss.kind}" has nothing to hold back with updates_per_step = 1: {_NO_DRIFT}; raise '
+            "updates_per_step or use another kind"
+        )
+
+
+@rule(LossConfig)
+def entropy_coef_change_needs_a_target(loss: LossConfig) -> Iterator[str]:
+    if loss.entropy_coef_change is not None and loss.entropy_target_nats is None:
+        yield "entropy_coef_change has no meaning without entropy_target_nats; set both or remove it"
+
+
+@rule(LossConfig)
+def entropy_target_needs_a_bonus(loss: LossConfig) -> Iterator[str]:
+    if loss.entropy_target_nats is not None and loss.entropy_coef < 0:
+        yield (
+            f"entropy_coef = {loss.entropy_coef} lowers the entropy and entropy_target_nats raises it; set "
+            "entropy_coef to 0 or more, where the coefficient starts"
+        )
+
+
+@rule(LossConfig)
+def cov_low_is_below_cov_high(loss: LossConfig) -> Iterator[str]:
+    if loss.kind == "clip_cov" and loss.choice["cov_low"] >= loss.choice["cov_high"]:
+        yield (
+            f"cov_low = {loss.choice['cov_low']:g} leaves no covariance below cov_high = "
+            f"{loss.choice['cov_high']:g}; set it lower"
+        )
+
+
+@rule(LossConfig)
+def k1_loss_is_allowed_by_name(loss: LossConfig) -> Iterator[str]:
+    if loss.kl_coef > 0 and loss.kl_estimator == "k1" and not loss.allow_k1_loss:
+        yield (
+            'kl_estimator = "k1" has zero expected gradient on-policy, so as a loss it only adds noise; '
+            'set kl_estimator = "k3" (or "k2"), or allow_k1_loss = true if that is what you want'
+        )
+
+
+@rule(LossConfig)
+def dual_clip_is_beyond_the_clip(loss: LossConfig) -> Iterator[str]:
+    # Kinds that have no dual_clip refuse it by another rule.
+    if loss.kind == "ppo" and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.settings["clip_high"]:
+        yield (
+            f"dual_clip = {loss.dual_clip} is not above 1 + clip_high = {1 + loss.settings['clip_high']:g}, so it "
+            "would undo the clip; set it higher (3 is usual)"
+        )

@@ -1,0 +1,126 @@
+"""Tables of a configuration: the types of their fields, and the rules that they must keep.
+
+A rule is a function that takes a table and yields a sentence for each mistake. `rule` makes it one. All rules of a
+configuration run together, after the fields have been validated, so that the user reads every mistake at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+Rule = Callable[..., Iterator[str]]
+RuleT = TypeVar("RuleT", bound=Rule)
+
+_RULES: dict[type[BaseModel], list[Rule]] = {}
+# True inside a table that is being validated: the outermost table runs the rules of those in it.
+_rules_wait: ContextVar[bool] = ContextVar("rules_wait", default=False)
+
+
+class MissingSetting(BaseException):
+    """A setting was read that is wrong or missing, about which the user has a sentence already.
+
+    Not an Exception: code that turns any failure into a sentence must let it pass.
+    """
+
+
+class Section(BaseModel):
+    """A table of the TOML file: unknown keys are errors, values are not converted, nothing changes after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keeps_its_rules(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        is_outermost = not _rules_wait.get()
+        with fields_only():
+            section = handler(values)
+        if is_outermost and (sentences := list(problems(section))):
+            raise ValueError("\n".join(sentences))
+        return section
+
+    if not TYPE_CHECKING:  # or else a type checker would take every name for a setting
+
+        def __getattr__(self, name: str) -> Any:
+            # Fields are there unless `read.without` has left them out.
+            if name in type(self).model_fields:
+                raise MissingSetting(name)
+            return super().__getattr__(name)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+@contextmanager
+def fields_only() -> Iterator[None]:
+    """Validate fields without running rules."""
+    token = _rules_wait.set(True)
+    try:
+        yield
+    finally:
+        _rules_wait.reset(token)
+
+
+def rule(*kinds: type[Section]) -> Callable[[RuleT], RuleT]:
+    """Register a function as a rule of these tables.
+
+    Its sentences call settings by their names in the table, and first the one that the mistake is mainly about.
+    """
+
+    def register(function: RuleT) -> RuleT:
+        for kind in kinds:
+            _RULES.setdefault(kind, []).append(function)
+        return function
+
+    return register
+
+
+def rules_of(kind: type[Section]) -> list[Rule]:
+    """The rules of a table, those of the classes it derives from first; not those of tables inside it."""
+    return [one for base in reversed(kind.__mro__) for one in _RULES.get(base, ())]
+
+
+def problems(section: Section, table: str = "") -> Iterator[str]:
+    """Yield a sentence for each mistake in a table and the tables inside it, after the name of the inner `table`."""
+    for name in type(section).model_fields:
+        inner = section.__dict__.get(name)
+        if isinstance(inner, Section):
+            yield from problems(inner, f"{table}.{name}".lstrip("."))
+    for sentence in run_rules(rules_of(type(section)), section):
+        yield f"{table}: {sentence}" if table else sentence
+
+
+def run_rules(rules: Iterable[Rule], *about: Any) -> Iterator[str]:
+    """Yield the sentences of each rule; one that reads a missing setting says no more."""
+    for one in rules:
+        with suppress(MissingSetting):
+            yield from one(*about)
+
+
+def is_set(section: Section, name: str) -> bool:
+    """True when a setting has another value than its default; False for a missing one."""
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    return bool(section.__dict__.get(name, default) != default)
+
+
+def idle_settings(section: Section, names: Iterable[str], choice: str) -> Iterator[str]:
+    """Yield a sentence for each of these settings that is set although `choice` has no use for it."""
+    for name in names:
+        if is_set(section, name):
+            yield f"{name} has no meaning for {choice}; remove it"
+
+
+def with_defaults(section: Section, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings named in `defaults`, each as it is set or else with its default."""
+    given = {name: getattr(section, name) for name in defaults}
+    return {name: defaults[name] if value is None else value for name, value in given.items()}

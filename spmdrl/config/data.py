@@ -1,0 +1,103 @@
+"""Tables about prompts, the held-out ones among them, and how sequences are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from spmdrl.config.base import Count, NonNegative, Positive, Section, rule
+
+
+class FileData(Section):
+    kind: Literal["jsonl", "parquet"]
+    """File format."""
+    path: str
+    """The file; relative paths are relative to the working directory."""
+    prompt_column: str = "prompt"
+    """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
+    answer_column: str = "answer"
+    """The reference answer that rewards compare with; "" when the data has none."""
+    response_column: str | None = None
+    """The response to imitate, for supervised fine-tuning."""
+    task: str = "default"
+    """Name of this source in per-task metrics."""
+    weight: Positive = 1.0
+    """Share of prompts from this source, relative to the other sources."""
+
+
+class ReasoningGymData(Section):
+    kind: Literal["reasoning_gym"]
+    """Procedurally generated tasks of the reasoning-gym package."""
+    task: str
+    """Name of the reasoning-gym data set, such as `chain_sum`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of that data set, such as `{ min_terms = 2, max_terms = 3 }`."""
+    prompt_template: str = "{question}"
+    """The prompt; `{question}` and every key of the item's metadata can be used, e.g. `{metadata[word]}`."""
+    weight: Positive = 1.0
+    """Share of prompts from this source, relative to the other sources."""
+
+
+DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Sources of the training prompts."""
+    system_prompt: str | None = None
+    """Put before string prompts; needs a tokenizer with a chat template."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is."""
+    max_prompt_tokens: Count
+    """Longest prompt; see `overlong` for longer ones."""
+    overlong: Literal["error", "drop"] = "error"
+    """Prompts longer than `max_prompt_tokens` are an error that names the row, or are dropped and counted."""
+
+
+class HeldOutConfig(Section):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
+    num_prompts: Count
+    """Held-out prompts, over all sources."""
+
+
+class EvalConfig(HeldOutConfig):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
+    samples_per_prompt: Count = 1
+    """Responses for each prompt; accuracy is their mean."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
+    max_response_tokens: Count | None = None
+    """Longest response. Unset: `rollout.max_response_tokens`."""
+
+
+class PairsConfig(Section):
+    sequences_per_step: Count
+    """(prompt, response) pairs behind one optimizer step, over all ranks."""
+    max_response_tokens: Count
+    """Longest response; a longer one is an error that names the row."""
+
+
+class PackConfig(Section):
+    max_tokens_per_micro_batch: Count | None = None
+    """Token budget of one forward pass, never exceeded. With `parallel.cp` the ranks that share a micro-batch share the
+    budget: each computes 1/cp of it."""
+    sequences_per_micro_batch: Count | None = None
+    """Static mode: the sequences in each micro-batch, whatever their length."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """Quantity that is balanced over ranks and micro-batches: tokens, or FLOPs, where those of attention grow with the
+    square of a sequence's length. See `docs/packing.md`."""
+
+
+@rule(PackConfig)
+def one_size_of_micro_batches(pack: PackConfig) -> Iterator[str]:
+    if (pack.max_tokens_per_micro_batch is None) == (pack.sequences_per_micro_batch is None):
+        yield (
+            "set one of max_tokens_per_micro_batch and sequences_per_micro_batch, and not both; on the command "
+            "line the whole table can be replaced: 'pack={ sequences_per_micro_batch = 4 }'"
+        )

@@ -1,0 +1,151 @@
+"""Tables about rewards and the processes that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spmdrl.config.base import Count, NonNegative, Positive, Section, is_set, rule
+
+
+class ExactReward(Section):
+    kind: Literal["exact"]
+    """1 when the response, stripped of white space, is the reference answer."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+class MathReward(Section):
+    kind: Literal["math"]
+    """1 when math-verify finds the response's final answer equal to the reference answer."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+class ReasoningGymReward(Section):
+    kind: Literal["reasoning_gym"]
+    """The task's own scorer, usually between 0 and 1, of the last `<answer>` tag or else of the stripped response."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+class FunctionReward(Section):
+    kind: Literal["function"]
+    """A function of yours, sync or async, called with the keywords prompt, response, answer and metadata."""
+    function: str
+    """`package.module:function` or `path/to/file.py:function`."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+class CodeReward(Section):
+    kind: Literal["code"]
+    """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox.
+    See `docs/data.md`."""
+    tests: str = "tests"
+    """The column that holds a prompt's tests."""
+    score: Literal["share", "all"] = "share"
+    """The share of tests that pass, or 1 when all of them do."""
+    tests_timeout_s: Positive = 5.0
+    """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
+RewardTerm = Annotated[
+    ExactReward | MathReward | ReasoningGymReward | FunctionReward | CodeReward, Field(discriminator="kind")
+]
+
+
+class SandboxConfig(Section):
+    mode: Literal["auto", "strict", "off"] = "auto"
+    """`auto`: no network, no environment variables, no files to write but in a directory of their own, no other
+    processes in reach, nothing printed; a line names what the machine cannot prevent. `strict` refuses to start there.
+    `off`: no restrictions, for functions of yours that need none. See `docs/security.md`."""
+    max_memory_gib: Positive = 8.0
+    """Address space of each process."""
+    max_processes: Count = 64
+    """Processes and threads of one reward process, itself included. Linux does not hold root to it."""
+    max_file_gib: Positive = 0.125
+    """Size of each file, and of the directory of a reward process."""
+    max_open_files: Annotated[int, Field(ge=16)] = 256
+    """Open files of each process."""
+
+
+@rule(SandboxConfig)
+def limits_need_a_sandbox(sandbox: SandboxConfig) -> Iterator[str]:
+    if sandbox.mode == "off":
+        for name in ("max_memory_gib", "max_processes", "max_file_gib", "max_open_files"):
+            if is_set(sandbox, name):
+                yield f'{name} has no meaning with mode = "off"; remove one of them'
+
+
+class RewardConfig(Section):
+    terms: Annotated[tuple[RewardTerm, ...], Field(strict=False, min_length=1)]
+    """The reward is the weighted sum of these; at least one weight is positive."""
+    timeout_s: Positive = 10.0
+    """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
+    num_workers: Count = 1
+    """Reward processes of each rank."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Permissions of the reward processes."""
+    overlong_tokens: Annotated[int, Field(ge=0)] = 0
+    """Training only: the number of tokens before `rollout.max_response_tokens` over which the reward falls linearly, by
+    `overlong_penalty` at the limit (DAPO). 0: it does not fall."""
+    overlong_penalty: Positive | None = None
+    """`overlong_tokens` only: the penalty of a response that reaches the limit. Unset: 1."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model in the reward, token by token; above 0 the reference model is
+    loaded, and old log-probabilities are taken before every step's updates."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the divergence in the reward. It has no gradient there, and k1 is the unbiased one."""
+    kl_target_nats: Positive | None = None
+    """`kl_coef` only: adapt it to this mean divergence per response token. Unset: it is fixed."""
+    kl_horizon: Count | None = None
+    """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
+
+
+@rule(RewardConfig)
+def overlong_penalty_needs_overlong_tokens(reward: RewardConfig) -> Iterator[str]:
+    if reward.overlong_tokens == 0 and is_set(reward, "overlong_penalty"):
+        yield "overlong_penalty has no meaning without overlong_tokens; set both or remove it"
+
+
+@rule(RewardConfig)
+def kl_settings_need_kl_coef(reward: RewardConfig) -> Iterator[str]:
+    for name in ("kl_estimator", "kl_target_nats"):
+        if reward.kl_coef == 0 and is_set(reward, name):
+            yield f"{name} has no meaning without kl_coef; set both or remove it"
+
+
+@rule(RewardConfig)
+def kl_horizon_needs_kl_target(reward: RewardConfig) -> Iterator[str]:
+    if reward.kl_target_nats is None and is_set(reward, "kl_horizon"):
+        yield "kl_horizon has no meaning without kl_target_nats; set both or remove it"
+
+
+@rule(RewardConfig)
+def code_needs_a_sandbox(reward: RewardConfig) -> Iterator[str]:
+    if reward.sandbox.mode == "off" and any(isinstance(term, CodeReward) for term in reward.terms):
+        yield (
+            'the term of kind "code" runs what the model wrote, and sandbox.mode = "off" would let that do '
+            'anything; set it to "auto" or "strict"'
+        )
+
+
+@rule(RewardConfig)
+def tests_end_before_the_reward(reward: RewardConfig) -> Iterator[str]:
+    for term in reward.terms:
+        if isinstance(term, CodeReward) and term.tests_timeout_s >= reward.timeout_s:
+            yield (
+                f"tests_timeout_s = {term.tests_timeout_s:g} must be below timeout_s = {reward.timeout_s:g}, which "
+                "also covers what is done before and after the tests; raise timeout_s or lower tests_timeout_s"
+            )
+
+
+@rule(RewardConfig)
+def some_term_has_a_positive_weight(reward: RewardConfig) -> Iterator[str]:
+    if not any(term.weight > 0 for term in reward.terms):
+        yield "no term has a positive weight, so nothing would be rewarded; give one of terms a weight above 0"

@@ -1,0 +1,171 @@
+"""Tables about sampling: the engine, its weights, and the memory it shares with the trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from spmdrl.config.base import Count, Fraction, Positive, Section, idle_settings, is_set, rule
+
+
+class RolloutConfig(Section):
+    engine: Literal["torch", "sglang"] = "torch"
+    """`torch` is the embedded continuous-batching engine; it runs wherever torch does. `sglang` is SGLang, started by
+    the ranks on their own devices; `make setup-sglang` installs it."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: every rank trains and holds an engine, in turns. `disaggregated`: the last `num_ranks` ranks hold
+    engines and the others train, at the same time. See `docs/disaggregated.md`."""
+    num_ranks: Count | None = None
+    """`disaggregated` only, and required there: ranks that hold engines."""
+    prompts_per_step: Count
+    """Prompts in each step, over all ranks."""
+    group_size: Count
+    """Rollouts per prompt. Estimators that compare a group's rewards with each other need 2 or more: see
+    `advantage.estimator`."""
+    max_response_tokens: Count
+    """Longest response; sampling stops there with finish reason `length`."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
+    max_running: Count = 256
+    """Sequences decoded together by one engine."""
+    tp_size: Count = 1
+    """Ranks that share one SGLang engine, each with a part of its weights."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
+    """Weights and KV cache of an SGLang engine, as a share of the device memory that is free when it starts. The
+    `torch` engine takes what it needs."""
+    max_kv_tokens: Count | None = None
+    """Tokens that an SGLang engine's KV cache holds. Unset: what `memory_fraction` leaves room for on a GPU, and on a
+    CPU `max_running` sequences of the greatest length."""
+    chunked_prefill_tokens: Count | None = None
+    """Tokens in each chunk that an SGLang engine cuts a longer prompt into. Unset: its own choice."""
+    attention_backend: str | None = None
+    """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
+    cuda_graphs: bool = True
+    """Capture the decode steps of an SGLang engine in CUDA graphs."""
+    restart_engine: bool = False
+    """Restart an SGLang engine that has died, send it the weights, and repeat its unfinished requests. Otherwise its
+    death ends the run."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Other arguments of SGLang's engine, by their own names (`[rollout.sglang]`)."""
+
+    dynamic_sampling: bool = False
+    """Drop prompt groups whose rewards are all equal, which teach nothing, and open others in their place."""
+    max_draw_ratio: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 4.0
+    """`dynamic_sampling` only: a step opens at most this times `prompts_per_step` groups. If too few of them teach
+    something, it trains on those and prints a line."""
+    oversample_fraction: Fraction = 0.0
+    """Open up to this fraction more prompt groups than a step needs. The step ends when it has enough, without waiting
+    for the slowest; unfinished groups are thrown away, or go on in the next step: see `partial`."""
+    partial: bool = False
+    """`oversample_fraction` only: unfinished rollouts go on in the next step from the tokens they have."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """`disaggregated` and `partial` only: most steps between the weights that sampled a token and the weights that it
+    updates. `disaggregated` engines may run this many steps ahead; with 0 the two sides wait for each other. Under
+    `partial`, a group with older tokens is sampled again from its prompt."""
+
+
+_SGLANG_SETTINGS = (
+    "tp_size",
+    "memory_fraction",
+    "max_kv_tokens",
+    "chunked_prefill_tokens",
+    "attention_backend",
+    "cuda_graphs",
+    "restart_engine",
+    "sglang",
+)
+
+
+@rule(RolloutConfig)
+def sglang_settings_need_sglang(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.engine == "torch":
+        yield from idle_settings(rollout, _SGLANG_SETTINGS, 'engine = "torch"')
+
+
+@rule(RolloutConfig)
+def max_draw_ratio_needs_dynamic_sampling(rollout: RolloutConfig) -> Iterator[str]:
+    if is_set(rollout, "max_draw_ratio") and not rollout.dynamic_sampling:
+        yield "max_draw_ratio has no meaning without dynamic_sampling = true; set both or remove it"
+
+
+@rule(RolloutConfig)
+def max_draw_ratio_allows_oversampling(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.dynamic_sampling and rollout.max_draw_ratio < 1 + rollout.oversample_fraction:
+        yield (
+            f"max_draw_ratio = {rollout.max_draw_ratio:g} does not allow the {1 + rollout.oversample_fraction:g} times "
+            "prompts_per_step groups that oversample_fraction opens; raise it"
+        )
+
+
+@rule(RolloutConfig)
+def partial_needs_oversampling(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.partial and not rollout.oversample_fraction:
+        yield (
+            "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
+            "step; set oversample_fraction above 0 or remove partial"
+        )
+
+
+@rule(RolloutConfig)
+def max_staleness_needs_stale_rollouts(rollout: RolloutConfig) -> Iterator[str]:
+    if is_set(rollout, "max_staleness") and not rollout.partial and rollout.placement == "colocated":
+        yield (
+            'max_staleness has no meaning without partial = true or placement = "disaggregated"; set one of them '
+            "or remove it"
+        )
+
+
+@rule(RolloutConfig)
+def num_ranks_belongs_to_disaggregated(rollout: RolloutConfig) -> Iterator[str]:
+    if (rollout.num_ranks is not None) != (rollout.placement == "disaggregated"):
+        yield (
+            f'placement = "{rollout.placement}" with num_ranks {rollout.num_ranks or "not set"}: num_ranks is the '
+            'number of ranks that hold engines when placement = "disaggregated"; set both or neither'
+        )
+
+
+@rule(RolloutConfig)
+def restart_engine_needs_colocated(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.restart_engine and rollout.placement == "disaggregated":
+        yield (
+            'restart_engine = true needs placement = "colocated": disaggregated engines get their weights only '
+            "between steps, so that the death of one ends the run; remove it"
+        )
+
+
+@rule(RolloutConfig)
+def num_ranks_is_a_multiple_of_tp_size(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.num_ranks is not None and rollout.num_ranks % rollout.tp_size:
+        yield (
+            f"num_ranks = {rollout.num_ranks} cannot be cut into engines of tp_size = {rollout.tp_size}; set num_ranks "
+            f"to {math.ceil(rollout.num_ranks / rollout.tp_size) * rollout.tp_size}"
+        )
+
+
+class RefitConfig(Section):
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
+    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
+    """Path of the buckets to SGLang's processes: `cuda_ipc` leaves them on the device, `shared_memory` goes through the
+    host. `auto` is `cuda_ipc` where that works, and prints a line where it does not. `disaggregated` engines get the
+    buckets by NCCL instead, or by gloo on a CPU."""
+    verify: Literal["every", "first"] | Count = "every"
+    """Refits after which the engine's weights are compared with the trainer's by digest: every one, the first of a
+    launch, or every N-th. A difference stops the run and names the tensors."""
+    probe_prompts: Annotated[int, Field(ge=0)] = 2
+    """Prompts, the same in every step, that each engine also answers. The trainer computes the log-probabilities of the
+    answers with the same weights: `refit/probe_...` is the mismatch that remains when nothing is stale."""
+
+
+class OffloadConfig(Section):
+    trainer: Literal["none", "optimizer", "all"] = "none"
+    """State that the trainer moves to pinned host memory while the engine samples: none, the optimizer's, or also the
+    weights and gradients. See `docs/memory.md`."""
+    engine: Annotated[tuple[Literal["kv_cache", "weights", "cuda_graph"], ...], Field(strict=False)] = ("kv_cache",)
+    """Memory that the engine frees while the trainer works. Weights come back by a refit; the `torch` engine has no
+    CUDA graphs."""

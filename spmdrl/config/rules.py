@@ -1,0 +1,294 @@
+"""Rules between tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdrl.algo.advantage import ESTIMATORS
+from spmdrl.algo.packing import padding_tokens
+from spmdrl.config.base import is_set, rule
+from spmdrl.config.names import all_keys, did_you_mean, sections_at
+from spmdrl.config.whole import Config, SftConfig
+
+
+@rule(Config)
+def critic_needs_gae(cfg: Config) -> Iterator[str]:
+    if not cfg.has_critic and any(is_set(cfg.critic, name) for name in type(cfg.critic).model_fields):
+        yield (
+            f'advantage.estimator = "{cfg.advantage.estimator}" asks no critic, so that [critic] has no meaning; '
+            'set estimator = "gae", or remove [critic]'
+        )
+
+
+@rule(Config)
+def critic_warmup_ends_before_the_run(cfg: Config) -> Iterator[str]:
+    if cfg.critic.warmup_steps >= cfg.run.num_steps:
+        yield (
+            f"critic.warmup_steps = {cfg.critic.warmup_steps} leaves no step of run.num_steps = "
+            f"{cfg.run.num_steps} to train the policy in; lower it"
+        )
+
+
+@rule(Config)
+def group_size_allows_the_estimator(cfg: Config) -> Iterator[str]:
+    estimator, group_size = cfg.advantage.estimator, cfg.rollout.group_size
+    if group_size < (smallest := ESTIMATORS[estimator].smallest_group):
+        yield (
+            f'rollout.group_size = {group_size} leaves advantage.estimator = "{estimator}" no other rollout of the '
+            f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax" or "gae"'
+        )
+
+
+@rule(Config)
+def k_is_below_group_size(cfg: Config) -> Iterator[str]:
+    k, group_size = cfg.advantage.settings.get("k", 0), cfg.rollout.group_size
+    if k >= group_size:
+        yield (
+            f"advantage.k = {k} of rollout.group_size = {group_size} rollouts leaves nothing to compare the best "
+            f"of k with; set k to {group_size - 1} or less, or raise group_size"
+        )
+
+
+@rule(Config)
+def kl_in_reward_needs_scored_baselines(cfg: Config) -> Iterator[str]:
+    if cfg.reward.kl_coef > 0 and cfg.advantage.compares_with_greedy:
+        yield (
+            f"reward.kl_coef = {cfg.reward.kl_coef:g} takes the divergence off every reward, but "
+            f'advantage.estimator = "{cfg.advantage.estimator}" compares with a greedy response, which policy and '
+            "reference do not score; set loss.kl_coef instead"
+        )
+
+
+@rule(Config)
+def kl_counts_once(cfg: Config) -> Iterator[str]:
+    if cfg.loss.kl_coef > 0 and cfg.reward.kl_coef > 0:
+        yield (
+            f"loss.kl_coef = {cfg.loss.kl_coef:g} and reward.kl_coef = {cfg.reward.kl_coef:g} would count the "
+            "divergence to the reference twice; remove one of them"
+        )
+
+
+@rule(Config)
+def sequence_losses_need_sequence_advantages(cfg: Config) -> Iterator[str]:
+    if _is_per_sequence(cfg) and ESTIMATORS[cfg.advantage.estimator].per_token:
+        yield (
+            f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but '
+            f'advantage.estimator = "{cfg.advantage.estimator}" gives each its own; change one of them'
+        )
+
+
+@rule(Config)
+def sequence_losses_need_sequence_weights(cfg: Config) -> Iterator[str]:
+    kind, level = cfg.correction.kind, cfg.correction.level
+    if _is_per_sequence(cfg) and kind != "none" and level == "token":
+        instead = 'kind = "mis", mode = "mask" and level' if kind == "icepop" else "level"
+        yield (
+            f'correction.kind = "{kind}" at level = "token" weighs tokens one by one, but loss.kind = '
+            f'"{cfg.loss.kind}" has one ratio for a whole response, so that each token would be trained with the mean '
+            f'weight of all; set {instead} = "geometric" or "sequence"'
+        )
+
+
+@rule(Config)
+def sequence_losses_reject_sequences(cfg: Config) -> Iterator[str]:
+    if _is_per_sequence(cfg) and cfg.correction.reject == "token":
+        yield (
+            f'correction.reject = "token" leaves out tokens, but loss.kind = "{cfg.loss.kind}" takes its ratio from '
+            'all tokens of a response, so that they would be trained on; set it to "geometric" '
+            'or "sequence"'
+        )
+
+
+def _is_per_sequence(cfg: Config) -> bool:
+    return cfg.loss.formula is not None and cfg.loss.formula.per_sequence
+
+
+@rule(Config)
+def dynamic_sampling_needs_group_comparison(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.dynamic_sampling and ESTIMATORS[cfg.advantage.estimator].per_token:
+        yield (
+            "rollout.dynamic_sampling = true drops groups of equal rewards, which do teach something with "
+            f'advantage.estimator = "{cfg.advantage.estimator}", where no reward is compared with its group\'s; '
+            "remove one of them"
+        )
+
+
+@rule(Config)
+def overlong_tokens_are_below_the_limit(cfg: Config) -> Iterator[str]:
+    limit = cfg.rollout.max_response_tokens
+    if cfg.reward.overlong_tokens >= limit:
+        yield (
+            f"reward.overlong_tokens = {cfg.reward.overlong_tokens} is not below rollout.max_response_tokens = "
+            f"{limit}, so that every response would be punished for its length; lower it"
+        )
+
+
+@rule(Config)
+def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
+    rollout = cfg.rollout
+    runs_ahead = rollout.placement == "disaggregated" and rollout.max_staleness > 0
+    if cfg.correction.old == "rollout" and (rollout.partial or runs_ahead):
+        why = "rollout.partial = true" if rollout.partial else f"rollout.max_staleness = {rollout.max_staleness}"
+        yield (
+            f'correction.old = "rollout" needs tokens that the weights before the update sampled, but with {why} '
+            'older weights sample some of them; set correction.old = "trainer"'
+        )
+
+
+@rule(Config)
+def offloaded_policy_is_not_moved(cfg: Config) -> Iterator[str]:
+    if cfg.model.cpu_offload and cfg.offload.trainer != "none":
+        yield (
+            "model.cpu_offload = true keeps the policy in host memory at all times, so there is nothing for "
+            f'offload.trainer = "{cfg.offload.trainer}" to move; set it to "none", or model.cpu_offload = false'
+        )
+
+
+@rule(Config)
+def state_on_host_is_not_moved(cfg: Config) -> Iterator[str]:
+    if cfg.optim.state_on_host and cfg.offload.trainer == "optimizer":
+        yield (
+            "optim.state_on_host = true keeps the optimizer's state on the host at all times, so there is nothing "
+            'for offload.trainer = "optimizer" to move; set it to "all" or "none", or optim.state_on_host = false'
+        )
+
+
+@rule(Config, SftConfig)
+def state_on_host_needs_the_device(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.model.cpu_offload and cfg.optim.state_on_host:
+        yield (
+            "model.cpu_offload = true runs the optimizer on the host, where its state is, so there is nothing for "
+            "optim.state_on_host = true to bring to the device; remove one of them"
+        )
+
+
+@rule(Config)
+def offload_needs_colocated(cfg: Config) -> Iterator[str]:
+    for name in ("trainer", "engine"):
+        if cfg.rollout.placement == "disaggregated" and is_set(cfg.offload, name):
+            yield _no_shared_device(f"offload.{name}")
+
+
+@rule(Config)
+def transport_needs_colocated(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.placement == "disaggregated" and is_set(cfg.refit, "transport"):
+        yield _no_shared_device("refit.transport")
+
+
+def _no_shared_device(setting: str) -> str:
+    return (
+        f'{setting} has no meaning for rollout.placement = "disaggregated", where trainer and engine share no device; '
+        "remove it"
+    )
+
+
+@rule(Config)
+def transport_needs_sglang(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.engine == "torch" and cfg.refit.transport != "auto":
+        yield f'refit.transport = "{cfg.refit.transport}" has no meaning for rollout.engine = "torch"; remove it'
+
+
+@rule(Config)
+def released_graphs_need_graphs(cfg: Config) -> Iterator[str]:
+    if "cuda_graph" not in cfg.offload.engine:
+        return
+    if cfg.rollout.engine == "torch":
+        yield 'offload.engine names "cuda_graph", but rollout.engine = "torch" has no CUDA graphs; leave it out'
+    elif not cfg.rollout.cuda_graphs:
+        yield 'offload.engine names "cuda_graph", but rollout.cuda_graphs = false; leave it out'
+
+
+@rule(Config)
+def loaded_rollouts_allow_no_evaluation(cfg: Config) -> Iterator[str]:
+    if cfg.debug.load_rollouts is not None and cfg.eval is not None:
+        yield (
+            "debug.load_rollouts starts no engine, so nobody can answer the held-out prompts of [eval]; remove "
+            "[eval], or evaluate the exported model"
+        )
+
+
+@rule(Config)
+def loaded_rollouts_need_colocated(cfg: Config) -> Iterator[str]:
+    if cfg.debug.load_rollouts is not None and cfg.rollout.placement == "disaggregated":
+        yield (
+            'debug.load_rollouts starts no engine, so that the ranks which rollout.placement = "disaggregated" '
+            'gives to engines would have nothing to do; set placement = "colocated"'
+        )
+
+
+@rule(Config, SftConfig)
+def keep_best_needs_evaluations(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.checkpoint.keep_best is not None and (isinstance(cfg, SftConfig) or cfg.eval is None):
+        yield (
+            f'checkpoint.keep_best = "{cfg.checkpoint.keep_best}" is measured by evaluations, but there are none; '
+            "remove it"
+        )
+
+
+@rule(Config, SftConfig)
+def watchdog_is_faster_than_patience(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.watchdog.timeout_s > cfg.run.patience_minutes * 60:
+        yield (
+            f"watchdog.timeout_s = {cfg.watchdog.timeout_s:g} is more than run.patience_minutes = "
+            f"{cfg.run.patience_minutes}, which would end a stuck run first and without stacks; set it to "
+            f"{cfg.run.patience_minutes * 60} or less, or raise patience_minutes"
+        )
+
+
+@rule(Config)
+def deterministic_runs_sample_one_version(cfg: Config) -> Iterator[str]:
+    if cfg.run.deterministic and cfg.steps_ahead > 1:
+        yield (
+            f"rollout.max_staleness = {cfg.rollout.max_staleness} lets timing decide which weights sample a step, but "
+            "run.deterministic = true; set max_staleness = 0 or 1, or deterministic = false"
+        )
+
+
+@rule(Config)
+def deterministic_runs_do_not_oversample(cfg: Config) -> Iterator[str]:
+    if cfg.run.deterministic and cfg.rollout.oversample_fraction:
+        yield (
+            f"rollout.oversample_fraction = {cfg.rollout.oversample_fraction:g} trains on the prompt groups that are "
+            "finished first, which depends on timing, but run.deterministic = true; set oversample_fraction = 0 or "
+            "deterministic = false"
+        )
+
+
+@rule(Config, SftConfig)
+def schedule_ends_with_the_run(cfg: Config | SftConfig) -> Iterator[str]:
+    num_updates = cfg.run.num_steps * (1 if isinstance(cfg, SftConfig) else cfg.loss.updates_per_step)
+    for name in ("warmup_steps", "decay_steps"):
+        if (length := getattr(cfg.optim, name)) > num_updates:
+            yield f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; lower it"
+
+
+@rule(Config, SftConfig)
+def budget_holds_a_sequence(cfg: Config | SftConfig) -> Iterator[str]:
+    table, limit = ("sft", cfg.sft) if isinstance(cfg, SftConfig) else ("rollout", cfg.rollout)
+    max_sequence = cfg.data.max_prompt_tokens + limit.max_response_tokens
+    budget = cfg.pack.max_tokens_per_micro_batch
+    # Micro-batches are filled up to a multiple of cp, and the budget holds with that.
+    filled = max_sequence + padding_tokens(max_sequence, cfg.parallel.cp)
+    if budget is not None and budget < filled:
+        yield (
+            f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
+            f"(data.max_prompt_tokens + {table}.max_response_tokens); set it to {filled} or more, or lower those"
+        )
+
+
+@rule(Config, SftConfig)
+def resume_names_settings(cfg: Config | SftConfig) -> Iterator[str]:
+    known = set(all_keys(type(cfg)))
+    for name in cfg.resume.changed:
+        # Entries of a free table, such as rollout.sglang, have no names of their own.
+        parts = name.split(".")
+        longest = next((i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in known), 0)
+        if longest < len(parts) and (not longest or sections_at(type(cfg), tuple(parts[:longest]))):
+            hint = did_you_mean(type(cfg), tuple(parts))
+            yield f"resume.changed names {name}, which is no setting{hint}"
+
+
+@rule(SftConfig)
+def memory_report_needs_an_engine(cfg: SftConfig) -> Iterator[str]:
+    if cfg.report.memory:
+        yield "report.memory = true has nothing to show: fine-tuning has no engine to make room for; remove it"

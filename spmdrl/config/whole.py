@@ -1,0 +1,104 @@
+"""A whole configuration: all tables of a file."""
+
+from __future__ import annotations
+
+from spmdrl.algo.advantage import ESTIMATORS
+from spmdrl.config.algorithm import AdvantageConfig, LossConfig
+from spmdrl.config.base import Section
+from spmdrl.config.correction import CorrectionConfig, MismatchConfig
+from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
+from spmdrl.config.model import ModelConfig, ParallelConfig
+from spmdrl.config.optim import CriticConfig, OptimConfig
+from spmdrl.config.rewards import RewardConfig
+from spmdrl.config.rollout import OffloadConfig, RefitConfig, RolloutConfig
+from spmdrl.config.run import (
+    CheckpointConfig,
+    DebugConfig,
+    ExportConfig,
+    ReportConfig,
+    ResumeConfig,
+    RunConfig,
+    WatchdogConfig,
+)
+
+
+class Config(Section):
+    """One training run."""
+
+    true_on_policy: bool = False
+    """Engine and trainer compute log-probabilities with the same bits, so that the mismatch is exactly 0. See
+    `docs/true-on-policy.md`."""
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    rollout: RolloutConfig
+    refit: RefitConfig = RefitConfig()
+    offload: OffloadConfig = OffloadConfig()
+    reward: RewardConfig
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    mismatch: MismatchConfig = MismatchConfig()
+    optim: OptimConfig
+    critic: CriticConfig = CriticConfig()
+    pack: PackConfig
+    eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    resume: ResumeConfig = ResumeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    report: ReportConfig = ReportConfig()
+    debug: DebugConfig = DebugConfig()
+
+    @property
+    def has_reference(self) -> bool:
+        """True when a frozen reference model is loaded."""
+        return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
+
+    @property
+    def has_critic(self) -> bool:
+        """True when a critic is trained too."""
+        return "values" in ESTIMATORS[self.advantage.estimator].needs
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """`[model]` for the critic: the same settings, with its own path."""
+        return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_optim(self) -> OptimConfig:
+        """`[optim]` for the critic: the same settings, except those that `[critic]` sets."""
+        own = {name: getattr(self.critic, name) for name in ("lr", "weight_decay", "max_grad_norm")}
+        return self.optim.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+    @property
+    def critic_gae_lambda(self) -> float:
+        """The `gae_lambda` of the returns that the critic learns."""
+        own = self.critic.gae_lambda
+        return self.advantage.settings["gae_lambda"] if own is None else own
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that engines may sample ahead. Groups that go on in the next step are one step staler then."""
+        if self.rollout.placement == "colocated":
+            return 0
+        return max(0, self.rollout.max_staleness - self.rollout.partial)
+
+
+class SftConfig(Section):
+    """One supervised fine-tuning run: the same update on (prompt, response) pairs."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    sft: PairsConfig
+    optim: OptimConfig
+    pack: PackConfig
+    held_out: HeldOutConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+    resume: ResumeConfig = ResumeConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    report: ReportConfig = ReportConfig()
