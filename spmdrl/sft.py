@@ -128,7 +128,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
         saver.wait()
         if step < plan.num_steps:
             if world.is_main:
-                report.message(watch.leave_requeue(step=step, num_steps=plan.num_steps))
+                report.message(watch.write_requeue(step=step, num_steps=plan.num_steps))
         elif cfg.export.at_end:
             with report.span("export"):
                 export_hf(policy, inputs.tokenizer, folder.hf, meshes, dtype=dtype)

@@ -174,13 +174,13 @@ def train(
             cfg,
             plan,
             engine,
-            watch.following(judge.submit),
+            watch.marking_progress(judge.submit),
             inputs.prompts,
             inputs.held_out,
             inputs.stop_token_ids,
             meshes,
             tell=report.message,
-            heed=watch.ask_to_stop,
+            heed=watch.request_stop,
             restarts=phases.restarts,
         )
         sampler.restore(checkpoint.collector_state(origin.folder, step=step), step=step)
@@ -235,7 +235,7 @@ def train(
                 with report.span("reward"):
                     scored = score_groups(judge.collect(collected.pending), cfg, meshes.training)
                 recorder.save_rollouts(step, collected)
-                for failure in map(watch.explained, failure_lines(step, scored)):
+                for failure in map(watch.with_oom_kills, failure_lines(step, scored)):
                     watch.note(failure)
                     report.message(failure)
                 pass_edge()
@@ -299,7 +299,7 @@ def train(
                 save()
             saver.wait()
             if world.is_main:
-                report.message(watch.leave_requeue(step=done, num_steps=plan.num_steps))
+                report.message(watch.write_requeue(step=done, num_steps=plan.num_steps))
             sampler.dismiss()
         else:
             saver.wait()

@@ -24,7 +24,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
-from spmdrl.faults.watch import StopRequest
+from spmdrl.faults.stop_request import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
 from spmdrl.rewards.client import Pending, judged

@@ -24,7 +24,8 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.faults.watch import StopRequest, Watch
+from spmdrl.faults.stop_request import StopRequest
+from spmdrl.faults.watch import Watch
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.client import RewardClient
@@ -68,7 +69,7 @@ def serve(
     messages: list[str] = []
     deliver = _Deliveries(plan, engine, meshes)
     weights = _Weights(engine, meshes)
-    submit = watch.following(judge.submit)
+    submit = watch.marking_progress(judge.submit)
     with deliver.problems(weights), deliver.dismissal(weights):
         sampler = LocalSampler(
             cfg,
@@ -111,7 +112,7 @@ def serve(
                     {"time/sampling_s": Max(time.perf_counter() - began)},
                 ]
             )
-            wishes = gather_objects(meshes.engines, watch.wish_to_stop())
+            wishes = gather_objects(meshes.engines, watch.stop_request())
             wish = next((wish for wish in wishes if wish is not None), None)
             # After every step: the ranks that train may stop, and save, after any.
             deliver.step(collected, outcomes, metrics, sampler.state(number), messages, wish)

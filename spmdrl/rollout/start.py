@@ -15,7 +15,7 @@ from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.engine.sglang.layout import Share, held_weights
 from spmdrl.engine.torch_engine import TorchEngine, check_model
-from spmdrl.faults.watch import StopRequest
+from spmdrl.faults.stop_request import StopRequest
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.refit.digest import digest
