@@ -57,7 +57,7 @@ class Saver:
     ) -> None:
         """`configuration` and `versions` go into every manifest."""
         self._folder, self._learners, self._cfg = folder, learners, cfg
-        self._mesh, self._side = meshes.training, meshes.beside
+        self._mesh, self._side = meshes.training, meshes.background
         self._configuration, self._versions = dict(configuration), dict(versions)
         self._buffers = HostBuffers(pinned=meshes.training.device_type == "cuda")
         self._writing: _Writing | None = None
