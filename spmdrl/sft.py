@@ -93,7 +93,7 @@ def fine_tune(cfg: SftConfig, inputs: Inputs, folder: RunFolder) -> None:
             watch.begin_step(step)
             saved = saver.check()
             passed_over = inputs.prompts.dropped
-            with report.span("pack"):
+            with report.span("batch"):
                 first = plan.first_rollout(world.rank)
                 with failing_together(meshes.training):
                     pairs = inputs.prompts.pairs(plan.first_prompt(step, world.rank), plan.prompts_per_rank)

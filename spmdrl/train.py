@@ -1,6 +1,6 @@
 """The loop. Every rank runs `torchrun --nproc-per-node N -m spmdrl.train CONFIG.toml [section.key=value ...]`.
 
-    refit -> [ rollout -> reward -> pack -> prepare -> update -> refit -> (eval, save) ] x num_steps
+    refit -> [ rollout -> reward -> batch -> prepare -> update -> refit -> (eval, save) ] x num_steps
 
 After step N the policy and the engine are both at version N. They share the device: `phases` takes it from one to the
 other, and between the two the trainer sleeps. With `rollout.placement = "disaggregated"` some ranks hold engines and
@@ -239,7 +239,7 @@ def train(
                     watch.note(failure)
                     report.message(failure)
                 pass_edge()
-                with report.span("pack"):
+                with report.span("batch"):
                     with failing_together(meshes.training):
                         sequences = [to_sequence(one, collected.index_of(one.rollout)) for one in scored]
                     batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)

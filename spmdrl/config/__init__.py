@@ -43,7 +43,7 @@ class RunConfig(Section):
     dir: str = "runs"
     """Where run folders are made."""
     num_steps: Count
-    """Steps to train: rollout, reward, pack, update, refit, once around."""
+    """Steps to train: rollout, reward, batch, update, refit, once around."""
     seed: int = 0
     """Every random number of the run follows from this one and from what it is for, never from a rank."""
     deterministic: bool = False

@@ -19,7 +19,7 @@ def time_metrics(times: dict[str, float]) -> Metrics:
 def with_speed(scalars: dict[str, float]) -> dict[str, float]:
     """Add the loss tokens of all ranks per second of the step; evaluating and saving are not part of that time."""
     working = scalars["time/step_s"] - scalars.get("time/eval_s", 0.0) - scalars.get("time/save_s", 0.0)
-    return scalars | {"speed/loss_tokens_per_s": scalars["pack/loss_tokens"] / working}
+    return scalars | {"speed/loss_tokens_per_s": scalars["batch/loss_tokens"] / working}
 
 
 def drop_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> Metrics:

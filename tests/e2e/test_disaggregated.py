@@ -77,7 +77,7 @@ def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_
     written = tokens(folder / "runs" / name)
     assert written and set(written) <= set(tokens(alone))
     for one, other in zip(rows(alone), rows(folder / "runs" / name), strict=False):
-        for metric in ("reward/mean", "rollout/response_tokens", "pack/loss_tokens", "eval/reward"):
+        for metric in ("reward/mean", "rollout/response_tokens", "batch/loss_tokens", "eval/reward"):
             if metric in one and one["step"] < 2:
                 assert one[metric] == pytest.approx(other[metric], rel=1e-12), metric
         if one["step"]:

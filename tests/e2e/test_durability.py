@@ -284,7 +284,7 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:  # noqa: F811
         moved = launch(folder, "moved", num_ranks, *exact, f"run.num_steps={step}")
         one, other = rows(stays)[-1], rows(moved)[-1]
         assert one["step"] == other["step"] == step
-        for metric in ("reward/mean", "rollout/response_tokens", "pack/loss_tokens"):
+        for metric in ("reward/mean", "rollout/response_tokens", "batch/loss_tokens"):
             assert one[metric] == pytest.approx(other[metric], rel=1e-12), metric
         assert one["mismatch/max_abs_nats"] == other["mismatch/max_abs_nats"] == 0.0
         # The first rank writes the samples that it holds itself.

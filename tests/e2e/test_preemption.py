@@ -40,7 +40,7 @@ STOPS = {
     "every": (
         (1, "rollout", 0),
         (1, "reward", 0),
-        (2, "pack", 1),
+        (2, "batch", 1),
         (2, "switch", 1),
         (3, "probe", 2),
         (4, "logprobs", 3),

@@ -154,7 +154,7 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
         for name in ("run", "again")
     ]
     for row, row_again in zip(*rows, strict=True):
-        names = {name for name in row if name.split("/")[0] in ("reward", "pack", "mismatch", "update")}
+        names = {name for name in row if name.split("/")[0] in ("reward", "batch", "mismatch", "update")}
         assert len(names) > 20 and {name: row[name] for name in names} == {name: row_again[name] for name in names}
 
 
