@@ -417,6 +417,6 @@ def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: P
     silence, said = sorted(words)  # all ranks are told, and whichever is first speaks
     assert codes == (2, 2) and silence == ""
     assert "cannot go on: the checkpoint of step 4 could not be written: File too large" in said
-    assert "the checkpoint of step 3 is whole" in said
+    assert "the checkpoint of step 3 is complete" in said
     assert saved_steps(run / "checkpoints") == [1, 2, 3] and tensor_files(run, 3) == before
     assert_same_run(launch(folder, "full", 2), straight)

@@ -32,6 +32,7 @@ from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups
 from spmdrl.types import MicroBatch, Prompt, Response, RewardOutcome, Rollout, Sequence, Span
 from tests import oracle
+from tests.checkpoints import save_and_wait
 from tests.spmd.ranks import run_ranks
 from tests.tiny import model_config, plan_for, random_sequences, save_llama
 
@@ -331,7 +332,7 @@ def _stopped(path: str, folder: str) -> Any:
             left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
             results.append((weights, left_out, metrics["update/k3_old_nats"].value()))
         learner.coefficients["entropy_coef"] = 0.5
-        checkpoint.save(Path(folder), {"policy": learner}, meshes, step=1, keep_last=1)
+        save_and_wait(folder, {"policy": learner}, meshes, step=1)
         coefficients = []
         for names in (("entropy_coef", "kl_in_reward_coef"), ()):
             learner.coefficients.clear()

@@ -21,6 +21,7 @@ from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import prepare
 from spmdrl.types import UserError
+from tests.checkpoints import save_and_wait
 from tests.spmd.ranks import run_ranks
 from tests.spmd.test_credit import COUNT, GROUP_SIZE, config, everywhere
 from tests.tiny import model_config, plan_for, random_sequences, save_llama, save_qwen3
@@ -141,7 +142,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()
-            checkpoint.save(Path(folder), learners, meshes, step=step, keep_last=3)
+            save_and_wait(folder, learners, meshes, step=step)
             have_state.append(trainer.has_optimizer_state)
         state = {
             f"{name}.{key}": p.full_tensor().detach()  # type: ignore[attr-defined]

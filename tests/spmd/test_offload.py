@@ -27,6 +27,7 @@ from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
 from spmdrl.step.batch import build_batch
+from tests.checkpoints import save_and_wait
 from tests.spmd.ranks import run_ranks
 from tests.tiny import loss_config, model_config, plan_for, random_sequences, save_llama, save_qwen3
 
@@ -80,7 +81,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
                 _update(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
-            checkpoint.save(Path(folder), {"policy": learner}, meshes, step=last, keep_last=3)
+            save_and_wait(folder, {"policy": learner}, meshes, step=last)
         state = _state(learner)
         del learner, memory
         return state
