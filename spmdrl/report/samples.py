@@ -1,4 +1,4 @@
-"""Rollouts, and the tokens that engine and trainer disagree about most, as rows of samples.jsonl."""
+"""Rows of samples.jsonl: rollouts, and the tokens with the largest mismatch between engine and trainer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from spmdrl.algo.metrics import TokenValue
 from spmdrl.types import RewardedRollout
 
 
-def sample_rows(scored: Sequence[RewardedRollout], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One rollout of each group: prompt, response, reward, and a summary of the engine's log-probabilities."""
+def sample_rows(rewarded: Sequence[RewardedRollout], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Make a row of one rollout of each group: prompt, response, reward, and the engine's mean and lowest logprob."""
     groups: dict[int, RewardedRollout] = {}
-    for item in scored:
+    for item in rewarded:
         groups.setdefault(item.rollout.prompt.prompt_id, item)
     return [_row(item, tokenizer) for item in groups.values()]
 
 
 def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One row that lists these tokens, the worst first, each with its text, the text before it, and what trainer and
-    engine say of it; no row when there are none."""
+    """Make one row that lists these tokens, the worst first, each with its text, the text before it, and the logprobs
+    of trainer and engine; no row without tokens."""
     if not tokens:
         return []
     return [
@@ -43,8 +43,8 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
     ]
 
 
-def _row(scored: RewardedRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    rollout, response = scored.rollout, scored.rollout.response
+def _row(rewarded: RewardedRollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    rollout, response = rewarded.rollout, rewarded.rollout.response
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,
@@ -52,11 +52,11 @@ def _row(scored: RewardedRollout, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "prompt": rollout.prompt.text,
         "response": tokenizer.decode(response.token_ids),
         "answer": rollout.prompt.answer,
-        "reward": scored.outcome.reward,
-        "reward_parts": scored.outcome.parts,
-        **({"greedy_reward": scored.baseline.reward} if scored.baseline else {}),
-        "failure": scored.outcome.failure,
-        "advantage": scored.advantage,
+        "reward": rewarded.outcome.reward,
+        "reward_parts": rewarded.outcome.parts,
+        **({"greedy_reward": rewarded.baseline.reward} if rewarded.baseline else {}),
+        "failure": rewarded.outcome.failure,
+        "advantage": rewarded.advantage,
         "finish_reason": response.finish_reason,
         "response_tokens": len(response.token_ids),
         "mean_logprob_nats": sum(response.logprobs) / max(1, len(response.logprobs)),

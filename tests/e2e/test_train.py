@@ -217,7 +217,7 @@ def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, wh
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
-    assert "memory in step 4, GiB, of 2 ranks" in done.stdout
+    assert "memory in step 4, GiB, on 2 ranks" in done.stdout
     written = [json.loads(line) for line in (folder / "runs/offloaded/memory.jsonl").read_text().splitlines()]
     assert {row["step"] for row in written} == {0, 1, 2, 3, 4}
     # Step 4 evaluates, which releases the engine's weights, and saves.

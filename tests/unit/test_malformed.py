@@ -143,7 +143,7 @@ TOML = {
     "an override of no form": Case(nothing, "'optim.lr' on the command line is not of the form", ("optim.lr",)),
     "an override below a value": Case(nothing, "lr is a value, not a table of settings", ("optim.lr.x=1",)),
     "a deep override": Case(nothing, "data.sources on the command line is nested", ("data.sources=" + "[" * 9999,)),
-    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be made (Not a directory)", dry_run=False),
+    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be created (Not a directory)", dry_run=False),
 }
 
 
@@ -445,7 +445,7 @@ RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
         ("resume.checkpoint=never",),
         [
             'resume.checkpoint = "never" but runs/run already holds a run; set run.name to a new name, or '
-            'resume.checkpoint = "auto" to go on from its newest checkpoint'
+            'resume.checkpoint = "auto" to resume from its newest checkpoint'
         ],
     ),
     "other settings": (
