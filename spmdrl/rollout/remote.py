@@ -27,7 +27,7 @@ from spmdrl.dist.session import shared_store
 from spmdrl.faults.stop_request import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.client import Pending, judged
+from spmdrl.rewards.client import Pending, known_reward
 from spmdrl.rollout.collect import Collected
 from spmdrl.types import RewardOutcome, Rollout
 
@@ -227,7 +227,7 @@ class RemoteSampler:
             self._tell(message)
         outcomes = [outcome for part in parts for outcome in part.outcomes]
         return Collected(
-            pending=[judged(*outcome) for outcome in outcomes],
+            pending=[known_reward(*outcome) for outcome in outcomes],
             metrics=merge_all([part.metrics for part in parts]),
             places=parts[0].places,
             group_size=parts[0].group_size,
@@ -237,7 +237,7 @@ class RemoteSampler:
 
     def sample_held_out(self) -> list[Pending]:
         """See `Sampler.sample_held_out`; the engines do it by themselves, right after the refit."""
-        return [judged(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
+        return [known_reward(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
 
     def state(self, step: int) -> Mapping[str, Any] | None:
         """See `Sampler.state`: it came with the step's rollouts."""

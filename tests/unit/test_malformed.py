@@ -23,13 +23,14 @@ from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.pool import RewardPool
 from spmdrl.step.score import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from spmdrl.types import Prompt, Response, RewardedRollout, Rollout, Span
+from tests.rewards import outcomes_of
 from tests.unit.test_rewards import item, running, wait_for
 
 CONFIG = """\
@@ -731,19 +732,19 @@ SURVIVED: dict[str, str | None] = {  # what is done: the failure that is counted
 
 
 @pytest.fixture(scope="module")
-def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
+def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     path = tmp_path_factory.mktemp("functions") / "misbehaviour.py"
     path.write_text(MISBEHAVIOUR)
     sandbox = SandboxConfig(max_memory_gib=0.25, max_file_gib=2**-10, max_open_files=64)
     term = FunctionReward(kind="function", function=f"{path}:f")
-    with Scorer(RewardConfig(terms=(term,), timeout_s=2.0, num_workers=4, sandbox=sandbox)) as scorer:
-        yield scorer
+    with RewardPool(RewardConfig(terms=(term,), timeout_s=2.0, num_workers=4, sandbox=sandbox)) as pool:
+        yield pool
 
 
-def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: Scorer) -> None:
+def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: RewardPool) -> None:
     # After each a good one, which must not suffer.
     attempts = [response for bad in SURVIVED for response in (bad, "1.0")]
-    outcomes = misbehaving.score([item(attempt) for attempt in attempts])
+    outcomes = outcomes_of(misbehaving, *[item(attempt) for attempt in attempts])
     assert dict(zip(attempts, (outcome.failure for outcome in outcomes), strict=True)) == SURVIVED | {"1.0": None}
     assert {outcome.reward for outcome in outcomes if outcome.failure is None} == {1.0}
     assert {outcome.reward for outcome in outcomes if outcome.failure is not None} == {0.0}
