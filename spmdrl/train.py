@@ -258,7 +258,7 @@ def train(
                             update(learner, mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
                             for name, learner in learners.items()
                         ]
-                recorder.save_findings(step, mini_batches, merge_all(updated))
+                recorder.save_fingerprints(step, mini_batches, merge_all(updated))
                 with report.span("refit"):
                     phases.refit(version=step)
                 stopping = watch.agree_to_stop(meshes.training)

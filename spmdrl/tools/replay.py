@@ -34,7 +34,7 @@ from spmdrl.learn.update import update
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
-from spmdrl.replay.recorder import read_findings
+from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.rollout.from_files import as_collected
@@ -69,7 +69,7 @@ def replay(run: Path, step: int) -> Replay:
     cfg, plan = _settings(parts[0])
     if problems := list(parallel_problems(cfg.parallel, launched_ranks())):
         raise UserError("\n".join(problems))
-    before = read_findings(folder.rollouts, step, num_ranks=parts[0].num_ranks)
+    before = read_fingerprints(folder.rollouts, step, num_ranks=parts[0].num_ranks)
     with spmd_session(
         threads_per_rank=cfg.run.threads_per_rank,
         deterministic=cfg.run.deterministic,
