@@ -150,7 +150,7 @@ def result(args: argparse.Namespace, step_ends: list[float], rows: list[dict[str
     assert len(steps_s) == args.steps, f"{len(steps_s)} steps were timed, not {args.steps}"
     lengths = [sum(workload.response_lengths(args.workload, step + 1)) for step in range(first, first + args.steps)]
     counted = rows[first:]
-    assert [row["pack/loss_tokens"] for row in counted] == lengths, "the engine did not follow the workload's lengths"
+    assert [row["batch/loss_tokens"] for row in counted] == lengths, "the engine did not follow the workload's lengths"
     phases = {name: sum(row[f"time/{name}_s"] for row in counted) for name in PHASES}
     rewards = [row["reward/mean"] for row in rows]
     return {
@@ -174,7 +174,7 @@ def result(args: argparse.Namespace, step_ends: list[float], rows: list[dict[str
     }
 
 
-PHASES = ("rollout", "reward", "pack", "logprobs", "update", "refit")
+PHASES = ("rollout", "reward", "batch", "logprobs", "update", "refit")
 
 if __name__ == "__main__":
     main()

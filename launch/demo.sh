@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The demo, start to end, without a GPU: make a tiny model, fine-tune it a little, train it by reinforcement learning
-# on 2 ranks, and ask the exported model the held-out questions again. Every call is a new run.
+# The whole demo, without a GPU: make a tiny model, fine-tune it a little, train it by reinforcement learning on 2 ranks,
+# and evaluate the exported model on the held-out prompts. Every call starts a new run.
 #   usage: launch/demo.sh [section.key=value ...]        (settings of configs/demo.toml)
-#   ENGINE=sglang           sample with SGLang, one engine for each rank; rollout.tp_size=2: one engine over both.
-#                           Fewer steps then: on a CPU each of its requests costs more than the tokens it samples.
+#   ENGINE=sglang           sample with SGLang, one engine per rank; with rollout.tp_size=2 one engine for both ranks.
+#                           It runs fewer steps: on a CPU, SGLang's cost per request exceeds that of sampling.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ for setting in "$@"; do
     case $setting in
         run.name=*) name=${setting#run.name=} ;;
         run.dir=*) dir=${setting#run.dir=} ;;
-        # The warm start must leave out the same questions.
+        # The warm start must hold out the same prompts.
         eval.num_prompts=* | eval.sources=*) held_out+=("held_out.${setting#eval.}") ;;
     esac
 done
@@ -22,7 +22,7 @@ case ${ENGINE:-torch} in
     torch) engine=() ;;
     sglang) engine=(rollout.engine=sglang run.num_steps=230) ;;
     *)
-        echo "ENGINE=$ENGINE: use ENGINE=torch or ENGINE=sglang" >&2
+        echo "ENGINE=$ENGINE: set ENGINE=torch or ENGINE=sglang" >&2
         exit 2
         ;;
 esac
@@ -36,6 +36,6 @@ MODULE=spmdrl.sft launch/local.sh configs/demo-sft.toml run.dir="$dir" run.name=
 echo "== 2/3 reinforcement learning on $NPROC ranks"
 launch/local.sh configs/demo.toml run.dir="$dir" run.name="$name" model.path="$dir/$name-sft/hf" "${engine[@]}" "$@"
 
-echo "== 3/3 the exported model, loaded by transformers, on the same held-out questions"
+echo "== 3/3 the exported model, loaded by transformers, on the same held-out prompts"
 python -m spmdrl.tools.evaluate "$dir/$name"
 echo "curves: $dir/$name/curves.png    tensorboard --logdir $dir/$name/tensorboard"

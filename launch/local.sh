@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One run on this machine: check the settings once, then start a process per GPU (2 processes without a GPU).
+# Run on this machine: check the settings once, then start one process per GPU (2 processes without a GPU).
 #   usage: launch/local.sh CONFIG [section.key=value ...]
 #   NPROC=4                 another number of processes
 #   MODULE=spmdrl.sft       supervised fine-tuning instead of spmdrl.train
-# SIGTERM, SIGUSR1 or `touch RUN/stop`: the run finishes its phase, saves and stops; the same command goes on.
-# Exit codes: docs/faults.md. 2: a setting must be changed, 75: start it again.
+# SIGTERM, SIGUSR1 or `touch RUN/stop` make the run finish its phase, save and stop; the same command continues it.
+# Exit codes are in docs/faults.md; 2: change a setting, 75: start it again.
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -* ]]; then
@@ -34,18 +34,18 @@ gpus=$(count_gpus)
 ranks=${NPROC:-$((gpus > 0 ? gpus : 2))}
 
 if ((gpus == 0)); then
-    # nproc would repeat an OMP_NUM_THREADS that is already set.
+    # nproc would print OMP_NUM_THREADS if that is set.
     cores=$(env -u OMP_NUM_THREADS nproc)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
 
-# Checked here, so that a mistake is told once and without torchrun's report of it.
+# Checked before the ranks start, so that a mistake is shown once and without torchrun's report.
 folder=$(python -m "$module" "$@" --dry-run --ranks "$ranks" | sed -n '/^# run folder$/{n;p;}')
 
-# A signal that reaches torchrun itself: 30 seconds, its default, are too short for a step and a checkpoint.
+# For signals that reach torchrun itself: its default of 30 seconds is too short for a step and a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# Without --local-addr the ranks would meet at this machine's host name, which need not resolve.
+# Without --local-addr, rendezvous would use this machine's host name, which may not resolve.
 exec python -m spmdrl.faults.supervise "$folder" \
     torchrun --standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --nproc-per-node "$ranks" -m "$module" "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Pack SGLang and what it imports for a GPU machine without network: one archive, in pieces of 64 MiB.
-#   usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]    the packages that this machine lacks besides, as wheels
-#   PYTHON=python3.11    an interpreter with pip; it need not be the one of the other machine
-# For Linux on x86-64, CPython 3.12, a Hopper GPU and torch 2.11. docs/gpu.md says what else must be there, and what to
-# do with the pieces.
+# Bundle SGLang and its imports for a GPU machine without network: one archive, in pieces of 64 MiB.
+#   usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]    other packages that the GPU machine lacks, as wheels
+#   PYTHON=python3.11    an interpreter with pip; its version may differ from the GPU machine's
+# For Linux on x86-64, CPython 3.12, a Hopper GPU and torch 2.11. docs/gpu.md lists what else the GPU machine needs, and
+# how to install the pieces.
 set -euo pipefail
 
 out=${1:?usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]}
@@ -16,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 site=$work/site
 mkdir "$site"
 
-# sglang-kernel 0.4.5 is the newest that is built for torch 2.11; SGLang asks for a newer one, and can be told not to.
+# sglang-kernel 0.4.5 is the newest one built for torch 2.11; SGLang requires a newer one, but its check can be disabled.
 needed=(sglang==0.5.23 sglang-kernel==0.4.5 torch_memory_saver==0.0.10)
 imported=(
     annotated-doc annotated-types apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro fastapi gguf httpcore2
@@ -38,13 +38,13 @@ wheel() {
 }
 
 for package in "${needed[@]}" "$@"; do wheel "$package"; done
-# One at a time, so that a missing wheel is named; whether it matters depends on what the other machine has.
+# One at a time, to name each missing wheel; the GPU machine may have the package already.
 for package in "${imported[@]}" "${ours[@]}"; do
-    wheel "$package" 2>/dev/null || echo "no wheel of $package; take it along if the other machine lacks it" >&2
+    wheel "$package" 2>/dev/null || echo "no wheel of $package; install it on the GPU machine if it is missing there" >&2
 done
 
 for file in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$file" "$site"; done
-# Three quarters of it are kernels of other GPUs, fa3, and parts of SGLang that serve no rollouts.
+# Three quarters of the size are kernels for other GPUs, fa3, and parts of SGLang that rollouts do not use.
 rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/rust_extensions/*.so "$site/triton_kernels"
 find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
 cp -r "$here/spmdrl/engine/sglang/cpu/stubs/IPython" "$site"

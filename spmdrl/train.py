@@ -93,7 +93,7 @@ def train(run: Launch[Config]) -> None:
                         update(learner, batch.mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
                         for name, learner in learners.items()
                     ]
-            recorder.save_findings(step, batch.mini_batches, merge_all(updated))
+            recorder.save_fingerprints(step, batch.mini_batches, merge_all(updated))
             with report.span("refit"):
                 handover.refit(version=step)
             steps.evaluate(step)

@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to go on, written in the background and checked before it is loaded."""
+"""Checkpoints: everything a run needs to continue, written in the background and verified before it is loaded."""
 
 from spmdrl.checkpoint.changes import resolved
 from spmdrl.checkpoint.places import newest_step, saved_steps
 from spmdrl.checkpoint.restore import collector_state, restore
 from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, foresee_resume_point, require_whole
-from spmdrl.checkpoint.write import Saver, save, start_saver
+from spmdrl.checkpoint.write import Saver, start_saver
 
 __all__ = [
     "ResumePoint",
@@ -16,7 +16,6 @@ __all__ = [
     "require_whole",
     "resolved",
     "restore",
-    "save",
     "saved_steps",
     "start_saver",
 ]

@@ -1,4 +1,4 @@
-"""What has changed in the configuration since a checkpoint was saved."""
+"""Changes of the configuration since a checkpoint was saved, and which of them are harmless."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-# Settings, and whole tables, that say where, for how long, on what and how fast a run computes, but not what. The
-# order of floating-point sums is no part of what.
+# Settings and whole tables that may change when a run resumes: they decide where, for how long, on which devices and
+# how fast it runs, but not what it computes, up to the order of floating-point sums.
 HARMLESS = (
     "run.name",
     "run.dir",
@@ -52,33 +52,32 @@ HARMLESS = (
     "debug",
 )
 
-
-# What a change does not do, where that may be a surprise.
-_FROM_CHECKPOINT = " (weights are the checkpoint's, whatever that is; a new run.name starts from others)"
+# Shown with changes that have no effect, which may surprise the user.
+_FROM_CHECKPOINT = " (the weights still come from the checkpoint; set a new run.name to start from other weights)"
 _MEANING = {"model.path": _FROM_CHECKPOINT, "critic.path": _FROM_CHECKPOINT}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that is not what it was."""
+    """A setting whose value has changed."""
 
     name: str  # dotted
-    sentence: str  # what it was and is
+    sentence: str  # the old and the new value
 
     def is_in(self, names: Sequence[str]) -> bool:
-        """Whether it, or a table it is in, is among these."""
+        """True when the setting, or a table that contains it, is among `names`."""
         return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
 
 
 def resolved(cfg: BaseModel) -> dict[str, Any]:
-    """A configuration as a manifest holds it: in JSON's types, what is unset left out."""
+    """Convert a configuration to the form in manifests: JSON types, without unset values."""
     return cfg.model_dump(mode="json", exclude_none=True)
 
 
 def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
-    """The settings that differ from those a checkpoint was saved with, in the order of their names.
+    """List the settings that differ from those a checkpoint was saved with, sorted by name.
 
-    A setting that the checkpoint does not know, because spmdrl was older, is compared with its default.
+    A setting that an older spmdrl did not know, so that the checkpoint lacks it, is compared with its default.
     """
     old, now = dict(_flat(before)), dict(_flat(resolved(cfg)))
     chosen = dict(_flat(cfg.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
@@ -91,8 +90,8 @@ def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
 
 
 def harmless(cfg: Any) -> tuple[str, ...]:
-    """`HARMLESS`, without those that are not under this configuration."""
-    # How far the learning rate has come depends on where it ends.
+    """Return the settings of `HARMLESS` that are harmless under this configuration."""
+    # Every schedule but a constant one depends on the number of steps.
     return HARMLESS if cfg.optim.schedule == "constant" else tuple(name for name in HARMLESS if name != "run.num_steps")
 
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, who wrote it, and by which every byte of it is checked."""
+"""The manifest of a checkpoint: its step, its configuration, and the size and hash of every file."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from spmdrl.checkpoint.places import step_of
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-GLANCE_BYTES = 2**20  # what is read of a file by who only glances at it: of all but the tensors, that is everything
+GLANCE_BYTES = 2**20  # `glance` hashes files up to this size, which are all but those with tensors
 
 
 class BrokenManifest(ValueError):
-    """The manifest is not there, or not as it was written; says which and how."""
+    """The manifest is missing, damaged or of another format; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The size and the content of a file."""
+    """The size of a file and the hash of its content."""
 
     num_bytes: int
     sha256: str
 
 
-Look = Callable[[Path, Digest], str | None]
-"""What is wrong with a file, if anything is."""
+Examine = Callable[[Path, Digest], str | None]
+"""Compares a file with its digest; returns a clause about what is wrong with it, None when nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything about a checkpoint but its tensors."""
+    """The content of a checkpoint's manifest."""
 
     step: int
-    num_ranks: int  # that wrote it
-    configuration: dict[str, Any]  # as it was resolved
+    num_ranks: int  # the number of ranks that wrote the checkpoint
+    configuration: dict[str, Any]  # resolved: file, overrides and defaults
     versions: dict[str, Any]  # of the software
     metrics: dict[str, float]  # of the step, its evaluation included
-    files: dict[str, Digest]  # by name; all but the manifest itself
+    files: dict[str, Digest]  # by name; all files but the manifest itself
 
     def write(self, checkpoint: Path) -> None:
-        """Write it into the directory of a checkpoint, onto the disk; where there is one, in its place."""
+        """Write the manifest into a checkpoint's directory atomically, and wait until it is on disk."""
         content = {"format": _FORMAT} | dataclasses.asdict(self)
         unfinished = checkpoint / f"{MANIFEST}.unfinished"
         write_json(unfinished, content | {"sha256": _digest_of(content)})
@@ -54,7 +54,7 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
-        """Raises BrokenManifest."""
+        """Read a checkpoint's manifest. Raises BrokenManifest."""
         try:
             content = json.loads((checkpoint / MANIFEST).read_bytes())
             digest = content.pop("sha256")
@@ -63,45 +63,44 @@ class Manifest:
         except OSError as error:
             raise BrokenManifest(f"{MANIFEST} cannot be read ({error.strerror})") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise BrokenManifest(f"{MANIFEST} is truncated or was changed: it is not what was written") from error
+            raise BrokenManifest(f"{MANIFEST} is truncated or was changed after it was written") from error
         if digest != _digest_of(content):
-            raise BrokenManifest(f"{MANIFEST} was changed: it is not what was written")
+            raise BrokenManifest(f"{MANIFEST} was changed after it was written")
         if (version := content.pop("format")) != _FORMAT:
-            raise BrokenManifest(f"{MANIFEST} has format {version}, and this version of spmdrl reads {_FORMAT}")
+            raise BrokenManifest(f"{MANIFEST} has format {version}, but this version of spmdrl reads format {_FORMAT}")
         files = {name: Digest(**digest) for name, digest in content.pop("files").items()}
         return cls(**content, files=files)
 
-    def problems(self, checkpoint: Path, names: Iterable[str], look: Look) -> Iterator[str]:
-        """A clause for each of these files that is not what it was when it was written."""
+    def problems(self, checkpoint: Path, names: Iterable[str], examine: Examine) -> Iterator[str]:
+        """Yield a clause for each of the named files that has changed since it was written."""
         for name in names:
-            if problem := look(checkpoint / name, self.files[name]):
+            if problem := examine(checkpoint / name, self.files[name]):
                 yield f"{name} {problem}"
 
 
-def problems_of(checkpoint: Path, look: Look, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """A clause for everything that is wrong with a checkpoint: with its manifest, and with one of several parts of its
-    files."""
+def problems_of(checkpoint: Path, examine: Examine, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Return a clause for everything that is wrong with a checkpoint's manifest, or with one part of its files."""
     try:
         manifest = Manifest.read(checkpoint)
     except BrokenManifest as error:
         return [str(error)]
     if manifest.step != step_of(checkpoint):
-        return [f"{MANIFEST} is that of step {manifest.step}"]
-    return list(manifest.problems(checkpoint, sorted(manifest.files)[part::num_parts], look))
+        return [f"{MANIFEST} belongs to step {manifest.step}"]
+    return list(manifest.problems(checkpoint, sorted(manifest.files)[part::num_parts], examine))
 
 
 def compare(path: Path, expected: Digest) -> str | None:
-    """Look at every byte of a file."""
+    """Compare size and hash of a file with its digest."""
     return _problem(path, expected, max_bytes=expected.num_bytes)
 
 
 def glance(path: Path, expected: Digest) -> str | None:
-    """Look at the size of a file, and at every byte only of a small one."""
+    """Compare the size of a file with its digest, and the hash too if the file is small."""
     return _problem(path, expected, max_bytes=GLANCE_BYTES)
 
 
 def write_json(path: Path, value: Any) -> Digest:
-    """Write a value, onto the disk."""
+    """Write a value and wait until it is on disk; returns the file's digest."""
     content = json.dumps(value, indent=1).encode()
     with path.open("wb") as file:
         file.write(content)
@@ -111,7 +110,7 @@ def write_json(path: Path, value: Any) -> Digest:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON has a word for."""
+    """Keep the finite values: JSON cannot represent the others."""
     return {name: value for name, value in values.items() if value - value == 0}
 
 
@@ -120,14 +119,14 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 
 
 def _problem(path: Path, expected: Digest, *, max_bytes: int) -> str | None:
-    """What is wrong with a file; one of more than `max_bytes` is not read."""
+    """Compare a file with its digest; one of more than `max_bytes` is not hashed."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes < expected.num_bytes:
                 return f"is truncated: it has {num_bytes} of {expected.num_bytes} bytes"
             if num_bytes > expected.num_bytes:
-                return f"has {num_bytes} bytes, {num_bytes - expected.num_bytes} more than were written"
+                return f"is too long: it has {num_bytes} bytes, but {expected.num_bytes} were written"
             if num_bytes > max_bytes:
                 return None
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -135,4 +134,4 @@ def _problem(path: Path, expected: Digest, *, max_bytes: int) -> str | None:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if sha256 == expected.sha256 else "was changed: its content is not what was written"
+    return None if sha256 == expected.sha256 else "was changed after it was written"

@@ -1,7 +1,7 @@
-"""Where checkpoints lie in a run's folder, and by which names.
+"""Names of checkpoints in a run's folder.
 
-`step-00000012` is whole: it got that name last. Others end in a word: `unfinished` was being written, `removed` was
-being deleted, `broken` was passed over when the run went on from an older one.
+`step-00000012` is complete: it got that name last. Other names have a suffix: `unfinished` was being written, `removed`
+was being deleted, `broken` was skipped when the run resumed from an older one.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ UNFINISHED, REMOVED, BROKEN = ".unfinished", ".removed", ".broken"
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """The directory of the checkpoint of `step`."""
+    """Return the directory of the checkpoint of `step`."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that a checkpoint's name says; None for one that is not finished, or is something else.
+    """Return the step in a checkpoint's name; None if the checkpoint is not finished, or the name is not one.
 
-    The name alone: a link to storage that is not there is a checkpoint that cannot be loaded, and not none at all.
+    Only the name counts: a dangling link is a checkpoint that cannot be loaded, not a missing checkpoint.
     """
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints that were finished, oldest first."""
+    """Return the steps of all finished checkpoints, oldest first."""
     steps = (step_of(path) for path in folder.glob("step-*"))
     return sorted(step for step in steps if step is not None)
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint that was finished, 0 when there is none."""
+    """Return the step of the newest finished checkpoint, 0 when there is none."""
     return max(saved_steps(folder), default=0)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What launches that were killed have left unfinished."""
+    """Return the directories that killed launches were writing or deleting."""
     return sorted(path for word in (UNFINISHED, REMOVED) for path in folder.glob(f"step-*{word}"))
 
 
 def rename(checkpoint: Path, word: str) -> Path:
-    """Give the directory of a checkpoint one of the words above, in place of what has that name."""
+    """Rename a checkpoint's directory with one of the suffixes above; replaces what has that name."""
     target = checkpoint.with_suffix(word)
     if target.is_symlink() or target.exists():
         delete(target)
@@ -55,12 +55,12 @@ def rename(checkpoint: Path, word: str) -> Path:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint so that a kill in between leaves nothing that looks whole."""
+    """Delete a checkpoint; if this is interrupted, nothing is left that looks complete."""
     delete(rename(checkpoint, REMOVED))
 
 
 def delete(path: Path) -> None:
-    """Delete a directory and what is in it, or a link, but not what that leads to."""
+    """Delete a directory with its content, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint holds, in place, over whatever ranks there are now."""
+"""Loading: read a checkpoint in place, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from spmdrl.types import UserError
 
 
 def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, step: int) -> None:
-    """Load the checkpoint of `step` in place; step 0, unless it was saved, is the model as it was loaded. Every rank of
-    the mesh must call this.
+    """Load the checkpoint of `step` in place. Every rank of the mesh must call this.
 
-    Random numbers need nothing: what they are for decides them. Where the prompts go on is in `collector_state`.
+    Without a checkpoint of step 0, step 0 leaves the model as it was loaded. There is no random state to restore:
+    every random number is a hash of its purpose. The position in the prompts is in `collector_state`.
     """
     checkpoint = folder_of(folder, step)
     if step == 0 and not checkpoint.exists():
@@ -45,28 +45,28 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
             model_state_dict=states[name].weights,
             optim_state_dict=cast(Any, states[name].optimizer),
         )
-        if not saved[name]["has_state"]:  # what was saved is torch's invention
+        if not saved[name]["has_state"]:  # torch made up the state that was saved
             learner.optimizer.state.clear()
         _restore_numbers(learner, saved[name])
 
 
 def restore_weights(checkpoint: Path, model: PackedModel, mesh: DeviceMesh, *, name: str) -> None:
-    """Load the weights of one learner and nothing else; every rank of the mesh must call this."""
+    """Load only the weights of one learner; every rank of the mesh must call this."""
     weights = get_model_state_dict(model)
     _fill({name: {"weights": weights}}, checkpoint, mesh)
     set_model_state_dict(model, weights)
 
 
 def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
-    """Load into the tensors of a tree. Raises UserError, on every rank, where the checkpoint is of another model."""
+    """Load into the tensors of a tree. Raises UserError on every rank if the checkpoint belongs to another model."""
     with failing_together(mesh):
         table = _table_of(checkpoint)
         differences = [sentence for name, parts in tree.items() for sentence in _differences(name, parts, table)]
         if differences:
             more = f", and {len(differences) - 1} others differ" if len(differences) > 1 else ""
             raise UserError(
-                f"{checkpoint} is of another model: {differences[0]}{more}; set model.path to the model that it was "
-                "trained from"
+                f"{checkpoint} belongs to another model: {differences[0]}{more}; set model.path to the model that it "
+                "was trained from"
             )
     try:
         dcp.load(
@@ -75,7 +75,7 @@ def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
             planner=LoadPlanner(),
             process_group=mesh.get_group(),
         )
-    except CheckpointException as error:  # torch's, and no Exception: nobody would report it
+    except CheckpointException as error:  # a BaseException of torch: nothing else would catch and report it
         raise RuntimeError(f"{checkpoint} cannot be loaded: {error}") from None
 
 
@@ -87,8 +87,7 @@ def _table_of(checkpoint: Path) -> Metadata:
 
 
 def _differences(learner: str, parts: Mapping[str, Any], table: Metadata) -> Iterator[str]:
-    """A clause for each weight of a learner that the checkpoint does not have, or has in another shape, or has beside
-    those of the model."""
+    """Yield a clause for each weight of a learner that differs in shape, or is only in the model or the checkpoint."""
     prefix = f"{learner}.weights."
     saved = {
         name.removeprefix(prefix): list(entry.size)
@@ -97,12 +96,12 @@ def _differences(learner: str, parts: Mapping[str, Any], table: Metadata) -> Ite
     }
     now = {name: list(tensor.shape) for name, tensor in parts["weights"].items()}
     for name in sorted(saved.keys() | now.keys()):
-        if (before := saved.get(name, "not there")) != (wanted := now.get(name, "not there")):
-            yield f"{name} is {before} in it, and {wanted} in this run"
+        if (before := saved.get(name, "absent")) != (wanted := now.get(name, "absent")):
+            yield f"{name} is {before} in the checkpoint and {wanted} in this run"
 
 
 def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, step: int) -> None:
-    """Raise UserError where a checkpoint holds other learners than these, or other kinds of optimizers."""
+    """Raise UserError if a checkpoint holds other learners than these, or other kinds of optimizers."""
     saved = _saved_learners(folder_of(folder, step))
     if saved.keys() != optimizers.keys():
         raise UserError(
@@ -118,18 +117,18 @@ def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, s
 
 
 def _saved_learners(checkpoint: Path) -> dict[str, Any]:
-    """What is beside their tensors."""
+    """Read the state of the learners other than tensors."""
     return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["learners"]
 
 
 def _restore_numbers(learner: Learner, saved: Mapping[str, Any]) -> None:
     learner.loss_scale.scale = saved["loss_scale"]["scale"]
     learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
-    # Only those that this launch adapts too: a coefficient that is fixed now is what the configuration says.
+    # Only coefficients that this launch adapts: one that is fixed now comes from the configuration.
     learner.coefficients.update({name: saved["coefficients"].get(name, x) for name, x in learner.coefficients.items()})
 
 
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
-    """What `save` was given as `collector` after `step`; None when there was nothing, as where a run begins."""
+    """Read the collector's state that was saved after `step`; None if there is none, as at the start of a run."""
     path = folder_of(folder, step) / COLLECTOR
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

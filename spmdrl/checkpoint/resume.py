@@ -1,4 +1,4 @@
-"""Which checkpoint a launch goes on from."""
+"""Resuming: choose the checkpoint from which a launch continues."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from spmdrl.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a launch begins; the same on every rank."""
+    """The point from which a launch continues; the same on every rank."""
 
-    folder: Path  # of checkpoints
+    folder: Path  # that holds the checkpoints
     step: int  # 0: the model as it is loaded
     notes: tuple[str, ...] = ()  # for the user
-    metrics: Mapping[str, float] | None = None  # of the step, as they were saved; None where the run begins
+    metrics: Mapping[str, float] | None = None  # saved with the step; None at the start of a run
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the checkpoint; None where the run begins."""
+        """The step of the checkpoint; None at the start of a run."""
         return None if self.metrics is None else self.step
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the evaluation of the step was made before it was saved: a run that is told to stop may owe it."""
+        """True when the step was evaluated before it was saved: a run that stops on request skips the evaluation."""
         return any(name.startswith("eval/") for name in self.metrics or ())
 
 
-Examine = Callable[[Path], list[str]]
-"""A clause for everything that is wrong with a checkpoint."""
+FindProblems = Callable[[Path], list[str]]
+"""Returns a clause for everything that is wrong with a checkpoint."""
 
 
 def find_resume_point(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) -> ResumePoint:
-    """What `[resume]` chooses; every rank of the mesh must call this.
+    """Choose where to resume, as `[resume]` says; every rank of the mesh must call this.
 
-    All files of the checkpoint have been compared with its manifest, a part of them by each rank. Raises UserError when
-    there are checkpoints but none may be loaded, and when the configuration has changed in what is not harmless.
+    All files of the chosen checkpoint are compared with its manifest, a part of them by each rank. Raises UserError if
+    there are checkpoints but none can be loaded, and if the configuration has changed in a way that is not harmless.
     """
     require_same(mesh, saved_steps(checkpoints), f"the list of checkpoints in {checkpoints}")
     origin, broken = _choose(cfg, checkpoints, lambda checkpoint: _problems(checkpoint, mesh))
@@ -57,31 +57,31 @@ def find_resume_point(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMe
 
 
 def foresee_resume_point(cfg: Config | SftConfig, checkpoints: Path) -> ResumePoint:
-    """What `find_resume_point` will choose or refuse, found by one process that changes nothing.
+    """Predict the choice of `find_resume_point`, or its error, in one process and without changing anything.
 
-    Files with tensors are compared with the manifest by their names and sizes only.
+    Of files with tensors only names and sizes are compared with the manifest.
     """
     origin, _ = _choose(cfg, checkpoints, lambda checkpoint: problems_of(checkpoint, glance))
     return origin
 
 
 def require_whole(checkpoint: Path, mesh: DeviceMesh, *, remedy: str) -> None:
-    """Raise UserError where a checkpoint is not as it was written; every rank of the mesh must call this."""
+    """Raise UserError if a checkpoint has changed since it was written; every rank of the mesh must call this."""
     if problems := _problems(checkpoint, mesh):
         raise UserError(f"{checkpoint} cannot be loaded: {', '.join(problems)}; {remedy}")
 
 
-def _choose(cfg: Config | SftConfig, checkpoints: Path, examine: Examine) -> tuple[ResumePoint, list[int]]:
-    """Where `[resume]` begins, and the steps of the newer checkpoints that are passed over."""
+def _choose(cfg: Config | SftConfig, checkpoints: Path, find_problems: FindProblems) -> tuple[ResumePoint, list[int]]:
+    """Return where to resume, and the steps of the broken newer checkpoints that are skipped."""
     folder, steps, remedy = checkpoints, saved_steps(checkpoints), "set run.name to a new name to start at step 0"
     if not steps and cfg.resume.checkpoint not in ("auto", "never"):
         folder, steps = _named(cfg.resume.checkpoint)
         remedy = "set resume.checkpoint to another"
     if not steps:
         return ResumePoint(checkpoints, 0, tuple(unfinished(checkpoints, 0))), []
-    step, broken = _newest_whole(folder, steps, examine)
+    step, broken = _newest_complete(folder, steps, find_problems)
     if step is None or (broken and not cfg.resume.allow_older):
-        raise UserError("\n".join(_refusal(folder, steps, examine, remedy)))
+        raise UserError("\n".join(_refusal(folder, steps, find_problems, remedy)))
     manifest = Manifest.read(folder_of(folder, step))
     changed = list(_changed(cfg, manifest))
     refuse_other_state(folder, optimizers_of(cfg), step=step)
@@ -89,7 +89,7 @@ def _choose(cfg: Config | SftConfig, checkpoints: Path, examine: Examine) -> tup
         *unfinished(checkpoints, step),
         *changed,
         *_other_versions(manifest),
-        *(f"{sentence}; set aside as {BROKEN[1:]}, going on from step {step}" for sentence in broken.values()),
+        *(f"{sentence}; renamed to {BROKEN[1:]}, resuming from step {step}" for sentence in broken.values()),
     ]
     return ResumePoint(folder, step, tuple(notes), manifest.metrics), list(broken)
 
@@ -105,16 +105,16 @@ def _named(path: str) -> tuple[Path, list[int]]:
 
 
 def unfinished(checkpoints: Path, step: int) -> Iterator[str]:
-    """A note on what a kill has left of checkpoints, when a run begins at `step`: it never had the name of one."""
+    """Yield a note about checkpoints that a killed launch left incomplete, for a run that begins at `step`."""
     if names := [path.name for path in leftovers(checkpoints)]:
-        yield f"the launch before was stopped while it wrote or removed {', '.join(names)}; going on from step {step}"
+        yield f"the previous launch was killed while writing or deleting {', '.join(names)}; resuming from step {step}"
 
 
-def _newest_whole(folder: Path, steps: list[int], examine: Examine) -> tuple[int | None, dict[int, str]]:
-    """The newest checkpoint that is whole, if there is one, and what is wrong with each newer one."""
+def _newest_complete(folder: Path, steps: list[int], find_problems: FindProblems) -> tuple[int | None, dict[int, str]]:
+    """Return the step of the newest complete checkpoint, if any, and a sentence about each newer one."""
     broken: dict[int, str] = {}
     for step in reversed(steps):
-        problems = examine(folder_of(folder, step))
+        problems = find_problems(folder_of(folder, step))
         if not problems:
             return step, broken
         broken[step] = f"{folder_of(folder, step).name}: {', '.join(problems)}"
@@ -122,30 +122,30 @@ def _newest_whole(folder: Path, steps: list[int], examine: Examine) -> tuple[int
 
 
 def _problems(checkpoint: Path, mesh: DeviceMesh) -> list[str]:
-    """A clause for everything that is wrong with a checkpoint; every rank looks at a part of it."""
+    """Return a clause for everything that is wrong with a checkpoint; each rank examines a part of its files."""
     found = problems_of(checkpoint, compare, part=mesh.get_local_rank(), num_parts=mesh.size())
-    everyones = gather_objects(mesh, found)
-    return sorted({problem for problems in everyones for problem in problems})
+    of_all_ranks = gather_objects(mesh, found)
+    return sorted({problem for problems in of_all_ranks for problem in problems})
 
 
-def _refusal(folder: Path, steps: list[int], examine: Examine, remedy: str) -> Iterator[str]:
-    """Why nothing is loaded, a line each; looks at every checkpoint, so that the user learns of all at once."""
-    problems = {step: examine(folder_of(folder, step)) for step in reversed(steps)}
+def _refusal(folder: Path, steps: list[int], find_problems: FindProblems, remedy: str) -> Iterator[str]:
+    """Yield the reasons why nothing is loaded, a line each; examines every checkpoint to show all problems at once."""
+    problems = {step: find_problems(folder_of(folder, step)) for step in reversed(steps)}
     for step, found in problems.items():
         if found:
             yield f"{folder_of(folder, step)}: {', '.join(found)}"
-    whole = [step for step, found in problems.items() if not found]
+    complete = [step for step, found in problems.items() if not found]
     yield (
-        f"the newest checkpoint cannot be loaded; bring it back, or set resume.allow_older = true to go on from step "
-        f"{whole[0]}, which is whole"
-        if whole
-        else f"no checkpoint can be loaded; bring one back, or {remedy}"
+        f"the newest checkpoint cannot be loaded; restore it, or set resume.allow_older = true to resume from step "
+        f"{complete[0]}, which is complete"
+        if complete
+        else f"no checkpoint can be loaded; restore one, or {remedy}"
     )
 
 
 def _set_aside(folder: Path, steps: list[int], mesh: DeviceMesh) -> None:
-    """Rename what was passed over: nothing is deleted, and the next launch does not meet it again."""
-    gather_objects(mesh, None)  # every rank has looked at it
+    """Rename the skipped checkpoints: nothing is deleted, and the next launch does not try them again."""
+    gather_objects(mesh, None)  # wait until every rank has examined them
     if mesh.get_local_rank() == 0:
         for step in steps:
             rename(folder_of(folder, step), BROKEN)
@@ -153,23 +153,23 @@ def _set_aside(folder: Path, steps: list[int], mesh: DeviceMesh) -> None:
 
 
 def _changed(cfg: Config | SftConfig, manifest: Manifest) -> Iterator[str]:
-    """A note on harmless changes. Raises UserError for others that `resume.changed` does not name."""
+    """Yield a note about harmless changes. Raises UserError for other changes that `resume.changed` does not name."""
     found = changes(manifest.configuration, cfg)
-    told = [change for change in found if not change.is_in(("resume", "run.name", "run.dir"))]
-    unnamed = [change for change in found if not change.is_in((*harmless(cfg), *cfg.resume.changed))]
-    if unnamed:
-        names = ", ".join(f'"{change.name}"' for change in unnamed)
+    shown = [change for change in found if not change.is_in(("resume", "run.name", "run.dir"))]
+    refused = [change for change in found if not change.is_in((*harmless(cfg), *cfg.resume.changed))]
+    if refused:
+        names = ", ".join(f'"{change.name}"' for change in refused)
         raise UserError(
-            f"since the checkpoint of step {manifest.step}, {'; '.join(change.sentence for change in unnamed)}; set "
-            f"that back, or go on with the change: resume.changed = [{names}]"
+            f"since the checkpoint of step {manifest.step}, {'; '.join(change.sentence for change in refused)}; set "
+            f"this back, or set resume.changed = [{names}] to resume with the change"
         )
-    if told:
-        yield f"changed since step {manifest.step}: {'; '.join(change.sentence for change in told)}"
+    if shown:
+        yield f"changed since step {manifest.step}: {'; '.join(change.sentence for change in shown)}"
 
 
 def _other_versions(manifest: Manifest) -> Iterator[str]:
-    """Notes on what computes otherwise than it did."""
+    """Yield notes about software whose version has changed since the checkpoint."""
     now = describe_machine()
     for name in ("spmdrl", "torch", "transformers"):
         if (before := manifest.versions.get(name)) != now[name]:
-            yield f"step {manifest.step} was saved with {name} {before}, and this is {now[name]}"
+            yield f"step {manifest.step} was saved with {name} {before}, this is {name} {now[name]}"

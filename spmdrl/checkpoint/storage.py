@@ -1,5 +1,5 @@
-"""How torch's distributed checkpoints meet the disk: files are hashed as they are written, and nothing that is read
-can run code."""
+"""Storage for torch's distributed checkpoints: files are hashed while they are written, and loading runs no code from
+them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Writer(FileSystemWriter):
     """Writes this rank's part of a state that is in host memory."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, per_thread_copy_ahead=0)  # nothing is copied from a device
-        self.digests: dict[str, Digest] = {}  # of the files that this rank has written, by name
+        super().__init__(path, per_thread_copy_ahead=0)  # nothing must be copied from a device
+        self.digests: dict[str, Digest] = {}  # files that this rank has written, by name
         self.fs = _HashingFiles(self.digests)
 
 
 class _HashingFiles(FileSystem):
-    """Files that are only appended to. What the disk refuses is raised as it was said: torch, through whose hands it
-    goes, would make something else of it."""
+    """A file system that hashes what is written. An OSError of the disk is raised unchanged: torch would replace it by
+    an error of its own."""
 
     def __init__(self, digests: dict[str, Digest]) -> None:
-        """`digests` gets those of the files that were written, by name."""
+        """`digests` receives the digest of each written file, by name."""
         self._digests = digests
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        file = Path(path).open(mode)  # noqa: SIM115  closing it may fail once more, of which nothing is new
+        file = Path(path).open(mode)  # noqa: SIM115  closing it may fail a second time, which must be ignored
         stream = _HashingStream(cast(io.BufferedIOBase, file))
         try:
             yield cast(io.IOBase, stream)
@@ -51,7 +51,7 @@ class _HashingFiles(FileSystem):
             if stream.problem is None:
                 raise
         finally:
-            with suppress(OSError):  # of what a full disk has left in the buffer, once more
+            with suppress(OSError):  # after a full disk, closing fails again for the rest of the buffer
                 file.close()
         if stream.problem is not None:
             raise OSError(stream.problem.errno, stream.problem.strerror, str(path))
@@ -63,7 +63,7 @@ class _HashingFiles(FileSystem):
 
 
 class _HashingStream:
-    """The part of a file's interface that torch writes with."""
+    """The part of a file's interface that torch uses to write."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         self._file = file
@@ -88,7 +88,7 @@ class _HashingStream:
         return self.num_bytes
 
     def fileno(self) -> int:
-        # Whoever asks wants the file on disk: what is buffered here must be with the system by then.
+        # The caller is about to fsync: everything that is buffered here must be in the file by then.
         self.flush()
         return self._file.fileno()
 
@@ -101,8 +101,7 @@ class _HashingStream:
 
 
 class Reader(FileSystemReader):
-    """Reads what `Writer` wrote. torch pickles the table of tensors: here it can name torch's own classes for it, and
-    nothing else."""
+    """Reads what `Writer` wrote. The table of tensors is a pickle, which here may name only torch's classes for it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -124,14 +123,14 @@ class _TableUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in known.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the checkpoint's .metadata names {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"the checkpoint's .metadata names {module}.{name}, which does not belong there")
 
 
 class LoadPlanner(DefaultLoadPlanner):
     """Reads values that are not tensors with torch's restricted unpickler."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Raises for what is not plain; the parent would believe anything.
+        # Raises for anything but plain values; the parent class would unpickle everything.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

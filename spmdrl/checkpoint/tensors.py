@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: what learners give, in the form that torch's distributed checkpoints take."""
+"""The tensors of a checkpoint: the state of learners, in the form that torch's distributed checkpoints need."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """The state dicts of a learner, which share its memory."""
+    """The state dicts of a learner; they share its memory."""
 
     weights: dict[str, Any]
     optimizer: dict[str, Any]
 
     @classmethod
     def of(cls, learner: Learner) -> LearnerState:
-        """As it is now. Of an optimizer that has taken no step torch makes up a state, with one step in it, which it
-        must not keep."""
+        """Return a learner's state, to save it. Torch makes up a state for an optimizer that has taken no step, as if
+        it had taken one; the optimizer does not keep it here."""
         has_state = bool(learner.optimizer.state)
         state = cls(*get_state_dict(learner.model, learner.optimizer))
         if not has_state:
@@ -40,17 +40,18 @@ class LearnerState:
 
     @classmethod
     def to_fill(cls, learner: Learner) -> LearnerState:
-        """To be loaded into: of an optimizer that has taken no step the state that torch makes up, which it keeps.
+        """Return a learner's state, to load into it. An optimizer that has taken no step keeps the state that torch
+        makes up.
 
-        Were it dropped, torch would make it up once more when it is set, and an optimizer with its state on the host
-        has one memory for it: that would overwrite what was loaded.
+        Otherwise torch would make it up again while setting the loaded state. An optimizer with its state on the host
+        has only one memory for both, so the loaded state would be overwritten.
         """
         return cls(*get_state_dict(learner.model, learner.optimizer))
 
 
 def tree_of(states: Mapping[str, LearnerState]) -> Tree:
-    """What a checkpoint holds of learners: not the optimizer's settings, which are the launch's and may be changed on
-    purpose, nor how it groups parameters, which depends on the ranks they are split over."""
+    """Select what a checkpoint holds. Not the optimizer's settings, which each launch may change, nor its parameter
+    groups, which depend on the ranks that the parameters are split over."""
     return {
         name: {"weights": state.weights, "optimizer": {"state": state.optimizer["state"]}}
         for name, state in states.items()
@@ -58,13 +59,13 @@ def tree_of(states: Mapping[str, LearnerState]) -> Tree:
 
 
 def in_chunks(tree: Tree) -> Tree:
-    """The same tree, sharing its memory, as torch's checkpoints want to be told of it."""
+    """Convert a tree to the form in which torch's checkpoints save it correctly; shares its memory."""
     return tree_map(_in_chunks, tree)
 
 
 @torch.no_grad()
 def copy_to_host(tree: Tree, buffers: HostBuffers) -> Tree:
-    """A copy of the tree with every local tensor in memory of `buffers`, which is used again by the next copy."""
+    """Copy the tree with every local tensor into memory of `buffers`, which the next copy reuses."""
     leaves, shape = tree_flatten_with_path(tree)
     locals_ = {keystr(path): _local(value) for path, value in leaves if isinstance(value, Tensor)}
     places = buffers.take({name: local.nbytes for name, local in locals_.items()})
@@ -75,7 +76,7 @@ def copy_to_host(tree: Tree, buffers: HostBuffers) -> Tree:
 
 
 def num_bytes(tree: Tree) -> int:
-    """Of this rank's part."""
+    """Count the bytes of this rank's part of the tree."""
     leaves, _ = tree_flatten_with_path(tree)
     return sum(_local(value).nbytes for _, value in leaves if isinstance(value, Tensor))
 
@@ -96,10 +97,10 @@ def _with_local(value: Any, copy: Tensor | None) -> Any:
 
 
 def _in_chunks(value: Any) -> Any:
-    """A DTensor of which this rank has two parts that are not neighbours; it shares the memory. Everything else as it
-    is.
+    """Split a DTensor of which this rank holds two parts that are not adjacent; shares its memory. Other values are
+    returned unchanged.
 
-    Such are experts over tp: a rank has a part of the gate's features and the same part of those of the up projection.
+    Experts over tp are such tensors: a rank has a part of the gate projection and the same part of the up projection.
     """
     packed = _packed_axis(value)
     if packed is None:
@@ -116,11 +117,11 @@ def _in_chunks(value: Any) -> Any:
 
 
 def _packed_axis(value: Any) -> int | None:
-    """The axis of a DTensor's mesh along which its parts are not neighbours, if there is one."""
+    """Return the axis of a DTensor's mesh along which a rank's parts are not adjacent, if there is one."""
     if not isinstance(value, DTensor):
         return None
     for axis, placement in enumerate(value.placements):
-        # Where a second axis splits the same dimension, "strided" only says which of the two splits first.
+        # If a second axis splits the same dimension, "strided" only tells the order of the two splits.
         if isinstance(placement, _StridedShard):
             dims = [getattr(other, "dim", None) for other in value.placements]
             if dims.count(placement.dim) == 1:

@@ -1,7 +1,7 @@
-"""Saving: the state is copied to host memory, the step goes on, and a thread writes what was copied.
+"""Saving: copy the state to host memory, and write the copy in a thread while training continues.
 
-A checkpoint is written under another name, its files first, then a manifest with the hash of each; once all of that is
-on disk it is renamed. The thread's collectives have a process group of their own: those of the step go on at the same
+A checkpoint is written under a temporary name: its files first, then a manifest with the hash of each. Once everything
+is on disk it is renamed. The thread's collectives have a process group of their own, because the step's run at the same
 time.
 """
 
@@ -37,14 +37,14 @@ from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 
 STATE, COLLECTOR = "state.json", "collector.json"
-ABANDON_S = 30.0  # how long a run that fails waits for the save that is under way
+ABANDON_S = 30.0  # how long a failing run waits for a save in progress
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Saver:
     """Saves the learners of a run, one checkpoint at a time; every rank of the mesh calls its methods together.
 
-    What fails while a checkpoint is written is raised, on every rank, by the next call of `save`, `check` or `wait`.
+    An error in the background is raised on every rank by the next call of `save`, `check` or `wait`.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Saver:
     ) -> None:
         """`configuration` and `versions` go into every manifest."""
         self._folder, self._learners, self._cfg = folder, learners, cfg
-        self._mesh, self._side = meshes.training, meshes.beside
+        self._mesh, self._side = meshes.training, meshes.background
         self._configuration, self._versions = dict(configuration), dict(versions)
         self._buffers = HostBuffers(pinned=meshes.training.device_type == "cuda")
         self._writing: _Writing | None = None
-        self._taken: Metrics = {}
-        # Step of the last checkpoint, saved or being written. As one rank sees it: shared storage may show another list
-        # to another rank, and what is saved next depends on it.
+        self._finished: Metrics = {}
+        # Step of the last checkpoint, saved or being written. One rank decides for all: shared storage may show
+        # different lists to different ranks.
         self.newest = gather_objects(self._mesh, max(saved_steps(folder), default=None))[0]
 
     def save(self, step: int, *, metrics: Mapping[str, float], collector: Mapping[str, Any] | None = None) -> None:
-        """Copy the state after `step`, and begin to write it; waits for the save before.
+        """Copy the state after `step` and start to write it; waits for the previous save.
 
-        `metrics` are those of the step; `collector` is the state of a `Collector`, the same on every rank.
+        `metrics` belong to the step; `collector` is the state of a `Collector`, the same on every rank.
         """
         self.wait()
         _refuse_unmeasured(self._cfg.keep_best, metrics)
@@ -85,14 +85,14 @@ class Saver:
             metrics=finite(metrics),
             files={},
         )
-        beside: dict[str, Any] = {STATE: _described(self._learners)}
+        json_files: dict[str, Any] = {STATE: _non_tensor_state(self._learners)}
         if collector is not None:
-            beside[COLLECTOR] = collector
-        self._writing = _Writing(step, lambda: self._write(tree, manifest, beside), num_bytes(tree_of(states)))
+            json_files[COLLECTOR] = collector
+        self._writing = _Writing(step, lambda: self._write(tree, manifest, json_files), num_bytes(tree_of(states)))
         self.newest = step
 
     def amend(self, *, metrics: Mapping[str, float]) -> None:
-        """Put metrics in the place of those that the newest checkpoint was saved with: its evaluation came later."""
+        """Replace the metrics in the newest checkpoint, whose step was evaluated after it was saved."""
         self.wait()
         _refuse_unmeasured(self._cfg.keep_best, metrics)
         assert self.newest is not None
@@ -103,11 +103,11 @@ class Saver:
             raise self._explained(error, self.newest) from error
 
     def check(self) -> Metrics:
-        """What the last save that is written has taken; nothing when that was told before."""
+        """Return the time and size of a save that has finished since the last call; no metrics if there is none."""
         if self._writing is not None:
             self._settle(self._writing)
-        taken, self._taken = self._taken, {}
-        return taken
+        finished, self._finished = self._finished, {}
+        return finished
 
     def wait(self) -> None:
         """Wait until the last save is written."""
@@ -116,13 +116,13 @@ class Saver:
             self._settle(self._writing)
 
     def close(self) -> None:
-        """For a run that ends, perhaps because it fails: give the save that is under way a little time."""
+        """Wait a limited time for a save in progress, at the end of a run that may have failed."""
         if self._writing is not None:
             self._writing.join(ABANDON_S)
             self._writing = None
 
     def _settle(self, writing: _Writing) -> None:
-        """If it is written everywhere, that is that. Raises, on every rank, what stopped any of them."""
+        """Finish a save if all ranks have written their part. Raises an error of any rank on every rank."""
         found = gather_objects(self._mesh, (writing.is_done, writing.problem))
         for _, problem in found:
             if problem is not None:
@@ -130,13 +130,13 @@ class Saver:
                 raise self._explained(problem, writing.step)
         if all(is_done for is_done, _ in found):
             self._writing = None
-            self._taken = {
+            self._finished = {
                 "checkpoint/write_s": Max(writing.seconds),
                 "checkpoint/bytes": Total(float(writing.num_bytes)),
             }
 
-    def _write(self, tree: Tree, manifest: Manifest, beside: Mapping[str, Any]) -> None:
-        """In the thread of every rank: write this rank's part; the first rank does what there is to do once."""
+    def _write(self, tree: Tree, manifest: Manifest, json_files: Mapping[str, Any]) -> None:
+        """Write this rank's part, in the thread; the first rank also writes the other files and renames."""
         final = folder_of(self._folder, manifest.step)
         unfinished = final.with_suffix(UNFINISHED)
         is_first = self._side.get_local_rank() == 0
@@ -146,18 +146,18 @@ class Saver:
         parts = gather_objects(self._side, writer.digests)
         if is_first:
             files = {name: digest for part in parts for name, digest in part.items()}
-            files |= {name: write_json(unfinished / name, value) for name, value in beside.items()}
+            files |= {name: write_json(unfinished / name, value) for name, value in json_files.items()}
             dataclasses.replace(manifest, files=files).write(unfinished)
             _publish(unfinished, final)
             self._prune()
 
     def _prune(self) -> None:
-        scores = {step: self._score(step) for step in saved_steps(self._folder)}
-        for step in superseded(scores, keep_last=self._cfg.keep_last, keep_every=self._cfg.keep_every):
+        metric = {step: self._metric(step) for step in saved_steps(self._folder)}
+        for step in superseded(metric, keep_last=self._cfg.keep_last, keep_every=self._cfg.keep_every):
             remove(folder_of(self._folder, step))
 
-    def _score(self, step: int) -> float | None:
-        """What the checkpoint is worth by `checkpoint.keep_best`; nothing when that cannot be known."""
+    def _metric(self, step: int) -> float | None:
+        """Read a checkpoint's value of the metric `checkpoint.keep_best`; None if it is unknown."""
         if self._cfg.keep_best is None:
             return None
         try:
@@ -166,12 +166,12 @@ class Saver:
             return None
 
     def _explained(self, problem: Exception, step: int) -> Exception:
-        """A sentence for the user, where the disk is to blame."""
+        """Turn an error of the disk into a UserError that says what to do; returns other errors unchanged."""
         if not isinstance(problem, OSError):
             return problem
-        whole = [saved for saved in saved_steps(self._folder) if saved != step]
-        before = f"the checkpoint of step {whole[-1]} is whole" if whole else "no checkpoint was saved before"
-        room, remedy = "", "see to that"
+        complete = [saved for saved in saved_steps(self._folder) if saved != step]
+        before = f"the checkpoint of step {complete[-1]} is complete" if complete else "no checkpoint was saved before"
+        room, remedy = "", "fix this"
         if problem.errno in _NO_ROOM:
             usage = shutil.disk_usage(self._folder)
             room = f" ({usage.free / 2**20:.1f} of {usage.total / 2**20:.1f} MiB are free there)"
@@ -187,40 +187,25 @@ def start_saver(cfg: Config | SftConfig, folder: Path, learners: Mapping[str, Le
     return Saver(folder, learners, meshes, cfg.checkpoint, configuration=resolved(cfg), versions=describe_machine())
 
 
-def save(
-    folder: Path,
-    learners: Mapping[str, Learner],
-    meshes: Meshes,
-    *,
-    step: int,
-    keep_last: int,
-    collector: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the state after `step`, and wait until it is written; every rank of the mesh must call this."""
-    saver = Saver(folder, learners, meshes, CheckpointConfig(keep_last=keep_last), configuration={}, versions={})
-    saver.save(step, metrics={}, collector=collector)
-    saver.wait()
-
-
 def kind_of_optimizer(optim: OptimConfig) -> str:
-    """What decides which state the optimizer has."""
+    """Return the settings that decide which state the optimizer has, as text."""
     return f'"{optim.name}"' + (" with momentum" if optim.momentum else "")
 
 
 class _Writing:
-    """A checkpoint that is being written, on this rank."""
+    """A save in progress on this rank."""
 
     def __init__(self, step: int, write: Callable[[], None], num_bytes: int) -> None:
         self.step, self.num_bytes = step, num_bytes
         self.problem: Exception | None = None
         self.seconds = 0.0
-        # A daemon: a process that fails must not wait for ranks that are gone.
+        # A daemon thread: a failing process must not wait for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"save-{step}", daemon=True)
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """Whether the thread has ended, one way or the other."""
+        """True when the thread has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -231,10 +216,10 @@ class _Writing:
         began = time.perf_counter()
         try:
             write()
-        except CheckpointException as error:  # torch's, and no Exception: what failed on some ranks, told on all
+        except CheckpointException as error:  # a BaseException: torch raises it on all ranks with the errors of some
             causes = [cause for cause, _ in error.failures.values()]
             disk = [cause for cause in causes if isinstance(cause, OSError)]
-            disk.sort(key=lambda cause: cause.filename is None)  # one that says which file comes first
+            disk.sort(key=lambda cause: cause.filename is None)  # errors that name a file come first
             self.problem = disk[0] if disk else RuntimeError(f"the checkpoint of step {self.step}: {error}")
         except OSError as error:
             self.problem = _portable(error)
@@ -244,12 +229,12 @@ class _Writing:
 
 
 def _portable(error: OSError) -> OSError:
-    """The error as other ranks can be told it."""
+    """Copy an error in a form that can be sent to other ranks."""
     return OSError(error.errno, error.strerror, error.filename)
 
 
 def _together(mesh: DeviceMesh, work: Callable[[], None]) -> None:
-    """Do some work with files; where it fails on one rank, every rank raises that."""
+    """Do some work with files; if it fails on one rank, every rank raises its error."""
     problem: OSError | None = None
     try:
         work()
@@ -276,7 +261,7 @@ def _amend(checkpoint: Path, metrics: Mapping[str, float]) -> None:
 
 
 def _publish(unfinished: Path, final: Path) -> None:
-    """Give a checkpoint its name, once all of it is on disk."""
+    """Give a checkpoint its final name, once all of it is on disk."""
     sync_directory(unfinished)
     if final.exists():
         remove(final)
@@ -284,8 +269,8 @@ def _publish(unfinished: Path, final: Path) -> None:
     sync_directory(final.parent)
 
 
-def _described(learners: Mapping[str, Learner]) -> dict[str, Any]:
-    """What learners have beside tensors."""
+def _non_tensor_state(learners: Mapping[str, Learner]) -> dict[str, Any]:
+    """Return the state of the learners other than tensors."""
     return {
         "learners": {
             name: {
@@ -302,4 +287,4 @@ def _described(learners: Mapping[str, Learner]) -> dict[str, Any]:
 def _refuse_unmeasured(best: str | None, metrics: Mapping[str, float]) -> None:
     measured = [name for name in metrics if name.startswith("eval/")]
     if best is not None and measured and best not in measured:
-        raise UserError(f'checkpoint.keep_best = "{best}" is not measured; set it to one of {", ".join(measured)}')
+        raise UserError(f'checkpoint.keep_best = "{best}" is not a metric; set it to one of {", ".join(measured)}')

@@ -1,1 +1,1 @@
-"""The home of collectives: process group, meshes, reductions, the exchange of rollouts."""
+"""Communication between ranks: process group, meshes, named collectives, the exchange of sequences."""

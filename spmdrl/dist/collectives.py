@@ -1,4 +1,4 @@
-"""Reductions and gathers by name. Every rank of the mesh must call each of them, in the same order."""
+"""Named reductions and gathers. Every rank of the mesh must call each of them, in the same order."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 
 def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
-    """The sum of `value` over the ranks of the mesh, on every rank; `value` itself is left alone."""
+    """Return the sum of `value` over the ranks of the mesh, on every rank; `value` itself does not change."""
     total = value.clone()
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mesh.get_group())
     return total
 
 
 def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
-    """Whether it is true on some rank of the mesh; on the host, as `host_barrier`."""
+    """Return True on every rank if `flag` is True on any; on the host, like `host_barrier`."""
     vote = torch.tensor(int(flag))
     dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return bool(vote)
 
 
 def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
-    """Each rank's small picklable value, in mesh order, on every rank."""
+    """Return every rank's small picklable value, in mesh order, on every rank."""
     gathered: list[Any] = [None] * mesh.size()
     dist.all_gather_object(gathered, value, group=mesh.get_group())
     return gathered
@@ -40,10 +40,10 @@ def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
 
 @contextmanager
 def failing_together(mesh: DeviceMesh) -> Iterator[None]:
-    """What stops one rank in this block of local work stops them all, with the first rank's words.
+    """Raise a UserError or TrainingDiverged of one rank's local work on every rank; the first rank's error wins.
 
-    Otherwise the others would wait in the next collective, and the one that knows why might not be the one that
-    speaks. Put no collective inside.
+    Otherwise the other ranks would wait in the next collective, and report a lost connection in place of the cause.
+    Put no collective inside the block.
     """
     problem: UserError | TrainingDiverged | None = None
     try:
@@ -56,22 +56,22 @@ def failing_together(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def require_same(mesh: DeviceMesh, value: object, what: str) -> None:
-    """Raise UserError on every rank when they do not all see the same: usually a folder that is not shared."""
+    """Raise UserError on every rank when the values differ: usually because a folder is not shared."""
     seen = gather_objects(mesh, value)
     if any(other != seen[0] for other in seen):
         found = ", ".join(dict.fromkeys(str(other) for other in seen))
-        raise UserError(f"{what} is not the same on all ranks ({found}); it must be on storage that all nodes share")
+        raise UserError(f"{what} is not the same on all ranks ({found}); put it on storage that all nodes share")
 
 
 def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
-    """Every rank's `mine` [n], one after the other in `output` [ranks x n]."""
-    # torch 2.13 has a new name for it and warns about the old one.
+    """Gather every rank's `mine` [n] into `output` [ranks x n], in mesh order."""
+    # torch 2.13 renamed this function and warns about the old name.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(output, mine, group=mesh.get_group())
 
 
 def gather_rows(mesh: DeviceMesh, mine: Tensor) -> list[Tensor]:
-    """Each rank's rows [n, k] on the host, in mesh order; n may differ."""
+    """Return every rank's rows [n, k] on the host, in mesh order; n may differ between ranks."""
     counts = torch.empty(mesh.size(), dtype=torch.int64)
     gather_flat(mesh, counts, torch.tensor([mine.shape[0]]))
     padded = mine.new_zeros(int(counts.max()), mine.shape[1])
@@ -87,11 +87,11 @@ def barrier(mesh: DeviceMesh) -> None:
 
 
 def host_barrier(mesh: DeviceMesh) -> None:
-    """Wait until every rank of the mesh is here, on the host: through gloo, which sleeps while it waits and leaves the
-    device's queue alone."""
+    """Wait on the host until every rank of the mesh is here. This uses gloo, which sleeps while it waits and queues
+    nothing on the device."""
     dist.all_reduce(torch.zeros(1), group=mesh.get_group())
 
 
 def merge_over(mesh: DeviceMesh, metrics: Metrics) -> Metrics:
-    """The metrics of all ranks, merged; on every rank."""
+    """Merge the metrics of all ranks; returns the result on every rank."""
     return merge_all(gather_objects(mesh, metrics))

@@ -1,4 +1,4 @@
-"""Sequences move from the ranks that sampled them to the ranks that train on them."""
+"""The exchange of sequences: from the ranks that sampled them to the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdrl.types import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceSize:
-    """What every rank knows of every sequence of the step: its place, lengths and rewards."""
+    """Size, place and rewards of one sequence; every rank has those of all sequences of the step."""
 
     index: int  # place in the step's global order
     num_tokens: int
@@ -28,7 +28,7 @@ class SequenceSize:
 
 
 def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSize]:
-    """The sizes of all ranks' sequences in their global order, on every rank."""
+    """Return the sizes of all ranks' sequences in their global order, on every rank."""
     mine = [(s.index, len(s.token_ids), sum(s.loss_mask), s.reward, s.baseline_reward) for s in sequences]
     # In float64 rewards arrive as they were sent, and counts are exact.
     everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 5))
@@ -48,10 +48,10 @@ def exchange(
     *,
     ranks_per_share: int = 1,
 ) -> list[Sequence]:
-    """Send each sequence to all ranks of share goes_to[index]; return those of this rank's share, in global order.
+    """Send each sequence to all ranks of share goes_to[index]; return this rank's share, in global order.
 
-    Share i is that of `ranks_per_share` neighbours, which all work on it. One all-to-all for whole numbers and one for
-    fractions; who sends how much is known from `sizes` alone.
+    Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. There is one
+    all-to-all for integers and one for floats; `sizes` tells every rank how much each rank sends.
     """
     mine, ranks = mesh.get_local_rank() // ranks_per_share, range(mesh.size())
     in_order = sorted(sequences, key=lambda sequence: sequence.index)
@@ -65,7 +65,7 @@ def exchange(
         received = [sum(width(size.num_tokens) for size in incoming if size.held_by == rank) for rank in ranks]
         return sent, received
 
-    # Per sequence: n tokens and n mask entries; n log-probabilities. Its reward is known already.
+    # For each sequence: n tokens and n mask entries; n log-probabilities. Its reward is known already.
     everything = [s for part in outgoing for s in part]
     whole = torch.tensor([n for s in everything for n in (*s.token_ids, *s.loss_mask)], dtype=torch.int64)
     fractions = torch.tensor([x for s in everything for x in s.rollout_logprobs], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Values from one rank to another outside collectives: for ranks that do not go through the same steps."""
+"""Point-to-point messages between ranks that do not run the same steps, so that collectives do not fit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from spmdrl.types import TrainingDiverged, UserError
 
 
 class Link:
-    """A channel between any two ranks of a mesh that holds all of them; through gloo, on the host.
+    """A channel between any two ranks of the world; through gloo, on the host.
 
     `send` does not wait for the receiver. Values from one rank to another arrive in the order they were sent. A
-    UserError or TrainingDiverged that is sent is raised where it is received.
+    UserError or TrainingDiverged that is sent is raised on the receiving rank.
     """
 
     def __init__(self, world: DeviceMesh, channel: int, *, in_flight: int = 1) -> None:
-        """Channels of different numbers do not wait for each other. Of those sent to one rank the last `in_flight`
-        values may be on their way; a sender that is further ahead waits."""
+        """Channels with different numbers are independent. `send` waits only when more than `in_flight` values to the
+        same rank have not been received."""
         self._group = world.get_group()
         self._channel, self._in_flight = channel, in_flight
         self._sent: defaultdict[int, deque[_PendingSend]] = defaultdict(deque)
 
     def send(self, value: Any, *, to: int) -> None:
-        """Send a picklable value to a rank, which must receive it some time."""
+        """Send a picklable value to a rank, which must receive it at some point."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sent = self._sent[to]
         sent.append(_PendingSend([torch.tensor([content.numel()]), content], to, self._group, self._channel))
@@ -38,7 +38,7 @@ class Link:
             sent.popleft().wait()
 
     def receive(self, *, source: int) -> Any:
-        """The next value from a rank; waits for it."""
+        """Wait for the next value from a rank and return it."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, source, group=self._group, tag=self._channel)
         content = torch.empty(int(size), dtype=torch.uint8)
@@ -55,7 +55,7 @@ class Link:
                 sent.popleft().wait()
 
     def settle_if_possible(self) -> None:
-        """The same, for a sender that ends: a receiver that has ended first is no reason to complain."""
+        """Like `settle`, at the end of the sender: ignores receivers that have ended already."""
         for sent in self._sent.values():
             while sent:
                 with contextlib.suppress(RuntimeError):
@@ -63,7 +63,7 @@ class Link:
 
 
 class _PendingSend:
-    """One value on its way, with the memory that it is sent from."""
+    """One value being sent; keeps its memory alive until then."""
 
     def __init__(self, parts: list[Tensor], to: int, group: dist.ProcessGroup, channel: int) -> None:
         self._parts = parts

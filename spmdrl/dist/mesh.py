@@ -1,4 +1,4 @@
-"""Which ranks do what together. Built once, in `main`, and passed to whoever communicates."""
+"""The meshes: which ranks work together on what. Built once and passed to every function that communicates."""
 
 from __future__ import annotations
 
@@ -17,114 +17,123 @@ from spmdrl.dist.session import World
 
 @dataclass(frozen=True, slots=True)
 class ModelMeshes:
-    """How the policy lies on the ranks that train.
+    """The meshes over which the policy is split.
 
-    A rank's place in `dense` says which part it has of the weights that all tokens use. The same ranks in another
-    order form `expert`, where a layer's experts are dealt to ranks; it is None when every rank computes all experts.
+    A rank's coordinates in `dense` select its part of the weights that all tokens use. `expert` holds the same ranks in
+    another order and splits each layer's experts; it is None when every rank computes all experts.
     """
 
     dense: DeviceMesh  # [replicate, shard, tp]
     expert: DeviceMesh | None  # [replicate, expert_shard, ep]
-    copy: DeviceMesh  # the ranks that hold one copy of the weights between them
-    cp: DeviceMesh  # neighbours that each compute a chunk of the same tokens
+    copy: DeviceMesh  # the ranks that together hold one copy of the weights
+    cp: DeviceMesh  # neighbouring ranks that each compute a chunk of the same tokens
     cp_style: Literal["all_gather", "ulysses"]
 
     @property
     def tp(self) -> DeviceMesh:
-        """Neighbours that compute the same tokens with a part of each layer."""
+        """Neighbouring ranks that compute the same tokens, each with a part of every layer."""
         return self.dense["tp"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """The groups of ranks of a run; all but those in `model` are one axis long. A rank may use only those it belongs
-    to.
+    """The meshes of a run; all but those in `model` have one axis. A rank may use only the meshes it belongs to.
 
-    Colocated, every rank trains and holds an engine: `world`, `training` and `engines` are one mesh.
+    When colocated, every rank trains and holds an engine: `world`, `training` and `engines` are one mesh.
     """
 
     world: DeviceMesh  # all ranks
     training: DeviceMesh  # ranks that hold a part of the policy
-    beside: DeviceMesh  # the same on the host, for a thread: collectives of two threads must not meet in one group
-    data: DeviceMesh  # those of them with this rank's place in a group that shares its sequences
+    background: DeviceMesh  # the same, on the host, for the thread that writes checkpoints: threads share no group
+    data: DeviceMesh  # one rank of each share of the sequences, among them this one
     model: ModelMeshes
     engines: DeviceMesh  # ranks that hold engines
-    engine: DeviceMesh  # those of them that share one; the first of them leads it
-    weights: DeviceMesh | None  # disaggregated: the first rank that trains, then those that hold engines
+    engine: DeviceMesh  # ranks that share this rank's engine; the first of them leads it
+    weights: DeviceMesh | None  # disaggregated: the first training rank, then the ranks that hold engines
 
     @property
     def trains(self) -> bool:
-        """Whether this rank holds a part of the policy."""
+        """True when this rank holds a part of the policy."""
         return self.training.get_coordinate() is not None
 
     @property
     def samples(self) -> bool:
-        """Whether this rank holds an engine, or a part of one."""
+        """True when this rank holds an engine, or a part of one."""
         return self.engines.get_coordinate() is not None
 
     @property
     def speaks_for_data(self) -> bool:
-        """Whether this rank reports what all ranks with the same sequences know."""
+        """True on the first of the ranks that work on the same sequences; it alone reports their metrics."""
         return self.training.get_local_rank() % self.ranks_per_share == 0
 
     @property
     def ranks_per_share(self) -> int:
-        """Neighbours that work on the same sequences."""
+        """The number of neighbouring ranks that work on the same sequences."""
         return self.training.size() // self.data.size()
 
     @property
     def engine_index(self) -> int:
-        """This rank's engine among all engines."""
+        """The index of this rank's engine among all engines."""
         return self.engines.get_local_rank() // self.engine.size()
 
     @property
     def num_engines(self) -> int:
-        """Engines of the run."""
+        """The number of engines of the run."""
         return self.engines.size() // self.engine.size()
 
 
 def build_meshes(
     world: World, parallel: ParallelConfig | None = None, *, ranks_per_engine: int = 1, engine_ranks: int = 0
 ) -> Meshes:
-    """Neighbours share an engine. With `engine_ranks` the last so many ranks only hold engines and the others only
-    train; with 0 every rank does both. Every rank takes part in making every group, also of those it is not in.
+    """Build all meshes of a run; every rank must call this.
 
-    The ranks that train are laid out as [dp_replicate, dp_shard, cp, tp], the last fastest: those that exchange the
-    most are neighbours. `plan.parallel_problems` says whether that works out.
+    The last `engine_ranks` ranks only hold engines and the others only train; with 0 every rank does both. Neighbouring
+    ranks share an engine. Training ranks are laid out as [dp_replicate, dp_shard, cp, tp], the last varying fastest, so
+    that the ranks that exchange the most are neighbours. `plan.parallel_problems` checks that the sizes fit.
     """
     kind = world.device.type
     everyone = init_device_mesh(kind, (world.num_ranks,), mesh_dim_names=("world",))
     ranks = torch.arange(world.num_ranks)
-    training, sampling = ranks[: world.num_ranks - engine_ranks], ranks[world.num_ranks - engine_ranks :]
-    train = DeviceMesh(kind, training, mesh_dim_names=("training",)) if engine_ranks else everyone
-    beside = _beside(train, training, world.patience)
-    data, model = _training_meshes(kind, training, world.rank, parallel or ParallelConfig())
+    training_ranks, sampling_ranks = ranks[: world.num_ranks - engine_ranks], ranks[world.num_ranks - engine_ranks :]
+    training = DeviceMesh(kind, training_ranks, mesh_dim_names=("training",)) if engine_ranks else everyone
+    background = _background(training, training_ranks, world.patience)
+    data, model = _training_meshes(kind, training_ranks, world.rank, parallel or ParallelConfig())
     if not engine_ranks:
         grid = init_device_mesh(kind, (world.num_ranks // ranks_per_engine, ranks_per_engine), mesh_dim_names=_GRID)
-        return Meshes(everyone, train, beside, data, model, everyone, grid["engine"], None)
-    engines = DeviceMesh(kind, sampling, mesh_dim_names=("engines",))
-    grid = DeviceMesh(kind, sampling.view(-1, ranks_per_engine), mesh_dim_names=_GRID)
-    weights = DeviceMesh(kind, torch.cat([training[:1], sampling]), mesh_dim_names=("weights",))
-    # An axis cannot be asked for on a rank that is not in the grid.
-    engine = grid["engine"] if world.rank in sampling else grid
-    return Meshes(everyone, train, beside, data, model, engines, engine, weights)
+        engines, engine, weights = everyone, grid["engine"], None
+    else:
+        engines = DeviceMesh(kind, sampling_ranks, mesh_dim_names=("engines",))
+        grid = DeviceMesh(kind, sampling_ranks.view(-1, ranks_per_engine), mesh_dim_names=_GRID)
+        weights = DeviceMesh(kind, torch.cat([training_ranks[:1], sampling_ranks]), mesh_dim_names=("weights",))
+        # torch refuses to select an axis on a rank that is not in the grid.
+        engine = grid["engine"] if world.rank in sampling_ranks else grid
+    return Meshes(
+        world=everyone,
+        training=training,
+        background=background,
+        data=data,
+        model=model,
+        engines=engines,
+        engine=engine,
+        weights=weights,
+    )
 
 
-def _beside(training: DeviceMesh, ranks: Tensor, patience: timedelta) -> DeviceMesh:
+def _background(training: DeviceMesh, ranks: Tensor, patience: timedelta) -> DeviceMesh:
     group = dist.new_group(
         ranks.tolist(),
         timeout=patience,
-        backend="gloo" if training.device_type == "cuda" else None,  # None: that of all ranks, which is on the host too
+        backend="gloo" if training.device_type == "cuda" else None,  # None: the default group's, which is gloo too
     )
     is_in = training.get_coordinate() is not None
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("beside",)) if is_in else training
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("background",)) if is_in else training
 
 
 _GRID = ("engines", "engine")
 
 
 def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig) -> tuple[DeviceMesh, ModelMeshes]:
-    """The data mesh, and how the policy lies on these ranks."""
+    """Build the data mesh and the policy's meshes from the training ranks."""
     replicate, cp, tp, ep = parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep
     dense = DeviceMesh(kind, ranks.view(replicate, -1, tp), mesh_dim_names=("replicate", "shard", "tp"))
     expert = None
@@ -143,6 +152,6 @@ def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig
 
 
 def _axis_of(kind: str, name: str, groups: Tensor, me: int) -> DeviceMesh:
-    """Of groups [n, ranks in each], the one that this rank is in; of a rank that is in none, any."""
+    """Build groups [n, ranks in each] and return this rank's group; any mesh on a rank that is in none."""
     grid = DeviceMesh(kind, groups, mesh_dim_names=(f"{name}_groups", name))
     return grid[name] if me in groups else grid

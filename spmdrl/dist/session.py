@@ -1,4 +1,4 @@
-"""The process group and the device of this rank, set up once and always torn down."""
+"""The session: joins the process group, selects this rank's device, and always leaves the group at the end."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_MEETING_POLL_S = 0.005  # how often the first rank looks who has come
+_MEETING_POLL_S = 0.005  # between two looks of the first rank at who has arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Who this process is among the ranks of the run."""
+    """This process's place among the ranks of the run."""
 
     rank: int
     num_ranks: int
     local_rank: int
     num_local_ranks: int
-    patience: timedelta  # a rank that has waited so long for the others ends the run
+    patience: timedelta  # a rank that has waited this long for the others ends the run
     device: torch.device
 
     @property
@@ -37,17 +37,17 @@ class World:
 
 
 def launched_ranks() -> int:
-    """Ranks that torchrun started, 1 outside torchrun; needs no process group."""
+    """Return the number of ranks that torchrun started, 1 outside torchrun; needs no process group."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def are_restarted() -> bool:
-    """Whether torchrun has started these ranks again after a failure (`--max-restarts`)."""
+    """True when torchrun has started these ranks again after a failure (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def local_rank() -> int:
-    """This process's place among its machine's ranks, and the index of its device; needs no process group."""
+    """Return this process's index among its node's ranks, which is its device's too; needs no process group."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -57,14 +57,14 @@ def default_device_type() -> str:
 
 
 def shared_store() -> dist.Store:
-    """The key-value store that all ranks of the process group reach, for counters that need no collective."""
+    """Return the process group's key-value store, which all ranks reach without a collective."""
     return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())
 
 
 def listening_store(interface: str, address: str) -> dist.TCPStore:
-    """A new store that others reach under `address`, at its `port`. It listens on one interface, or on all for "".
+    """Open a store that other processes reach at `address` and its `port`. It listens on one interface, on all for "".
 
-    torch alone would listen on all of them, whatever the address, and a store asks nobody who they are.
+    torch by itself would listen on all interfaces, whatever the address, and a store has no access control.
     """
     listener = socket.create_server((interface, 0))
     return dist.TCPStore(
@@ -78,10 +78,11 @@ def listening_store(interface: str, address: str) -> dist.TCPStore:
 
 
 def _store_of_this_start(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """The store at which torchrun lets ranks meet, with keys that only this start of the ranks has.
+    """Return torchrun's rendezvous store under a key prefix that is unique to this start of the ranks.
 
-    After `--max-restarts` it is the same store, in which the addresses of ranks that are gone are still to be read. So
-    each rank calls by a word that nobody has used before: who answers to it, and hears the answer, lives now.
+    After a restart (`--max-restarts`) the store still holds the addresses of dead ranks. So each rank announces itself
+    with a new random word, and the first rank answers to that word with the prefix: a rank that acknowledges the
+    answer is alive now.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))
     store.set_timeout(timeout)
@@ -95,22 +96,22 @@ def _store_of_this_start(rank: int, num_ranks: int, timeout: timedelta) -> dist.
     waited_for = set(range(1, num_ranks))
     while waited_for:
         for other in sorted(waited_for):
-            word = store.get(f"spmdrl/call/{other}").decode()  # of one that is gone, until the new one calls
+            word = store.get(f"spmdrl/call/{other}").decode()  # a dead rank's, until the new one announces itself
             store.set(f"spmdrl/answer/{word}", start)
         waited_for = {other for other in waited_for if not store.check([f"spmdrl/heard/{start}/{other}"])}
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {sorted(waited_for)} have not come within {timeout}")
+            raise dist.DistStoreError(f"ranks {sorted(waited_for)} did not join within {timeout}")
         time.sleep(_MEETING_POLL_S if waited_for else 0)
     return dist.PrefixStore(start, store)
 
 
 def _keep_gloo_single_threaded(num_threads: int) -> None:
-    """Let gloo's own threads take their first look at OpenMP while it has one thread.
+    """Let gloo's own threads initialize OpenMP while it is set to one thread.
 
-    Otherwise each of them starts a pool of `num_threads`, libgomp sees more threads than cores and stops spinning, and
-    every parallel region of the rank pays for it: steps of the small benchmark took almost twice as long.
+    Otherwise each of them starts a pool of `num_threads`; libgomp then sees more threads than cores and stops spinning,
+    which slows every parallel region of the rank: steps of the small benchmark took almost twice as long.
 
-    Every rank takes part when any rank has more threads: nodes need not have the same number of cores.
+    All ranks do this if any rank has more than one thread: nodes need not have the same number of cores.
     """
     most_threads = torch.tensor(num_threads)
     dist.all_reduce(most_threads, op=dist.ReduceOp.MAX)
@@ -120,7 +121,7 @@ def _keep_gloo_single_threaded(num_threads: int) -> None:
     send = torch.zeros(2**20 // dist.get_world_size())
     receive = [torch.empty(send.numel() * dist.get_world_size()) for _ in range(8)]
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    for _ in range(8):  # several at once, so that every thread gets some
+    for _ in range(8):  # several at once, so that every thread gets work
         for work in [gather(output, send, async_op=True) for output in receive]:
             work.wait()
     torch.set_num_threads(num_threads)
@@ -128,9 +129,9 @@ def _keep_gloo_single_threaded(num_threads: int) -> None:
 
 @contextmanager
 def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes: int = 30) -> Iterator[World]:
-    """Join the run's process group (gloo for host tensors, NCCL for CUDA ones) and leave it at the end.
+    """Join the run's process group (gloo for host tensors, NCCL for CUDA tensors), and leave it at the end.
 
-    Outside torchrun the run is one rank. `threads_per_rank` 0 shares the cores among this machine's ranks.
+    Outside torchrun the run has one rank. `threads_per_rank` 0 divides the cores among this node's ranks.
     """
     num_ranks, rank = launched_ranks(), int(os.environ.get("RANK", "0"))
     place, num_local = local_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -144,7 +145,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     patience = timedelta(minutes=patience_minutes)
-    # Set on all ranks before NCCL starts: an engine that is started later on some ranks sets it too, and ranks must agree.
+    # Engines set this when they start, possibly on some ranks only; NCCL needs the same value on all ranks.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -165,7 +166,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
             patience=patience,
             device=device,
         )
-        # Modules that FSDP hooked must be gone before the group is: a gloo worker can abort at exit otherwise.
+        # Modules with FSDP hooks must be freed before the group: a gloo worker can abort at exit otherwise.
         gc.collect()
         dist.barrier()
     finally:

@@ -1,1 +1,1 @@
-"""How a run stops, and what is left to read when it does: preemption, one cause for each failure, a watchdog."""
+"""Stopping, failing and hanging: a run that is preempted saves itself, and one that fails reports one cause."""

@@ -1,4 +1,4 @@
-"""What a failure means: whether it only follows from another one, and what the machine knows about its cause."""
+"""Causes of failures: tell a cause from its consequences, and find hints about it on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# How torch's backends say that another process is gone.
+# Messages of torch's backends when another process is gone.
 _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -24,7 +24,7 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file is too large",
 }
-# As it reads where only the words of an OSError are left of it.
+# For an OSError of which only the message is left.
 _FULL_WORDS = {
     "No space left on device": "the disk is full",
     "Disk quota exceeded": "the disk quota is used up",
@@ -33,13 +33,13 @@ _FULL_WORDS = {
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
-    of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-    return of_torch and any(words in str(error) for words in _LOST)
+    """True when an error only says that another rank is gone."""
+    from_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    return from_torch and any(words in str(error) for words in _LOST)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came from, the last one first."""
+    """Yield an error, then its causes, the newest first."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -49,7 +49,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def hints_of(error: BaseException, oom_before: OomKills) -> list[str]:
-    """Sentences about causes that a traceback does not name, or names in passing."""
+    """Return sentences about causes that a traceback hides: a full disk, exhausted device or host memory, OOM kills."""
     hints = [*_disk_hints(error), *OomKills.now().since(oom_before)]
     errors = list(chain(error))
     if any(isinstance(one, torch.OutOfMemoryError) for one in errors):
@@ -72,22 +72,22 @@ def _disk_hints(error: BaseException) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class OomKills:
-    """Processes that the kernel has killed for want of memory."""
+    """Counts of processes that the kernel has killed for lack of memory."""
 
     of_group: int  # in this process's memory cgroup
-    of_host: int
+    of_host: int  # on this host
 
     @classmethod
     def now(cls) -> OomKills:
-        """0 where the kernel does not say."""
+        """Read the current counts; 0 where the kernel reports none."""
         return cls(of_group=_count(_group_file(), "oom_kill"), of_host=_count(Path("/proc/vmstat"), "oom_kill"))
 
     def since(self, before: OomKills) -> list[str]:
-        """What happened between two looks, in at most one sentence."""
+        """Describe the kills since the counts `before`, in at most one sentence."""
         if (count := self.of_group - before.of_group) > 0:
             return [f"host memory is used up: the kernel has killed {_processes(count)} of this job's memory cgroup"]
         if (count := self.of_host - before.of_host) > 0:
-            return [f"the kernel has killed {_processes(count)} of this host for want of memory since the run started"]
+            return [f"the kernel has killed {_processes(count)} of this host for lack of memory since the run started"]
         return []
 
 
@@ -96,7 +96,7 @@ def _processes(count: int) -> str:
 
 
 def _group_file() -> Path:
-    """Where the kernel counts what it does to this process's memory cgroup, version 2 or 1."""
+    """Find the file with the kernel's counts for this process's memory cgroup, version 2 or 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -113,7 +113,7 @@ def _group_file() -> Path:
 
 
 def _count(path: Path, name: str) -> int:
-    """The number after a name, one to a line; 0 without such a file or line."""
+    """Read the number on the line `name number` of a file; 0 without the file or the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Where every rank is, as files that all of them can read: they are there when a rank, or the host of a store, is not.
+"""The status of every rank, in files that all ranks can read: they outlive a rank, and the host of torch's store.
 
-Needs nothing but Python.
+Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from spmdrl.faults.files import FaultFiles, read_json, replace_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What one rank says of itself, some seconds ago at most."""
+    """The status of one rank, a few seconds old at most."""
 
-    launch: str  # the same on all ranks of a launch, and different in another
+    launch: str  # the same on all ranks, and different for every launch
     rank: int
     num_ranks: int
     host: str
@@ -26,82 +26,82 @@ class RankStatus:
     step: int
     phase: str
     phases_entered: int  # since the launch
-    moved_at: float  # unix time: when it entered the phase, or last got on inside it
+    moved_at: float  # unix time: when it entered the phase, or last made progress in it
     beat: int = 0  # grows as long as the rank's watch runs
-    ended: bool = False  # it has left the loop, by itself
+    ended: bool = False  # it has left the loop, and said so
 
     @property
     def place(self) -> str:
-        """Step and phase, to be read."""
+        """Step and phase, for messages."""
         return f"step {self.step}, {self.phase}" if self.step else self.phase
 
     @property
     def name(self) -> str:
-        """Who it is, to be read."""
+        """Rank, host and process, for messages."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def write(self, files: FaultFiles) -> None:
-        """Show it to the others."""
-        replace_json(files.post_of(self.rank), dataclasses.asdict(self))
+        """Write it to the rank's status file."""
+        replace_json(files.status_of(self.rank), dataclasses.asdict(self))
 
 
-def read_posts(files: FaultFiles, *, launch: str | None = None) -> list[RankStatus]:
-    """The posts of a launch, or whatever there are, in the order of ranks."""
-    found = [read_json(path) for path in files.posts.glob("rank-*.json")]
+def read_statuses(files: FaultFiles, *, launch: str | None = None) -> list[RankStatus]:
+    """Read the status of every rank of a launch, or of any launch, in the order of ranks."""
+    found = [read_json(path) for path in files.statuses.glob("rank-*.json")]
     names = {field.name for field in dataclasses.fields(RankStatus)}
-    posts = [RankStatus(**content) for content in found if content is not None and content.keys() == names]
-    return sorted((post for post in posts if launch in (None, post.launch)), key=lambda post: post.rank)
+    statuses = [RankStatus(**content) for content in found if content is not None and content.keys() == names]
+    return sorted((one for one in statuses if launch in (None, one.launch)), key=lambda one: one.rank)
 
 
 def process_state(pid: int) -> str | None:
-    """The letter of a process of this host as in `ps`, such as T when it was stopped; None when it has ended."""
+    """Return the state letter that `ps` shows for a process of this host, such as T for stopped; None if it is gone."""
     try:
-        # After the name, which is in brackets and may hold anything.
+        # The state follows the name, which is in brackets and may hold anything.
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return None
     return None if state in "ZX" else state
 
 
-def has_ended(post: RankStatus, host: str) -> bool:
-    """Whether a rank of this host is gone without having said so; what is on other hosts cannot be seen."""
-    return not post.ended and post.host == host and process_state(post.pid) is None
+def has_ended(status: RankStatus, host: str) -> bool:
+    """True for a rank of this host that is gone without having said so; nothing is known about other hosts."""
+    return not status.ended and status.host == host and process_state(status.pid) is None
 
 
-def stuck(posts: Sequence[RankStatus], *, now: float, timeout_s: float) -> bool:
-    """Whether no rank that is in the loop has got on for so long."""
-    running = [post for post in posts if not post.ended]
-    return bool(running) and all(now - post.moved_at > timeout_s for post in running)
+def stuck(statuses: Sequence[RankStatus], *, now: float, timeout_s: float) -> bool:
+    """True when no rank that is still in the loop has made progress for `timeout_s`."""
+    running = [status for status in statuses if not status.ended]
+    return bool(running) and all(now - status.moved_at > timeout_s for status in running)
 
 
 def silent(before: Sequence[RankStatus], after: Sequence[RankStatus]) -> list[RankStatus]:
-    """Ranks whose watch did not run between two looks at the posts: stopped, gone, or unable to run Python."""
-    beats = {post.rank: post.beat for post in before}
-    return [post for post in after if not post.ended and beats.get(post.rank) == post.beat]
+    """Return the ranks that sent no beat between two readings: stopped, gone, or unable to run Python."""
+    beats = {status.rank: status.beat for status in before}
+    return [status for status in after if not status.ended and beats.get(status.rank) == status.beat]
 
 
-def furthest_behind(posts: Sequence[RankStatus]) -> list[RankStatus]:
-    """The ranks that have entered the fewest phases of the earliest step; empty when all are equally far."""
-    running = [post for post in posts if not post.ended]
-    places = {post.rank: (post.step, post.phases_entered) for post in running}
-    if len(set(places.values())) < 2:
+def furthest_behind(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """Return the ranks that have entered the fewest phases of the earliest step; empty when all are equally far."""
+    running = [status for status in statuses if not status.ended]
+    progress = {status.rank: (status.step, status.phases_entered) for status in running}
+    if len(set(progress.values())) < 2:
         return []
-    return [post for post in running if places[post.rank] == min(places.values())]
+    return [status for status in running if progress[status.rank] == min(progress.values())]
 
 
-def describe_hang(posts: Sequence[RankStatus], silent_ranks: Collection[int], *, timeout_s: float) -> str:
-    """One sentence: who holds up whom, and where."""
-    stopped = [post for post in posts if post.rank in silent_ranks]
-    behind = furthest_behind(posts)
-    start = f"no rank has got on for {timeout_s:g} s: "
+def describe_hang(statuses: Sequence[RankStatus], silent_ranks: Collection[int], *, timeout_s: float) -> str:
+    """Describe in one sentence which ranks the others are waiting for, and in which phase."""
+    stopped = [status for status in statuses if status.rank in silent_ranks]
+    behind = furthest_behind(statuses)
+    start = f"no rank has made progress for {timeout_s:g} s: "
     if stopped:
-        return start + "; ".join(f"{post.name} does not answer, it is in {post.place}" for post in stopped)
+        return start + "; ".join(f"{status.name} is not responding, in {status.place}" for status in stopped)
     if behind:
-        return start + "; ".join(f"{post.name} is behind the others, in {post.place}" for post in behind)
-    places = ", ".join(dict.fromkeys(post.place for post in posts if not post.ended))
+        return start + "; ".join(f"{status.name} is behind the others, in {status.place}" for status in behind)
+    places = ", ".join(dict.fromkeys(status.place for status in statuses if not status.ended))
     return f"{start}all of them are in {places}"
 
 
 def own_host() -> str:
-    """The name under which the ranks of this host know each other."""
+    """Return the name by which the ranks of this host identify it."""
     return os.uname().nodename

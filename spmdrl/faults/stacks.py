@@ -1,7 +1,7 @@
-"""Where processes are in their code: what faulthandler writes, on SIGUSR2 or when asked, and how it is read again.
+"""Stacks of running processes: ask for them with SIGUSR2, and read what faulthandler writes.
 
-A rank and the processes of its engine write the stacks of all their threads to the rank's log. faulthandler does it in
-the signal's handler itself, so also where the main thread waits inside a library.
+A rank and the processes of its engine write the stacks of all their threads to the rank's log. faulthandler does so
+in the signal handler itself, so it works even while the main thread waits inside a library.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 
 DUMP_SIGNAL = signal.SIGUSR2
-# Lines around what a rank writes of its own accord, and after everything that it has to say.
+# Lines around the stacks that a rank writes of itself, and after the last of its output.
 BEGIN, END, DONE = "--- stacks of", "--- end of stacks", "--- nothing else"
-# Set for the processes of an engine: the log that they write to. Their part of this is in
-# `engine/sglang/cpu/startup/sitecustomize.py`, which imports nothing of spmdrl.
+# Names the log to the processes of an engine. They read it in `engine/sglang/cpu/startup/sitecustomize.py`, which
+# imports nothing of spmdrl.
 STACKS_TO = "SPMDRL_STACKS_TO"
 
 
 def listens(pid: int) -> bool:
-    """Whether a process of this host has a handler for the signal; one without would end by it."""
+    """True when a process of this host has a handler for the signal, which would end it otherwise."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -33,7 +33,7 @@ def listens(pid: int) -> bool:
 
 
 def ask_for_stacks(pid: int) -> bool:
-    """Have a process of this host write its stacks; False when it would not."""
+    """Ask a process of this host to write its stacks; False when it cannot."""
     if not listens(pid):
         return False
     try:
@@ -44,7 +44,7 @@ def ask_for_stacks(pid: int) -> bool:
 
 
 def ask_descendants(pid: int) -> int:
-    """The same for the processes that it started, such as an engine's; returns how many will write."""
+    """Ask all descendants of a process, such as its engine's, to write their stacks; returns how many will."""
     try:
         descendants = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
@@ -53,7 +53,7 @@ def ask_descendants(pid: int) -> int:
 
 
 def text_after(path: Path, start: int) -> str:
-    """What was written to a file since it had `start` bytes."""
+    """Read the text after the first `start` bytes of a file."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -63,7 +63,7 @@ def text_after(path: Path, start: int) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file, 0 when there is none."""
+    """Return the size of a file in bytes, 0 when there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -71,27 +71,27 @@ def size_of(path: Path) -> int:
 
 
 def main_stack(text: str) -> str:
-    """The frames of the main thread of the first process that wrote its stacks; "" if none did."""
+    """Find the frames of the main thread of the first process in a log; "" if there are no stacks."""
     for section in re.split(r"^--- .*\n", text, flags=re.MULTILINE):
         threads = re.split(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\n", section, flags=re.MULTILINE)[1:]
-        if threads:  # faulthandler begins with the newest
+        if threads:  # faulthandler writes the newest thread first
             return "\n".join(line for line in threads[-1].splitlines() if line.startswith("  File "))
     return ""
 
 
 def grouped(stacks: Mapping[int, str]) -> str:
-    """The main threads of all ranks, those that are in the same place together."""
+    """List the main threads of all ranks, with equal stacks shown once."""
     ranks_by_stack: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
         ranks_by_stack.setdefault(stack, []).append(rank)
     return "\n".join(
-        f"main thread of {ranks_phrase(ranks)} (most recent call first):\n{stack or '  it has not answered'}"
+        f"main thread of {ranks_phrase(ranks)} (most recent call first):\n{stack or '  no response'}"
         for stack, ranks in ranks_by_stack.items()
     )
 
 
 def ranks_phrase(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`; the ranks in order."""
+    """Write `rank 3`, or `ranks 0-2, 5`, for ranks in order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

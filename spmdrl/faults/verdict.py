@@ -1,6 +1,6 @@
-"""How a launch ended: one cause, written by the first rank that knows it, or the wish to be started again.
+"""Verdicts: how a launch ended. Either one cause, written by the first rank that fails, or a request to start it again.
 
-Needs nothing but Python, so that the program that starts the ranks can read it at once.
+Needs only the standard library, so that the program that starts the ranks can import it quickly.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
 EXIT_LOST_RANK = 4
 EXIT_HANG = 5
-EXIT_REQUEUE = 75  # sysexits' "try again later"; only of the programs in launch/
-EXIT_INTERRUPTED = 130  # as shells say it for SIGINT
+EXIT_REQUEUE = 75  # EX_TEMPFAIL, "try again later", of sysexits.h; only the programs in launch/ return it
+EXIT_INTERRUPTED = 130  # the code of shells for SIGINT
 
-# The programs in launch/ set it for the ranks: then they tell how the run ended, after everything else.
+# Set by the programs in launch/, which print how the run ended, as their last output, so the ranks need not.
 SUPERVISED = "SPMDRL_SUPERVISED"
 
 Kind = Literal["error", "user", "diverged", "lost", "hang"]
@@ -39,34 +39,34 @@ EXIT_CODES: dict[Kind, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """`error.json`."""
+    """The content of `error.json`: the cause of a failure."""
 
     launch: str
     kind: Kind
-    rank: int  # whose failure it is, which for a rank that died is not who wrote this
+    rank: int  # the rank that failed; if it was killed, another rank wrote this
     num_ranks: int
     host: str
     pid: int
     step: int
     phase: str
-    message: str  # the last line of the traceback, or all that there is to say
+    message: str  # the last line of the traceback, or the whole error
     traceback: str = ""  # empty where the message is enough
-    hints: list[str] = field(default_factory=list)  # what else is known about the cause, in sentences
+    hints: list[str] = field(default_factory=list)  # more about the cause, in sentences
     stacks: str = ""  # after a hang: where the ranks were
     log_lines: list[str] = field(default_factory=list)
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    complete: bool = True  # after a hang: whether the stacks have been gathered
+    complete: bool = True  # False after a hang until the stacks have been gathered
 
     @property
     def exit_code(self) -> int:
-        """Of the rank that reports it, and of the programs in launch/."""
+        """The exit code of the rank that reports it, and of the programs in launch/."""
         return EXIT_CODES[self.kind]
 
     def text(self) -> str:
-        """What the user reads."""
+        """Format the report for the user."""
         if self.kind in ("user", "diverged"):
             stuck = "cannot go on" if self.step else "cannot start"
-            return tell(stuck if self.kind == "user" else "training diverged", self.message)
+            return list_problems(stuck if self.kind == "user" else "training diverged", self.message)
         place = f"step {self.step}, {self.phase}" if self.step else self.phase
         parts = [f"rank {self.rank} of {self.num_ranks} ({self.host}, pid {self.pid}) failed in {place}:"]
         if self.kind in ("lost", "hang"):
@@ -83,33 +83,36 @@ class ErrorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeue:
-    """The file `requeue`."""
+    """The content of the file `requeue`: the run stopped on request and can be started again."""
 
     launch: str
-    step: int  # that was saved
+    step: int  # the last step that was saved
     num_steps: int
-    given_up: bool  # whether the step after it had begun
+    given_up: bool  # True when the step after it had begun
     reason: str
-    again: bool  # whether starting again at once makes sense
+    again: bool  # True when it can be started again at once
 
     def text(self) -> str:
-        """What the user reads."""
-        again = "the same command goes on" if self.again else "the same command with a later run.stop_before goes on"
-        given_up = f", step {self.step + 1} was given up" if self.given_up else ""
-        return f"stopped after step {self.step} of {self.num_steps} ({self.reason}){given_up}; {again}"
+        """Format it for the user."""
+        later = "" if self.again else " with a later run.stop_before"
+        given_up = f", step {self.step + 1} was discarded" if self.given_up else ""
+        return (
+            f"stopped after step {self.step} of {self.num_steps} ({self.reason}){given_up}; run the same command "
+            f"again{later} to continue"
+        )
 
 
-def tell(what: str, problems: str) -> str:
-    """A sentence, or one line for each of several problems."""
+def list_problems(title: str, problems: str) -> str:
+    """Put a title before a problem, or before a list if `problems` has a line for each of several."""
     lines = problems.splitlines()
-    return f"{what}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{what}:", *lines])
+    return f"{title}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{title}:", *lines])
 
 
 Claim = Literal["first", "late", "unwritten"]
 
 
 def claim(files: FaultFiles, report: ErrorReport) -> Claim:
-    """Make `report` the cause of the failure, unless another rank was first; "unwritten" when the disk refuses."""
+    """Make `report` the cause of the failure unless another rank was first; "unwritten" when writing it fails."""
     try:
         descriptor = os.open(files.error, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -127,19 +130,19 @@ def claim(files: FaultFiles, report: ErrorReport) -> Claim:
 
 
 def complete(files: FaultFiles, report: ErrorReport) -> None:
-    """Put the finished report in the place of the one that was claimed with."""
+    """Replace the report that was given to `claim` by the finished one."""
     with contextlib.suppress(OSError):
         replace_json(files.error, dataclasses.asdict(report))
 
 
 def read_error(files: FaultFiles, *, launch: str | None = None) -> ErrorReport | None:
-    """The cause of a launch's failure, or of the latest; None when there is none."""
+    """Read the cause of a launch's failure, or of the latest launch's; None when there is none."""
     report = _read(ErrorReport, files.error)
     return report if report is not None and launch in (None, report.launch) else None
 
 
 def read_requeue(files: FaultFiles) -> Requeue | None:
-    """The wish to be started again, if there is one."""
+    """Read the request to start the run again, if there is one."""
     return _read(Requeue, files.requeue)
 
 
@@ -154,6 +157,6 @@ def _read(kind: type[VerdictT], path: Path) -> VerdictT | None:
 
 
 def write_requeue(files: FaultFiles, requeue: Requeue) -> None:
-    """Leave the wish to be started again; whoever asked the run to stop has been heard."""
+    """Write the request to start the run again, and remove the file `stop`, which has been served."""
     replace_json(files.requeue, dataclasses.asdict(requeue))
     files.stop.unlink(missing_ok=True)

@@ -15,8 +15,8 @@ from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config, SftConfig, read_draft
 from spmdrl.dist.session import are_restarted, launched_ranks
-from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, tell
-from spmdrl.faults.watch import failure_in
+from spmdrl.faults.failure import failure_in
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
@@ -107,4 +107,4 @@ def _tell_once_a_node(what: str, problems: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "
-    print(node + tell(what, problems), file=sys.stderr)
+    print(node + list_problems(what, problems), file=sys.stderr)

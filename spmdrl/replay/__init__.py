@@ -1,1 +1,1 @@
-"""Steps that are kept, and computed again."""
+"""Recording steps, so that they can be computed again and compared."""

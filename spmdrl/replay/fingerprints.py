@@ -1,4 +1,4 @@
-"""What a step computed from its rollouts, small enough to be kept, and how far two such findings are apart."""
+"""Fingerprints of a step: a compact record of its advantages, weights and gradients, and the distance between two."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors
 from spmdrl.types import FILLING, MiniBatch
 
 NUM_PROJECTIONS = 8
-_BITS = 24  # of one `uniform`
-_CHUNK = 1 << 22  # elements whose signs exist at the same time
+_BITS = 24  # random bits in one value of `uniform`
+_CHUNK = 1 << 22  # elements whose signs are in memory at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A part of a gradient, known again by its bits, and how far from another by a few numbers.
+    """The digest of one rank's part of a gradient, and projections that estimate its distance from another.
 
-    The square of the difference of two projections, each a sum over the elements with signs that chance has chosen, is
-    expected to be the squared norm of the difference of the parts (Alon, Matias and Szegedy 1996,
-    doi:10.1145/237814.237823); the mean over `NUM_PROJECTIONS` is off by about half of it.
+    A projection is the sum of the elements with random signs. The squared difference of two projections estimates the
+    squared norm of the difference of the parts (Alon, Matias and Szegedy 1996, doi:10.1145/237814.237823); the mean
+    over `NUM_PROJECTIONS` has a relative error of about one half.
     """
 
     digest: str
@@ -44,7 +44,7 @@ class Fingerprint:
     @classmethod
     @torch.no_grad()
     def of(cls, part: Tensor) -> Fingerprint:
-        """Of a tensor that is whole on this rank; on any device the signs are the same."""
+        """Compute the fingerprint of a local tensor; the signs are the same on every device."""
         flat = part.reshape(-1)
         sums = torch.zeros(1 + NUM_PROJECTIONS, dtype=torch.float64, device=part.device)
         for start in range(0, flat.numel(), _CHUNK):
@@ -57,32 +57,32 @@ class Fingerprint:
         return cls(digest(part), squared_norm, tuple(projections))
 
     def squared_distance(self, other: Fingerprint) -> float:
-        """The squared norm of the difference of the two parts, estimated."""
+        """Estimate the squared norm of the difference of the two parts."""
         pairs = zip(self.projections, other.projections, strict=True)
         return sum((mine - theirs) ** 2 for mine, theirs in pairs) / NUM_PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFingerprint:
-    """What one rank found in one step."""
+    """The fingerprint of one step on one rank."""
 
-    advantages: Mapping[int, Tensor]  # [n] float32 of the sequences it trained on, by place in the step's global order
+    advantages: Mapping[int, Tensor]  # [n] float32 for each trained sequence, by its index in the step's global order
     weights: Mapping[str, str]  # digests of its parts before the step, by "learner/parameter"
-    gradients: Mapping[str, Fingerprint]  # of its parts, by "learner/update/parameter"; as the optimizer got them
-    numbers: Mapping[str, float]  # losses and gradient norms of all ranks together, by metric
+    gradients: Mapping[str, Fingerprint]  # its parts as the optimizer gets them, by "learner/update/parameter"
+    numbers: Mapping[str, float]  # losses and gradient norms over all ranks, by metric
 
     def write(self, path: Path) -> None:
-        """Write a file, which has its final name when it is whole. Raises UserError when it cannot be written."""
+        """Write a file; it gets its final name once it is complete. Raises UserError if it cannot be written."""
         unfinished = path.with_suffix(".unfinished")
         tensors = {
             "index": torch.tensor(list(self.advantages), dtype=torch.int64),
             "num_tokens": torch.tensor([len(x) for x in self.advantages.values()], dtype=torch.int64),
             "advantages": torch.cat([torch.empty(0), *self.advantages.values()]),
             "gradients": torch.tensor(
-                [[mark.squared_norm, *mark.projections] for mark in self.gradients.values()], dtype=torch.float64
+                [[one.squared_norm, *one.projections] for one in self.gradients.values()], dtype=torch.float64
             ).view(-1, 1 + NUM_PROJECTIONS),
             "digests": as_bytes(
-                {"weights": self.weights, "gradients": {name: mark.digest for name, mark in self.gradients.items()}}
+                {"weights": self.weights, "gradients": {name: one.digest for name, one in self.gradients.items()}}
             ),
         }
         with told_of_the_disk(path):
@@ -91,7 +91,7 @@ class StepFingerprint:
 
     @classmethod
     def read(cls, path: Path) -> StepFingerprint:
-        """What was written. Raises UserError when the file is missing or damaged."""
+        """Read a file. Raises UserError if it is missing or damaged."""
         numbers, tensors = json.loads(read_header(path)["numbers"]), read_tensors(path)
         digests = from_bytes(tensors["digests"])
         parts = tensors["advantages"].split(tensors["num_tokens"].tolist())
@@ -99,8 +99,8 @@ class StepFingerprint:
             advantages=dict(zip(tensors["index"].tolist(), parts, strict=True)),
             weights=digests["weights"],
             gradients={
-                name: Fingerprint(found, squared_norm, tuple(projections))
-                for (name, found), (squared_norm, *projections) in zip(
+                name: Fingerprint(saved_digest, squared_norm, tuple(projections))
+                for (name, saved_digest), (squared_norm, *projections) in zip(
                     digests["gradients"].items(), tensors["gradients"].tolist(), strict=True
                 )
             },
@@ -109,27 +109,27 @@ class StepFingerprint:
 
 
 class GradientHooks:
-    """Looks at what optimizers are about to step with; `take` once a step."""
+    """Hooks on the optimizers of learners that take fingerprints of weights and gradients before each step."""
 
     def __init__(self, learners: Mapping[str, Learner]) -> None:
         self._weights: dict[str, str] = {}
         self._gradients: dict[str, Fingerprint] = {}
         self._updates = dict.fromkeys(learners, 0)
-        self._depth = 0  # an optimizer with its state on the host steps within its step, once for each block
+        self._depth = 0  # an optimizer with its state on the host has steps inside its step, one for each block
         for name, learner in learners.items():
             learner.optimizer.register_step_pre_hook(partial(self._before, name, learner))
             learner.optimizer.register_step_post_hook(self._after)
 
     def take(self, mini_batches: Iterable[MiniBatch], updated: Metrics) -> StepFingerprint:
-        """What was found since the last call; `updated` is what the updates reported."""
-        found = StepFingerprint(
+        """Return the fingerprint of a step, after its updates; `updated` are the metrics of the updates."""
+        fingerprint = StepFingerprint(
             advantages=_advantages(mini_batches),
             weights=self._weights,
             gradients=self._gradients,
             numbers={name: x for name, x in scalars(updated).items() if name.endswith(("/loss", "/grad_norm"))},
         )
         self._weights, self._gradients, self._updates = {}, {}, dict.fromkeys(self._updates, 0)
-        return found
+        return fingerprint
 
     def _before(self, name: str, learner: Learner, *_: Any) -> None:
         self._depth += 1
@@ -152,7 +152,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[int, Tensor]:
-    """Of every sequence, its loss tokens' advantages."""
+    """Return the advantages of each sequence's loss tokens, by the sequence's index."""
     advantages: dict[int, Tensor] = {}
     for micro_batch in (micro_batch for mini_batch in mini_batches for micro_batch in mini_batch):
         assert micro_batch.advantages is not None
@@ -166,25 +166,25 @@ def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[int, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far what was found is from what was found before."""
+    """The difference between the fingerprints of a step and of its replay."""
 
-    advantages: float  # the largest absolute difference of any token
+    advantages: float  # the largest absolute difference over all tokens
     numbers: Mapping[str, float]  # absolute differences of losses and gradient norms, by metric
-    same_parts: bool  # whether each rank had the same parts of the model; else the next two are empty
-    weights: Sequence[str]  # names of those that were not the same bits before the step
-    gradients: Mapping[str, float]  # of those that are not the same bits: relative to the norm, estimated
+    same_parts: bool  # True when each rank holds the same parts of the model; else the next two are empty
+    weights: Sequence[str]  # names of weights whose bits differed before the step
+    gradients: Mapping[str, float]  # estimated relative distances of gradients whose bits differ, by name
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing differs at all."""
+        """True when nothing differs."""
         return not (self.advantages or any(self.numbers.values()) or self.weights or self.gradients)
 
 
 def difference(before: Sequence[StepFingerprint], now: Sequence[StepFingerprint]) -> Difference:
-    """Compare the findings of all ranks, which may be other ranks than before."""
+    """Compare the fingerprints of all ranks; the numbers of ranks may differ."""
     same_parts = len(before) == len(now)
-    marks, marks_now = _by_name([found.gradients for found in before]), _by_name([found.gradients for found in now])
-    digests, digests_now = _by_name([found.weights for found in before]), _by_name([found.weights for found in now])
+    gradients, gradients_now = _by_name([one.gradients for one in before]), _by_name([one.gradients for one in now])
+    digests, digests_now = _by_name([one.weights for one in before]), _by_name([one.weights for one in now])
     numbers, numbers_now = before[0].numbers, now[0].numbers
     return Difference(
         advantages=_largest_difference(advantages_of_all(before), advantages_of_all(now)),
@@ -195,37 +195,37 @@ def difference(before: Sequence[StepFingerprint], now: Sequence[StepFingerprint]
         same_parts=same_parts,
         weights=[name for name, x in digests.items() if digests_now.get(name) != x] if same_parts else [],
         gradients={
-            name: _apart(marks.get(name, []), marks_now.get(name, []))
-            for name in dict.fromkeys([*marks, *marks_now])
-            if same_parts and marks.get(name) != marks_now.get(name)
+            name: _relative_distance(gradients.get(name, []), gradients_now.get(name, []))
+            for name in dict.fromkeys([*gradients, *gradients_now])
+            if same_parts and gradients.get(name) != gradients_now.get(name)
         },
     )
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What each rank has under a name, in the order of ranks."""
-    names = dict.fromkeys(name for found in of_ranks for name in found)
-    return {name: [found[name] for found in of_ranks if name in found] for name in names}
+    """Collect the values of all ranks under each name, in the order of ranks."""
+    names = dict.fromkeys(name for values in of_ranks for name in values)
+    return {name: [values[name] for values in of_ranks if name in values] for name in names}
 
 
-def advantages_of_all(findings: Sequence[StepFingerprint]) -> dict[int, Tensor]:
-    """Of all ranks, those that train on the same sequences having found the same."""
-    return {index: advantages for found in findings for index, advantages in found.advantages.items()}
+def advantages_of_all(fingerprints: Sequence[StepFingerprint]) -> dict[int, Tensor]:
+    """Merge the advantages of all ranks; ranks that train on the same sequences have the same."""
+    return {index: advantages for one in fingerprints for index, advantages in one.advantages.items()}
 
 
 def _largest_difference(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float:
-    """Of any token's advantages; infinite when one has tokens that the other has not."""
+    """Return the largest absolute difference of any token; infinite if the tokens themselves differ."""
     if {index: x.shape for index, x in one.items()} != {index: x.shape for index, x in other.items()}:
         return math.inf
     return max((float((x - other[index]).abs().max()) for index, x in one.items() if x.numel()), default=0.0)
 
 
-def _apart(marks: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> float:
-    """The norm of the difference of two gradients, of which each rank has a part, relative to that of the first."""
-    if len(marks) != len(others):
+def _relative_distance(parts: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> float:
+    """Estimate the distance of two gradients, each given by the parts of all ranks, relative to the first's norm."""
+    if len(parts) != len(others):
         return math.inf
-    squared_norm = sum(mark.squared_norm for mark in marks)
-    squared_difference = sum(one.squared_distance(other) for one, other in zip(marks, others, strict=True))
+    squared_norm = sum(part.squared_norm for part in parts)
+    squared_difference = sum(one.squared_distance(other) for one, other in zip(parts, others, strict=True))
     if squared_norm == 0:
         return math.inf if squared_difference else 0.0
     return math.sqrt(squared_difference / squared_norm)

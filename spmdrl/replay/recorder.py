@@ -1,4 +1,4 @@
-"""Keeps each step's rollouts and findings, where `debug.save_rollouts` asks for it, to be computed again."""
+"""The recorder: writes each step's rollouts and fingerprint if `debug.save_rollouts` is set, for a replay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from spmdrl.types import MiniBatch
 
 
 class Recorder:
-    """Writes what a step had when its rollouts were scored, and beside it what was computed from that.
+    """Writes a step's rollouts with their rewards, and later a fingerprint of what was computed from them.
 
-    In two parts, so that a step in which training diverges is there to be looked at.
+    The rollouts are written first, so that they are there even if the step diverges.
     """
 
     def __init__(self, run: Launch[Config], learners: Mapping[str, Learner]) -> None:
@@ -32,7 +32,7 @@ class Recorder:
         self._mesh, self._folder = run.meshes.training, run.folder.rollouts
 
     def save_rollouts(self, step: int, collected: Collected) -> None:
-        """Call this when the rewards are there."""
+        """Write the step's rollouts, once their rewards are known."""
         recording = Recording(
             step=step,
             num_ranks=self._mesh.size(),
@@ -43,21 +43,21 @@ class Recorder:
         )
         write(self._folder, recording, self._mesh, keep_last=self._keep_last)
 
-    def save_findings(self, step: int, mini_batches: Sequence[MiniBatch], updated: Metrics) -> None:
-        """Call this after the step's updates; `mini_batches` are those that they were made of."""
-        found = self._hooks.take(mini_batches, updated)
+    def save_fingerprints(self, step: int, mini_batches: Sequence[MiniBatch], updated: Metrics) -> None:
+        """Write the step's fingerprint, after its updates from these mini-batches; `updated` are their metrics."""
+        fingerprint = self._hooks.take(mini_batches, updated)
         with failing_together(self._mesh):
-            found.write(_path(self._folder, step, self._mesh.get_local_rank()))
+            fingerprint.write(_path(self._folder, step, self._mesh.get_local_rank()))
 
 
 class NoRecorder:
-    """Keeps nothing."""
+    """Writes nothing."""
 
     def save_rollouts(self, step: int, collected: Collected) -> None:
-        """See `Recorder.save_rollouts`."""
+        """Do nothing."""
 
-    def save_findings(self, step: int, mini_batches: Sequence[MiniBatch], updated: Metrics) -> None:
-        """See `Recorder.save_findings`."""
+    def save_fingerprints(self, step: int, mini_batches: Sequence[MiniBatch], updated: Metrics) -> None:
+        """Do nothing."""
 
 
 def start_recorder(run: Launch[Config], learners: Mapping[str, Learner]) -> Recorder | NoRecorder:
@@ -65,9 +65,9 @@ def start_recorder(run: Launch[Config], learners: Mapping[str, Learner]) -> Reco
     return NoRecorder() if run.cfg.debug.save_rollouts is None else Recorder(run, learners)
 
 
-def read_findings(folder: Path, step: int, *, num_ranks: int) -> list[StepFingerprint] | None:
-    """What each rank found in a step; None when the step did not end on every one. Raises UserError when a file is
-    damaged."""
+def read_fingerprints(folder: Path, step: int, *, num_ranks: int) -> list[StepFingerprint] | None:
+    """Read a step's fingerprint of every rank; None if the step did not end on all of them. Raises UserError if a file
+    is damaged."""
     paths = [_path(folder, step, rank) for rank in range(num_ranks)]
     return [StepFingerprint.read(path) for path in paths] if all(path.exists() for path in paths) else None
 

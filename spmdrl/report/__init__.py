@@ -1,4 +1,4 @@
-"""What a step prints and writes: console, metrics.jsonl, samples.jsonl, TensorBoard, curves."""
+"""Output of a run: console, metrics.jsonl, samples.jsonl, TensorBoard, curves."""
 
 from spmdrl.report.report import Report
 from spmdrl.report.run_folder import RunFolder

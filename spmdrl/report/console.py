@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a live display on a terminal, a line a step elsewhere."""
+"""Console output: a live display on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rich.text import Text
 STEPS_BEHIND_ETA = 20
 REFRESHES_PER_S = 2
 SIDE_BY_SIDE_WIDTH = 104
-SHOWN_S = 0.005  # a phase that took less is 0.00
+SHOWN_S = 0.005  # a shorter phase would be shown as 0.00
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A scalar that is worth a place on the console."""
+    """A scalar that the console shows."""
 
     name: str
     label: str  # on the live display
-    short: str  # in a line
+    short: str  # in the line of a step
 
 
 SHOWN = (
@@ -50,7 +50,7 @@ SHOWN = (
 
 
 class Progress:
-    """How far the run is, and the history of what is shown; `rows` are those of the launch that it goes on from."""
+    """Progress of the run and history of its shown scalars; `rows` are those of earlier launches."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Progress:
         self.clock = clock
         self.started = clock()
         self.phase: tuple[str, float] | None = None  # name, and when it began
-        # Replaced, never edited: the live display reads them from another thread.
+        # Replaced, never modified in place: the live display reads them from another thread.
         self.phases_seen: tuple[str, ...] = ()
         self.phase_times: dict[str, float] = {}
         self._history: dict[str, list[float]] = {shown.name: [] for shown in SHOWN}
@@ -89,18 +89,18 @@ class Progress:
         self._remember(scalars)
 
     def history(self) -> list[tuple[Shown, list[float]]]:
-        """What has been measured so far, in the order it is shown."""
+        """Return the values of every scalar measured so far, in the order in which they are shown."""
         known = {name for name, values in self._history.items() if values}
-        # In RL the loss stays near zero however well it goes; it is worth a line only where there is no reward.
+        # In RL the loss stays near zero and says little; it is shown only where there is no reward.
         hidden = {"update/loss"} if "reward/mean" in known else set()
         return [(shown, self._history[shown.name]) for shown in SHOWN if shown.name in known - hidden]
 
     def elapsed_s(self) -> float:
-        """Time since this launch."""
+        """Return the time since this launch began."""
         return self.clock() - self.started
 
     def left_s(self) -> float | None:
-        """Time to the end at the pace of the last steps, evaluations and saves included; None before the first step."""
+        """Estimate the time to the end from the last steps, with evaluations and saves; None before the first step."""
         paced = len(self._step_ends) - 1
         if not paced:
             return None
@@ -108,7 +108,7 @@ class Progress:
         return max(0.0, step_s * (self.num_steps - self.step) - (self.clock() - self._step_ends[-1]))
 
     def summary(self) -> str:
-        """One line about the whole run."""
+        """Summarize the whole run in one line."""
         changes = [
             f"{shown.label} {format_number(values[0])} -> {format_number(values[-1])}"
             for shown, values in self.history()
@@ -127,7 +127,7 @@ class Progress:
 
 
 class Display(Protocol):
-    """Where the console output of a run goes."""
+    """The console output of a run."""
 
     def begin_phase(self, name: str) -> None: ...
     def end_step(self, step: int, scalars: Mapping[str, float]) -> None: ...
@@ -137,7 +137,7 @@ class Display(Protocol):
 
 
 def open_display(mode: Literal["auto", "live", "plain"], progress: Progress, *, title: str) -> Display:
-    """A live display where there is a terminal that can draw one, or where one was asked for."""
+    """Open a live display if the terminal supports one or `mode` is "live", plain lines otherwise."""
     encoding = (sys.stdout.encoding or "").lower()
     can_draw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
     if mode == "live" or (mode == "auto" and can_draw):
@@ -146,7 +146,7 @@ def open_display(mode: Literal["auto", "live", "plain"], progress: Progress, *, 
 
 
 class PlainLines:
-    """A line a step."""
+    """Prints one line per step."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress = progress
@@ -171,7 +171,7 @@ class PlainLines:
 
 
 def step_line(progress: Progress, scalars: Mapping[str, float]) -> str:
-    """What one step has to say in one line."""
+    """Format the scalars and phase times of a step as one line."""
     width = len(str(progress.num_steps))
     shown = [_pair(one.short, scalars[one.name]) for one, _ in progress.history() if one.name in scalars]
     times = [f"{phase} {seconds:.2f}s" for phase, seconds in progress.phase_times.items() if seconds >= SHOWN_S]
@@ -180,7 +180,7 @@ def step_line(progress: Progress, scalars: Mapping[str, float]) -> str:
 
 
 class LiveDisplay:
-    """Progress, the trend of each number, and where the time goes, redrawn in place."""
+    """Shows progress, the trend of each scalar and the time of each phase, redrawn in place."""
 
     def __init__(self, progress: Progress, *, title: str, console: Console) -> None:
         self._progress = progress
@@ -209,7 +209,7 @@ class LiveDisplay:
 
 
 def draw(progress: Progress, *, title: str, width: int) -> RenderableType:
-    """The live display at this moment. A thread of its own redraws it, so it reads `progress` and changes nothing."""
+    """Draw the live display as of now. It is called from another thread, so it only reads `progress`."""
     parts: list[RenderableType] = [_headline(progress, title), Text()]
     if width >= SIDE_BY_SIDE_WIDTH:
         both = Table.grid(padding=(0, 4, 0, 0))
@@ -272,13 +272,13 @@ def _table(*columns: str, numeric: tuple[str, ...]) -> Table:
 
 
 def phase_times(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, from the `time/{phase}_s` among the scalars; the time of the whole step is not one of them."""
+    """Return seconds by phase from the scalars `time/{phase}_s`, without the time of the whole step."""
     times = {name: value for name, value in scalars.items() if name.startswith("time/") and name != "time/step_s"}
     return {name.removeprefix("time/").removesuffix("_s"): value for name, value in times.items()}
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of the values from the first to the last, averaged down to `width` characters."""
+    """Draw the values from first to last as bars, averaged to at most `width` characters."""
     count = min(width, len(values))
     edges = [len(values) * place // count for place in range(count + 1)] if count else []
     means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
@@ -289,7 +289,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """About three digits that matter."""
+    """Format a number with about three significant digits."""
     size = abs(value)
     if not math.isfinite(value) or size == 0.0:
         return f"{value:.0f}"
@@ -303,7 +303,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """h:mm:ss, or m:ss under an hour; dashes while it is unknown."""
+    """Format as h:mm:ss, or m:ss under an hour; dashes if unknown."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)

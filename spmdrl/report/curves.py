@@ -1,4 +1,4 @@
-"""A run, or several, as one picture. The only module that imports matplotlib."""
+"""Curves of one run or several in one picture. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from spmdrl.report.console import phase_times
 from spmdrl.report.files import Row
 
-Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by the label it gets
+Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by its label in the picture
 
 INK, FAINT_INK, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 RUN_COLORS = ("#2563eb", "#e0672b", "#0d9467", "#b5379f", "#8a6d00", "#52606d")
@@ -51,7 +51,7 @@ EVAL_STYLE: dict[str, Any] = {
     "markersize": 5.0,
     "markeredgecolor": "white",
 }
-# An evaluation or a save comes once in many steps; in the time of a step it would be a comb of spikes.
+# Evaluations and saves happen once in many steps and would only add spikes to the time of a step.
 OCCASIONAL_PHASES = ("eval", "save")
 SIDE_PANELS = (
     ("response length, tokens", "rollout/response_tokens"),
@@ -61,9 +61,9 @@ SIDE_PANELS = (
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
-    """Write a PNG of one run or several over each other: reward and accuracy large, what explains them beside it."""
+    """Write a PNG of one run, or of several in the same axes: reward and accuracy large, diagnostics next to them."""
     with rc_context(STYLE):
-        # Figure without pyplot: no window system, no global state; saving to PNG then always goes through Agg.
+        # A figure without pyplot needs no window system and has no global state; PNGs are always rendered by Agg.
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10, wspace=0.03, hspace=0.04)
         figure = Figure(figsize=(12.0, 5.2), dpi=150, layout=layout, facecolor="white")
         main, *sides, times = figure.subplot_mosaic("aabc;aade").values()
@@ -75,13 +75,13 @@ def draw_curves(runs: Runs, path: Path) -> None:
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a scalar where it was reported; null, which stood for nan, is nan again."""
+    """Return the steps and values of a scalar where it was reported; null is read as nan."""
     found = [(row["step"], math.nan if row[name] is None else row[name]) for row in rows if name in row]
     return np.array([step for step, _ in found], dtype=int), np.array([value for _, value in found], dtype=float)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """A centred running mean over about a twentieth of the run; the window halves at the ends, nan is passed over."""
+    """Average over a centred window of about a twentieth of the run, half of that at the ends; nan is skipped."""
     place = np.arange(len(values))
     full_reach = len(values) // 40
     reach = np.clip(np.minimum(place, place[::-1]), full_reach // 2, full_reach)
@@ -94,7 +94,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def _draw_reward(axes: Axes, runs: Runs) -> None:
-    """The reward of each step, faint, under its running mean; evaluations as dots. Without a reward, the loss."""
+    """Draw the reward, faint, with its running mean, and evaluations as dots; the loss if there is no reward."""
     several = len(runs) > 1
     noun, name = ("reward", "reward/mean") if _any_has(runs, "reward/mean") else ("loss", "update/loss")
     for (label, rows), color in zip(runs.items(), _colors(runs), strict=True):
@@ -119,7 +119,7 @@ def _draw_scalar(axes: Axes, runs: Runs, name: str, *, title: str) -> None:
 
 
 def _draw_step_time(axes: Axes, runs: Runs) -> None:
-    """One run: its phases, stacked. Several: the sum of the phases of each."""
+    """Draw the time of one run's phases, stacked, or the sum over phases for each of several runs."""
     peaks = []
     for rows, color in zip(runs.values(), _colors(runs), strict=True):
         trained = [row for row in rows if phase_times(row)]
@@ -138,7 +138,7 @@ def _draw_step_time(axes: Axes, runs: Runs) -> None:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=0.9, reverse=True)
     _finish(axes, title="time per step, s")
     if peaks:
-        # The first step warms up kernels and caches; one slow step must not flatten the others.
+        # The first step warms up kernels and caches; one slow step must not squash the others.
         axes.set_ylim(0.0, 1.25 * max(peaks) or 1.0)
 
 
@@ -151,7 +151,7 @@ def _draw_line(
 
 
 def _finish(axes: Axes, *, title: str | None = None) -> None:
-    """Title, ticks, and a vertical axis that begins at 0 where nothing is below it."""
+    """Set the title, the ticks, and a vertical axis from 0 unless there are negative values."""
     if title:
         axes.set_title(title, loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))

@@ -1,6 +1,6 @@
-"""metrics.jsonl and samples.jsonl: one JSON object a line, in the order of steps, each step once.
+"""metrics.jsonl and samples.jsonl: one JSON object per line, in the order of steps, each step once.
 
-JSON has no word for nan or infinity: a number that is not finite is written as null.
+JSON cannot represent nan or infinity: a number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file that may still be written: a last line without its end is left out."""
+    """Read the rows of a file that may still be growing: an incomplete last line is ignored."""
     return [row for row, _ in _rows_with_ends(path)]
 
 
 def cut_after(path: Path, step: int) -> list[Row]:
-    """Keep the rows up to and including `step`, drop the others from the file, and return those kept.
+    """Remove the rows after `step` from the file, and return the others.
 
-    A run that goes on from a checkpoint does the later steps again; a line that was cut short when the run was killed
-    goes too.
+    A run that resumes from a checkpoint repeats the later steps. A line that a killed run left incomplete goes too.
     """
     kept = [(row, end) for row, end in _rows_with_ends(path) if row["step"] <= step]
     if path.exists():
@@ -35,9 +34,9 @@ def cut_after(path: Path, step: int) -> list[Row]:
 
 
 class MetricsFile:
-    """Writes metrics.jsonl: a row per step, on disk as soon as it is written.
+    """Writes metrics.jsonl: one row per step, flushed at once.
 
-    `start_step` is the last step already done, -1 when the run starts anew; rows after it are dropped.
+    `start_step` is the last finished step, -1 for a new run; rows after it are removed.
     """
 
     def __init__(self, path: Path, *, start_step: int) -> None:
@@ -49,13 +48,13 @@ class MetricsFile:
         self._file.seek(ends[-1])
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the row of `step`, or add to it when it is the last one written."""
+        """Write the row of `step`, or add to it if it is the last row."""
         last_step = self._row["step"]
         assert step >= last_step, f"a row for step {step} after the row for step {last_step}"
         if step > last_step:
             self._row_start, self._row = self._file.tell(), {"step": step}
         self._row |= dict(scalars)
-        # Written over the shorter row in one piece: a kill never leaves the file without this step.
+        # One write over the shorter row: the step is never missing from the file, even if the run is killed.
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
         self._file.truncate()
@@ -65,14 +64,14 @@ class MetricsFile:
 
 
 class StepRowsFile:
-    """Writes a few rows for every step, such as the rollouts of samples.jsonl, on disk as soon as they are written."""
+    """Writes a few rows per step, such as the rollouts of samples.jsonl, flushed at once."""
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         cut_after(path, start_step)
         self._file = path.open("ab")
 
     def write(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        # The metadata of a prompt can hold what a data file can, such as dates: what has no JSON is written as text.
+        # A prompt's metadata can hold anything that data files can, such as dates: other types are written as text.
         self._file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
         self._file.flush()
 
@@ -81,7 +80,7 @@ class StepRowsFile:
 
 
 def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
-    """Each row with the byte offset where its line ends."""
+    """Return each row with the byte offset where its line ends."""
     rows: list[tuple[Row, int]] = []
     end = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else [], start=1):
@@ -97,12 +96,12 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
 
 def _line(row: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
     text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, default=default) + "\n"
-    # Half a surrogate pair, which text from outside can hold, has no UTF-8; escaped like this it is JSON again.
+    # Text from outside can hold half a surrogate pair, which UTF-8 cannot encode; escaped, it is valid JSON.
     return text.encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
-    """The value with every number that is not finite replaced by None."""
+    """Replace every number that is not finite by None."""
     match value:
         case float():
             return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The memory of every rank at the changes between trainer and engine: how it is read, and how it is shown."""
+"""Memory: readings of every rank when trainer and engine switch, peaks of each phase, and tables of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdrl.memory.phases import PhaseMemory
 _GIB = 2**30
 _COLUMNS = ("free", "reserved", "allocated", "host", "pinned")
 
-# Spans of a run in the order of their first time, and the predicted phases that happen in them.
+# The spans of a run in the order in which they first occur, and the predicted phases that each contains.
 PREDICTED = {
     "load": ("load",),
     "rollout": ("rollout",),
@@ -34,19 +34,19 @@ PREDICTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """One rank's memory at one moment; what is about a device is 0 on a CPU."""
+    """One rank's memory at one moment; device numbers are 0 on a CPU."""
 
     total_bytes: int = 0  # of the device
-    free_bytes: int = 0  # of the device, for every process
+    free_bytes: int = 0  # on the device, for any process
     reserved_bytes: int = 0  # by torch's allocator in this process
-    allocated_bytes: int = 0  # of that, in tensors
+    allocated_bytes: int = 0  # the part of reserved that tensors use
     host_bytes: int  # resident set of this process
-    pinned_bytes: int = 0  # host memory that the device can copy from by itself
+    pinned_bytes: int = 0  # page-locked host memory of this process
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A change that was made, and each rank's memory after it."""
+    """A switch between trainer and engine, and each rank's memory after it."""
 
     name: str
     seconds: float
@@ -54,7 +54,7 @@ class Edge:
 
 
 def read_memory(device: torch.device) -> MemoryReading:
-    """This rank's memory now."""
+    """Read this rank's current memory."""
     if device.type != "cuda":
         return MemoryReading(host_bytes=resident_bytes())
     free, total = torch.cuda.mem_get_info()
@@ -69,7 +69,7 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 def resident_bytes() -> int:
-    """Host memory that this process has resident now; its peak where the system does not tell."""
+    """Return this process's resident host memory, or its peak on systems that only report that."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -79,20 +79,20 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most memory of this process at any moment of a stretch of time."""
+    """Peak memory of this process during some time."""
 
     device_bytes: int | None  # allocated by torch on this rank's device; None where there is no device
     host_bytes: int  # resident
 
     @property
     def by_metric(self) -> dict[str, int]:
-        """By the end of the metric's name: without a device it is the host's memory that can run out."""
+        """Bytes by the last part of the metric's name; `peak_gib` is the host's memory where there is no device."""
         if self.device_bytes is None:
             return {"peak_gib": self.host_bytes}
         return {"peak_gib": self.device_bytes, "host_peak_gib": self.host_bytes}
 
     def merge(self, other: Peak) -> Peak:
-        """Of both stretches, either with a device or without."""
+        """Return the peak during both times."""
         host_bytes = max(self.host_bytes, other.host_bytes)
         if self.device_bytes is None or other.device_bytes is None:
             return Peak(None, host_bytes)
@@ -100,14 +100,14 @@ class Peak:
 
 
 def restart_peaks() -> None:
-    """Let `read_peak` tell of what comes from here on."""
+    """Reset the peaks: from here on `read_peak` reports what follows."""
     restart_host_peak()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
 
 def restart_host_peak() -> bool:
-    """Let the system forget the most that this process had resident; False where it cannot."""
+    """Reset the kernel's record of this process's peak resident memory; False if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -116,18 +116,18 @@ def restart_host_peak() -> bool:
 
 
 def return_freed_host_memory() -> None:
-    """Give the system back what the C library keeps of freed memory, where that is glibc."""
+    """Make glibc return freed memory to the system; does nothing with another C library."""
     with suppress(AttributeError):  # another library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def read_peak() -> Peak:
-    """Since `restart_peaks`; on the host since the process began, where the system forgets nothing."""
+    """Return the peak since `restart_peaks`; on a host that cannot reset it, the peak since the process began."""
     return Peak(torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None, host_peak_bytes())
 
 
 def host_peak_bytes() -> int:
-    """The most that this process had resident since `restart_host_peak`."""
+    """Return this process's peak resident memory since `restart_host_peak`."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
@@ -136,54 +136,54 @@ def host_peak_bytes() -> int:
 
 
 def predicted_peaks(phases: Sequence[PhaseMemory], *, on_gpu: bool) -> dict[str, Peak]:
-    """Of each span that has a prediction: that of its fullest phase. Without a device the host holds both parts."""
+    """Return the predicted peak of each span: its largest phase. Without a device, all memory is host memory."""
     peaks = {
         phase.name: Peak(phase.process_bytes, phase.host_bytes)
         if on_gpu
         else Peak(None, phase.process_bytes + phase.host_bytes)
         for phase in phases
     }
-    found = {span: [peaks[name] for name in names if name in peaks] for span, names in PREDICTED.items()}
-    return {span: reduce(Peak.merge, of_span) for span, of_span in found.items() if of_span}
+    by_span = {span: [peaks[name] for name in names if name in peaks] for span, names in PREDICTED.items()}
+    return {span: reduce(Peak.merge, of_span) for span, of_span in by_span.items() if of_span}
 
 
 def with_host_so_far(predicted: Mapping[str, Peak]) -> dict[str, Peak]:
-    """The same where the host's peak never falls: of each span and those before it."""
+    """Raise each predicted host peak to the largest so far, for systems on which the measured peak never falls."""
     highest = accumulate((peak.host_bytes for peak in predicted.values()), max)
     return {span: Peak(peak.device_bytes, host) for (span, peak), host in zip(predicted.items(), highest, strict=True)}
 
 
 def prediction_table(predicted: Mapping[str, Peak], scalars: Mapping[str, float]) -> str:
-    """Predicted beside measured, for spans whose peaks are among a step's scalars."""
+    """Format a table of predicted and measured peaks, for spans whose peaks are among a step's scalars."""
     rows = []
     for span, peak in predicted.items():
         both = [(size / _GIB, scalars[f"memory/{span}_{name}"]) for name, size in peak.by_metric.items()]
         rows.append([span, *(f"{gib:.2f}" for pair in both for gib in pair)])
-    is_host_alone = len(rows[0]) == 3
-    what = "resident on the host" if is_host_alone else "allocated by torch on the device, and resident on the host"
-    head = ["phase", "predicted", "measured", "of the host", "measured"][: len(rows[0])]
-    return "\n".join([f"peaks of the rank that needed most, GiB: {what}", *_aligned([head, *rows])])
+    host_only = len(rows[0]) == 3
+    what = "host memory" if host_only else "device memory allocated by torch, then host memory"
+    head = ["phase", "predicted", "measured", "host predicted", "host measured"][: len(rows[0])]
+    return "\n".join([f"peak memory of the rank that used most, GiB: {what}", *_aligned([head, *rows])])
 
 
 def edge_row(edge: Edge) -> dict[str, Any]:
-    """For memory.jsonl: each column is a list of every rank's GiB."""
+    """Make a row of memory.jsonl: each column is a list of every rank's GiB."""
     columns = {f"{column}_gib": [round(size, 4) for size in _column(edge, column)] for column in _COLUMNS}
     return {"edge": edge.name, "seconds": round(edge.seconds, 4)} | columns
 
 
 def memory_table(step: int, edges: Sequence[Edge]) -> str:
-    """One line an edge: lowest and highest over the ranks where they differ. Columns that say nothing are left out."""
+    """Format a table with one line per switch: the range over the ranks. Columns of zeros are left out."""
     if not edges:
         return ""
     num_ranks = len(edges[0].readings)
     shown = [column for column in _COLUMNS if any(size for edge in edges for size in _column(edge, column))]
     head = ["edge", "s", *shown]
     rows = [[edge.name, f"{edge.seconds:.2f}", *(_range(_column(edge, name)) for name in shown)] for edge in edges]
-    return "\n".join([f"memory in step {step}, GiB, of {num_ranks} ranks", *_aligned([head, *rows])])
+    return "\n".join([f"memory in step {step}, GiB, on {num_ranks} ranks", *_aligned([head, *rows])])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: names on the left, numbers on the right."""
+    """Pad the cells of a table: names are left-aligned, numbers right-aligned."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     names = [cell.ljust(widths[0]) for cell in columns[0]]
@@ -192,7 +192,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _column(edge: Edge, column: str) -> list[float]:
-    """Each rank's GiB."""
+    """Return one column of every rank's reading, in GiB."""
     return [getattr(reading, f"{column}_bytes") / _GIB for reading in edge.readings]
 
 

@@ -1,4 +1,4 @@
-"""`Report`: the one object the training loop tells what happened."""
+"""`Report`: the training loop's only way to print, write and measure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ _BETWEEN_SPANS = "between spans"
 class Report:
     """Console, metrics.jsonl, samples.jsonl, TensorBoard and curves of one run.
 
-    Every rank has one and measures its phases with `span`; the one with `active=True` also prints and writes, and for
-    the others those methods do nothing. Without a folder nothing is written. `start_step` is the step of the checkpoint
-    that the run goes on from, None when it starts anew; what an earlier launch wrote for later steps is dropped.
-    `on_phase` is told each phase as it begins.
+    Every rank has one and measures its phases with `span`. Only the one with `active=True` prints and writes; without a
+    folder it only prints. `start_step` is the step of the checkpoint to resume from, None for a new run; rows that an
+    earlier launch wrote for later steps are removed. `on_phase` is called with each phase as it begins.
 
-    A number that is not finite is written as null to metrics.jsonl, which as JSON has no word for it.
+    A number that is not finite is written to metrics.jsonl as null, because JSON cannot represent it.
 
     Close it, or use it in a `with` statement: a live display left open hides the terminal's cursor.
     """
@@ -58,7 +57,7 @@ class Report:
         self._on_phase = on_phase
         self._times: dict[str, float] = {}
         self._peaks: dict[str, Peak] = {}
-        self._predicted: dict[str, Peak] = {}  # of spans that were not measured yet
+        self._predicted: dict[str, Peak] = {}  # for spans that have not been measured yet
         self._host_peaks_fall = restart_host_peak()
         self._taken = time.perf_counter()
         self._folder = folder if active else None
@@ -73,48 +72,47 @@ class Report:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Measure the wall time and the peak memory of a phase on this rank. Phases follow each other; they are not
-        nested."""
+        """Measure the wall time and the peak memory of a phase on this rank. Phases must not be nested."""
         self._on_phase(name)
         if self._display:
             self._display.begin_phase(name)
         self._keep_peak(_BETWEEN_SPANS)
         if name in self._predicted:
-            return_freed_host_memory()  # else what an earlier phase freed would be measured as this one's
+            return_freed_host_memory()  # or memory that an earlier phase freed would count for this one
         restart_peaks()
         began = time.perf_counter()
         yield
-        # Work that a phase has only queued on the GPU would be counted in the next one.
+        # Without this, work that the phase has queued on the GPU would count for the next phase.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - began
         self._keep_peak(name)
 
     def take_times(self) -> dict[str, float]:
-        """Seconds of this rank in each phase since the last call, as `time/{name}_s`, and of all, as `time/step_s`.
+        """Return this rank's seconds in each phase since the last call as `time/{name}_s`, and in all as `time/step_s`.
 
-        What a step does after it was reported, such as saving, counts in the next.
+        What a step does after this call, such as saving, counts for the next step.
         """
         times, self._times = self._times, {}
         began, self._taken = self._taken, time.perf_counter()
         return {f"time/{name}_s": seconds for name, seconds in times.items()} | {"time/step_s": self._taken - began}
 
     def take_peaks(self) -> dict[str, Peak]:
-        """Peak memory of this rank in each phase since the last call, and between phases.
+        """Return this rank's peak memory in each phase since the last call, and between phases.
 
-        That of what a step does after it was reported, such as saving, is the next one's.
+        What a step does after this call, such as saving, counts for the next step.
         """
         self._keep_peak(_BETWEEN_SPANS)
         peaks, self._peaks = self._peaks, {}
         return peaks
 
     def expect(self, phases: Sequence[PhaseMemory]) -> None:
-        """What phases are predicted to hold; each is compared with what was measured, once."""
+        """Set the predicted memory of the phases; each is compared once with its measured peak."""
         predicted = predicted_peaks(phases, on_gpu=torch.cuda.is_initialized())
         self._predicted = predicted if self._host_peaks_fall else with_host_so_far(predicted)
 
     def compare(self, scalars: Mapping[str, float]) -> None:
-        """Print predicted beside measured peaks, of the phases that are measured for the first time."""
+        """Print predicted and measured peaks of the phases that are measured for the first time."""
         measured = [span for span in self._predicted if f"memory/{span}_peak_gib" in scalars]
         if measured:
             self.message(prediction_table({span: self._predicted.pop(span) for span in measured}, scalars))
@@ -128,8 +126,8 @@ class Report:
         histograms: Mapping[str, Sequence[float]],
         worst_tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Show and write a finished step. Of the samples, the first `report.samples_per_step` are written, and after
-        them all of the rows of worst tokens."""
+        """Show and write a finished step. The first `report.samples_per_step` samples are written, and all rows of
+        worst tokens."""
         if self._files:
             self._files.step(step, scalars, samples, histograms, worst_tokens)
         if self._display:
@@ -137,9 +135,9 @@ class Report:
         self.compare(scalars)
 
     def eval(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show and write an evaluation of the policy after `step`, before or after `step` itself is reported.
+        """Show and write an evaluation of the policy after `step`; `step` itself may be reported before or after.
 
-        The names are `eval/...`; in metrics.jsonl they join the row of the step. Step 0 comes before training.
+        The names are `eval/...`; in metrics.jsonl they are added to the row of the step. Step 0 is before training.
         """
         if self._files:
             self._files.eval(step, scalars)
@@ -147,7 +145,7 @@ class Report:
             self._display.end_eval(step, scalars)
 
     def memory(self, step: int, edges: Sequence[Edge]) -> None:
-        """Print a table of the changes between trainer and engine in a step, and write it, if `report.memory` asks."""
+        """Print and write the memory at each switch between trainer and engine, if `report.memory` is set."""
         if self._files:
             self._files.memory(step, edges)
         if self._shows_memory:
@@ -159,7 +157,7 @@ class Report:
             self._display.message(text)
 
     def close(self) -> None:
-        """Draw curves.png, print a last line about the whole run, and give the terminal back. Again: does nothing."""
+        """Draw curves.png, print a summary of the run, and restore the terminal. A second call does nothing."""
         display, self._display = self._display, None
         if not display:
             return
@@ -178,7 +176,7 @@ class Report:
         try:
             self.close()
         except OSError:
-            # A disk without room for a picture must not hide what has stopped the run, which may be that same disk.
+            # A full disk that has no room for the picture must not hide the error that ended the run.
             if error is None:
                 raise
 
@@ -187,18 +185,18 @@ class Report:
         self._peaks[name] = self._peaks.get(name, peak).merge(peak)
 
     def _write_curves(self, folder: RunFolder) -> str:
-        # Here, not above: every rank imports this module and only one ever draws.
+        # Imported here because every rank imports this module, but only one draws.
         from spmdrl.report.curves import draw_curves
 
         rows = read_rows(folder.metrics)
         if not rows:
-            return "no step was finished, metrics.jsonl is empty"
+            return "no step was finished; an empty metrics.jsonl"
         draw_curves({folder.path.name: rows}, folder.curves)
         return "curves.png, metrics.jsonl and samples.jsonl"
 
 
 class _Files:
-    """What is written for one run."""
+    """The files that one run writes."""
 
     def __init__(self, cfg_report: ReportConfig, folder: RunFolder, *, start_step: int | None) -> None:
         last_step = -1 if start_step is None else start_step
@@ -208,7 +206,7 @@ class _Files:
         self._memory = StepRowsFile(folder.memory, start_step=last_step) if cfg_report.memory else None
         self._tensorboard = None
         if cfg_report.tensorboard:
-            # Here, not above: every rank imports this module and only one ever writes.
+            # Imported here because every rank imports this module, but only one writes.
             from spmdrl.report.tensorboard import TensorBoard
 
             self._tensorboard = TensorBoard(folder.tensorboard, start_step=last_step)

@@ -1,4 +1,4 @@
-"""Time and memory of a step, as metrics: what matters is the rank that needed most."""
+"""Time and memory of a step as metrics: the maximum over the ranks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _GIB = 2**30
 
 
 def time_metrics(times: dict[str, float]) -> Metrics:
-    """Seconds of each phase on the slowest rank, and of the step."""
+    """Make metrics of the times of phases and of the step; the slowest rank counts."""
     return {name: Max(seconds) for name, seconds in times.items()}
 
 
 def with_speed(scalars: dict[str, float]) -> dict[str, float]:
-    """Add the loss tokens of all ranks per second of the step; evaluating and saving are not part of that time."""
+    """Add the loss tokens of all ranks per second of the step, without the time of evaluating and saving."""
     working = scalars["time/step_s"] - scalars.get("time/eval_s", 0.0) - scalars.get("time/save_s", 0.0)
-    return scalars | {"speed/loss_tokens_per_s": scalars["pack/loss_tokens"] / working}
+    return scalars | {"speed/loss_tokens_per_s": scalars["batch/loss_tokens"] / working}
 
 
 def drop_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> Metrics:
-    """Prompts that were passed over between two readings of `PromptStream.dropped`, by reason."""
-    passed_over = {reason: count - before.get(reason, 0) for reason, count in after.items()}
-    return {f"data/{reason}_count": Total(float(count)) for reason, count in passed_over.items() if count}
+    """Count the prompts dropped between two readings of `PromptStream.dropped`, by reason."""
+    dropped = {reason: count - before.get(reason, 0) for reason, count in after.items()}
+    return {f"data/{reason}_count": Total(float(count)) for reason, count in dropped.items() if count}
 
 
 def loading_line(peaks_bytes: Sequence[int]) -> str:
-    """For the console, once models and optimizer are loaded: each rank's peak host memory."""
+    """Format each rank's peak host memory for the console, once models and optimizers are loaded."""
     peaks = " ".join(f"{peak / _GIB:.2f}" for peak in peaks_bytes)
     return f"loaded on {len(peaks_bytes)} ranks; peak host memory, GiB: {peaks}"
 
 
 def resource_metrics(peaks: Mapping[str, Peak]) -> Metrics:
-    """Peak memory in each phase that has a prediction, and in all of `peaks`, which `Report.take_peaks` gave."""
+    """Make metrics of the peaks from `Report.take_peaks`: of each phase with a prediction, and of the whole step."""
     phases: Metrics = {
         f"memory/{span}_{name}": Max(size / _GIB)
         for span in PREDICTED

@@ -1,4 +1,4 @@
-"""The folder of one run: where everything is, and what was launched."""
+"""The folder of one run: the paths of its files, and the description of a launch."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from spmdrl.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of a run. Making this object touches no disk; `create` does."""
+    """The paths of a run. Only `create` and `write_launch` write to disk."""
 
     path: Path
 
     @classmethod
     def of(cls, dir: str | Path, name: str, resume: str) -> RunFolder:
-        """`dir/name`; refused when it holds a run already and `resume` is "never"."""
+        """Return the folder `dir/name`. Raises UserError if it already holds a run and `resume` is "never"."""
         folder = cls(Path(dir) / name)
         if resume == "never" and folder.holds_run():
             raise UserError(
                 f'resume.checkpoint = "never" but {folder.path} already holds a run; set run.name to a new name, '
-                'or resume.checkpoint = "auto" to go on from its newest checkpoint'
+                'or resume.checkpoint = "auto" to resume from its newest checkpoint'
             )
         return folder
 
     def create(self) -> RunFolder:
-        """Make it, where it is not there.
+        """Create the folder if it is missing.
 
-        Every rank may call this at once: it makes directories only, and what marks a folder as a run is written later,
-        by `write_launch`. A barrier belongs between the two.
+        All ranks may call this at once: it creates directories only. The files that mark the folder as a run come from
+        `write_launch`, after a barrier.
         """
         try:
             for directory in (self.checkpoints, self.tensorboard):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"the run's folder {self.path} cannot be made ({error.strerror}); set run.dir to a writable directory"
+                f"the run folder {self.path} cannot be created ({error.strerror}); set run.dir to a writable directory"
             ) from error
         return self
 
     @property
     def config(self) -> Path:
-        """The resolved configuration: the file, the overrides and the defaults together."""
+        """The resolved configuration: file, overrides and defaults."""
         return self.path / "config.toml"
 
     @property
@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """One JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -78,12 +78,12 @@ class RunFolder:
 
     @property
     def memory(self) -> Path:
-        """The memory of every rank at each change between trainer and engine, one JSON object each; if asked for."""
+        """The memory of every rank at each switch between trainer and engine, one JSON object each; optional."""
         return self.path / "memory.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
@@ -93,7 +93,7 @@ class RunFolder:
 
     @property
     def rollouts(self) -> Path:
-        """One directory per step whose rollouts were kept; if asked for."""
+        """One directory per step whose rollouts were kept; optional."""
         return self.path / "rollouts"
 
     @property
@@ -111,14 +111,14 @@ class RunFolder:
         return self.path / "curves.png"
 
     def holds_run(self) -> bool:
-        """True when a run was launched here, whether or not it finished."""
+        """True when a run was launched here, even if it did not finish."""
         written = (self.config, self.metrics, self.hf)
         return any(path.exists() for path in written) or any(self.checkpoints.glob("*"))
 
     def write_launch(self, config: BaseModel, plan: Any) -> None:
         """Write config.toml, plan.json (`plan` is a dataclass) and versions.json. One rank calls this.
 
-        TOML has no word for None: settings that are None are left out.
+        Settings that are None are left out, because TOML has no null.
         """
         self.config.write_text(tomlkit.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
         self.plan.write_text(json.dumps(dataclasses.asdict(plan), indent=2) + "\n", encoding="utf-8")
@@ -126,7 +126,7 @@ class RunFolder:
 
 
 def describe_machine() -> dict[str, Any]:
-    """The software and the devices of this machine; what cannot be found out is None."""
+    """Describe the software and the devices of this machine; unknown values are None."""
     commit = _git("rev-parse", "HEAD")
     changes = _git("status", "--porcelain")
     return {
@@ -150,7 +150,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about spmdrl's own files; None where there is no git, no checkout, or no commit yet."""
+    """Run git on spmdrl's own checkout; None if there is no git, no checkout, or no commit yet."""
     try:
         done = subprocess.run(
             ["git", "-C", str(Path(spmdrl.__file__).parent), *arguments], capture_output=True, text=True, timeout=10.0

@@ -1,4 +1,4 @@
-"""The rows of samples.jsonl: rollouts, and the tokens that engine and trainer disagree about most."""
+"""Rows of samples.jsonl: rollouts, and the tokens with the largest mismatch between engine and trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdrl.types import RewardedRollout
 def sample_rows(
     rewarded: Sequence[RewardedRollout], advantages: Mapping[int, float], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """One rollout of each group: prompt, response, reward, advantage, a summary of the engine's log-probabilities."""
+    """Make a row of one rollout of each group: prompt, response, reward, advantage, and a summary of its logprobs."""
     groups: dict[int, dict[str, Any]] = {}
     for item in rewarded:
         prompt_id = item.rollout.prompt.prompt_id
@@ -24,8 +24,8 @@ def sample_rows(
 
 
 def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One row that lists these tokens, the worst first, each with its text, the text before it, and what trainer and
-    engine say of it; no row when there are none."""
+    """Make one row that lists these tokens, the worst first, each with its text, the text before it, and the logprobs
+    of trainer and engine; no row without tokens."""
     if not tokens:
         return []
     return [

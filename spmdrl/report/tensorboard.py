@@ -16,15 +16,15 @@ from torch.utils.tensorboard import SummaryWriter
 class TensorBoard:
     """Writes scalars and histograms under their own names, and sample texts under `samples`.
 
-    `start_step` is the last step already done, -1 when the run starts anew: TensorBoard then forgets what an earlier
-    launch wrote for later steps.
+    `start_step` is the last finished step, -1 for a new run: TensorBoard hides what an earlier launch wrote for later
+    steps.
     """
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         self._writer = SummaryWriter(str(path), purge_step=start_step + 1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        # One event for all of them: an event each costs milliseconds a step in the hand-over to the writing thread.
+        # One event for all of them: handing one event per scalar to the writing thread costs milliseconds per step.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]
         self._writer.flush()
@@ -34,7 +34,7 @@ class TensorBoard:
             self._writer.add_text("samples", "\n\n---\n\n".join(map(_as_markdown, samples)), step)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
-        """Numbers that are not finite have no place in a histogram and are left out; an empty one is not written."""
+        """Write histograms without values that are not finite; an empty one is not written."""
         for name, values in histograms.items():
             finite = [value for value in values if math.isfinite(value)]
             if finite:
@@ -49,7 +49,7 @@ def _as_markdown(sample: Mapping[str, Any]) -> str:
 
 
 def _as_code(value: Any) -> str:
-    """Text as it is, in a fence that the text itself cannot close; a number or a word stays on the line."""
+    """Format text in a fence that the text itself cannot close, and other values inline."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     if not isinstance(value, str):
         return f" {text}"

@@ -1,4 +1,4 @@
-"""Rollouts in, rewards out: decodes responses and lets the scorer's processes work while others still generate."""
+"""Rollouts in, rewards out: decode responses, and compute rewards in other processes while sampling continues."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import RewardConfig
 from spmdrl.data.tokenizer import decode
 from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 
 Pending = tuple[Rollout, "Future[RewardOutcome]"]
 
 
 class RewardClient:
-    """This rank's reward processes. Use it in a `with` statement: they end with it."""
+    """This rank's reward processes. Use it in a `with` statement, which ends them."""
 
     def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.cfg = cfg
-        self._scorer = Scorer(cfg)
+        self._pool = RewardPool(cfg)
         self._tokenizer = tokenizer
 
     @property
     def unprotected(self) -> list[str]:
-        """What the sandbox of the reward processes does not stop on this machine, in words."""
-        return self._scorer.unprotected
+        """Sentences about what the sandbox of the reward processes cannot stop on this machine."""
+        return self._pool.unprotected
 
     def submit(self, rollout: Rollout) -> Pending:
-        """Start scoring a finished rollout."""
-        return rollout, self._scorer.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))
+        """Start to compute the reward of a finished rollout."""
+        return rollout, self._pool.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))
 
     def collect(self, pending: Iterable[Pending]) -> list[tuple[Rollout, RewardOutcome]]:
-        """Wait for the rewards; one that cannot be computed is 0 and says why."""
+        """Wait for the rewards. One that cannot be computed is 0, with the reason in `failure`."""
         return [(rollout, future.result()) for rollout, future in pending]
 
     def check(self, prompt: Prompt) -> RewardOutcome:
-        """The reward of the reference answer itself. Raises UserError when it cannot be computed."""
-        return self._scorer.check(_item(prompt, prompt.answer or ""))
+        """Compute the reward of the reference answer itself. Raises UserError if that fails."""
+        return self._pool.check(_item(prompt, prompt.answer or ""))
 
     def __enter__(self) -> RewardClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._scorer.close()
+        self._pool.close()
 
 
-def judged(rollout: Rollout, outcome: RewardOutcome) -> Pending:
-    """A rollout whose reward is known already."""
+def known_reward(rollout: Rollout, outcome: RewardOutcome) -> Pending:
+    """Wrap a rollout whose reward has been computed elsewhere."""
     future: Future[RewardOutcome] = Future()
     future.set_result(outcome)
     return rollout, future

@@ -1,4 +1,4 @@
-"""The response holds a Python program that passes the prompt's tests: a process of its own in the worker's sandbox."""
+"""Verifier for Python programs: runs the response's program with the prompt's tests, inside the worker's sandbox."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _POLL_S = 0.002
 
 
 def load(*, tests: str, score: Literal["share", "all"], tests_timeout_s: float) -> Callable[[RewardItem], float]:
-    """A verifier that runs the response's last code block with each of the tests in the metadata column `tests`."""
+    """Make a verifier that runs the response's last code block with each of the tests in the metadata column `tests`.
+
+    The reward is the share of tests that pass; with `score` "all" it is 1 only if all pass.
+    """
 
     def verify(item: RewardItem) -> float:
         cases = _tests(item.metadata, tests)
@@ -32,14 +35,14 @@ def load(*, tests: str, score: Literal["share", "all"], tests_timeout_s: float) 
         if not blocks:
             return 0.0
         deadline = time.monotonic() + tests_timeout_s
-        passed = (_passes(blocks[-1], case, deadline) for case in cases)  # run as they are asked for
+        passed = (_passes(blocks[-1], case, deadline) for case in cases)  # lazy: `all` stops at the first failure
         return sum(passed) / len(cases) if score == "share" else float(all(passed))
 
     return verify
 
 
 def _tests(metadata: dict[str, Any], column: str) -> list[Any]:
-    """The tests of a prompt, which files may hold as JSON text: statements, or pairs of input and output."""
+    """Read a prompt's tests, which may be JSON text: statements, or pairs of input and output."""
     cases = metadata.get(column)
     if isinstance(cases, str):
         with contextlib.suppress(ValueError):
@@ -62,7 +65,7 @@ def _passes(program: str, case: str | dict[str, str], deadline: float) -> bool:
     if isinstance(case, dict):
         output = _run(program, case["input"], deadline)
         return output is not None and _lines(output) == _lines(case["output"])
-    # Only a program that comes to the end of the test knows the word: leaving early, even without an error, is no pass.
+    # The random word is printed after the test: a program that exits early, even without an error, does not pass.
     word = secrets.token_hex(16)
     output = _run(f"{program}\n{case}\nimport os\nos.write(1, b'{word}')\n", "", deadline)
     return output is not None and output.endswith(word)
@@ -73,7 +76,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _run(program: str, given: str, deadline: float) -> str | None:
-    """What the program writes; None when it fails, or has not ended by the deadline."""
+    """Run a program and return its output; None if it fails or does not end by the deadline."""
     if time.monotonic() >= deadline:
         return None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -91,7 +94,7 @@ def _run(program: str, given: str, deadline: float) -> str | None:
                 start_new_session=True,
             )
             _wait(process.pid, deadline)
-            os.killpg(process.pid, signal.SIGKILL)  # not yet collected, so that its id is no stranger's
+            os.killpg(process.pid, signal.SIGKILL)  # before `wait`, while its id cannot belong to another process
             code = process.wait()
             sink.seek(0)
             written = sink.read(_MAX_OUTPUT_BYTES + 1)
@@ -101,6 +104,6 @@ def _run(program: str, given: str, deadline: float) -> str | None:
 
 
 def _wait(pid: int, deadline: float) -> None:
-    """Until a child has ended, which stays to be collected, or until the deadline."""
+    """Wait until a child has ended, without collecting it, or until the deadline."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The directory of a reward process: held while the trainer lives, and swept after a trainer that was killed."""
+"""Temporary directories of reward processes: locked while the trainer lives, deleted later if it was killed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PREFIX = "spmdrl-sandbox-"
 
 
 class HeldFolder:
-    """A new temporary directory. That this process holds it is a lock, which the system drops when the process ends."""
+    """A new temporary directory, locked by this process; the system releases the lock when the process ends."""
 
     def __init__(self) -> None:
         self._held: int | None = None
-        while self._held is None:  # a sweep may take it before it is held
+        while self._held is None:  # another process's `sweep` may delete it before it is locked
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
             self._held = _hold(self.path, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Delete it and what is in it; nothing the second time."""
+        """Delete the directory and its content. A second call does nothing."""
         if self._held is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._held)
@@ -29,11 +29,11 @@ class HeldFolder:
 
 
 def sweep() -> None:
-    """Delete this user's directories that nobody holds: their processes were killed."""
+    """Delete this user's directories that no process has locked: their owners were killed."""
     with os.scandir(tempfile.gettempdir()) as entries:
         found = [entry for entry in entries if entry.name.startswith(_PREFIX)]
     for entry in found:
-        with contextlib.suppress(OSError):  # another process sweeps too
+        with contextlib.suppress(OSError):  # another process may sweep at the same time
             is_ours = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
             if is_ours and (held := _hold(entry.path, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -41,7 +41,7 @@ def sweep() -> None:
 
 
 def _hold(path: str, operation: int) -> int | None:
-    """Lock a directory; None when another process has it, or has deleted it meanwhile."""
+    """Lock a directory; None if another process has locked it, or has just deleted it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a verifier sees of one rollout."""
+"""The input of a verifier: one rollout as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardItem:
-    """One rollout as text, with what its reward needs to know."""
+    """One rollout as text, with the prompt's data."""
 
     prompt: str
     response: str
@@ -17,7 +17,7 @@ class RewardItem:
     task: str  # the data source it came from
 
     def reference_answer(self) -> str:
-        """The answer, for verifiers that cannot do without."""
+        """Return the answer, for verifiers that need one. Raises ValueError if there is none."""
         if self.answer is None:
             raise ValueError("the data has no reference answer for this prompt; set answer_column")
         return self.answer

@@ -1,4 +1,4 @@
-"""The response's final answer is mathematically the reference answer: the math-verify package decides."""
+"""Verifier for mathematics: the math-verify package compares the response's final answer with the reference answer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from math_verify import parse, verify
 
 from spmdrl.rewards.item import RewardItem
 
-# Its own time limits are alarm signals; they are switched off below because the scorer's limit covers them, and
-# it would warn about that in every process.
+# math-verify's time limits use alarm signals. They are disabled below, because the pool has its own limit, and
+# math-verify would warn about that in every process.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-def score(item: RewardItem) -> float:
-    """1 when the last answer that the response gives equals the reference answer."""
+def reward(item: RewardItem) -> float:
+    """Return 1 if the last answer in the response equals the reference answer, else 0."""
     answer = item.reference_answer()
-    # Bare LaTeX such as \frac{1}{2} is only recognised inside a mathematical environment.
+    # math-verify recognizes bare LaTeX such as \frac{1}{2} only inside a mathematical environment.
     delimited = answer if any(mark in answer for mark in _MATH_DELIMITERS) else f"\\boxed{{{answer}}}"
     expected = parse(delimited, parsing_timeout=None)
     if not expected:

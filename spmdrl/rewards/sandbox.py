@@ -1,7 +1,7 @@
-"""What a reward process cannot do: use more than its limits, open sockets, write files, reach other processes.
+"""The sandbox of a reward process: resource limits, no sockets, read-only files, no access to other processes.
 
-The limits work everywhere, the filter of system calls on Linux, and the rest where Linux lets a process make
-namespaces. What they stop and what they do not is written in docs/security.md.
+Limits work everywhere, the system call filter works on Linux, and the rest works where Linux lets a process create
+namespaces. docs/security.md says what the sandbox stops and what it does not.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ _FIRST_X32_CALL, _IO_URING_SETUP = 0x40000000, 425
 _CAPABILITY_VERSION_3 = 0x20080522
 _MAX_CAPABILITIES = 64
 _SHARED_MEMORY = "/dev/shm"
-_MAX_FILES = 4096  # of the temporary directory
+_MAX_FILES = 4096  # in the temporary directory
 _NO_ERRNO = 255
 _KEEPERS = 2  # processes around the sandboxed one: see _continue_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """The limits of one reward process and of what it starts."""
+    """The limits of one reward process and its descendants."""
 
-    folder: str  # its working and temporary directory
+    folder: str  # working and temporary directory
     is_strict: bool
     max_memory_bytes: int  # address space of each process
-    max_processes: int  # with threads
-    max_file_bytes: int  # of each file, and of the folder
-    max_open_files: int  # of each process
+    max_processes: int  # counts threads
+    max_file_bytes: int  # for each file, and for the folder
+    max_open_files: int  # for each process
 
 
 def enter(sandbox: Sandbox, pipe: int) -> list[str]:
-    """Confine this process, which must have one thread, and whatever it will start; there is no way back.
+    """Confine this process, which must have one thread, and its descendants; this cannot be undone.
 
-    It goes on as another process, which alone holds `pipe`, the only descriptor it may have besides the standard ones.
-    Returns what this machine cannot protect, in words. Under `is_strict` that is a ValueError instead.
+    It continues as another process, which alone holds `pipe`; apart from the standard streams no other descriptor may
+    be open. Returns sentences about what this machine cannot protect. With `is_strict` it raises a ValueError instead.
     """
     missing = _separate_as_far_as_possible(sandbox, pipe) + _without_sockets()
     if missing and sandbox.is_strict:
@@ -68,20 +68,20 @@ def enter(sandbox: Sandbox, pipe: int) -> list[str]:
         "RLIMIT_CORE": 0,
     }
     if not any("processes" in sentence for sentence in missing):
-        # Outside a namespace of its own, all processes of the user would count, the trainer's threads among them.
+        # Without a namespace, all processes of the user would count, including the trainer's threads.
         limits["RLIMIT_NPROC"] = sandbox.max_processes + _KEEPERS
     return missing + [sentence for name, limit in limits.items() for sentence in _limit(name, limit)]
 
 
 def limit_cpu(limit_s: float) -> None:
-    """Let this process compute for so long from now, and each that it starts for as long as it ever may."""
+    """Limit the CPU time of this process to `limit_s` from now; a process it starts gets the total as its limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     until_s = math.ceil(min(time.process_time() + limit_s, 2**31)) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (until_s if hard == resource.RLIM_INFINITY else min(until_s, hard), hard))
 
 
 def empty(sandbox: Sandbox) -> None:
-    """Remove what one rollout left in the folder, so that it cannot fill it for those that follow."""
+    """Delete the files that one rollout left in the folder, so that they take no space from the next ones."""
     for entry in list(os.scandir(sandbox.folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -101,7 +101,7 @@ def _limit(name: str, limit: int) -> list[str]:
     allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     try:
         resource.setrlimit(number, (allowed, allowed))
-    except (OSError, ValueError) as error:  # macOS knows limits that it does not set
+    except (OSError, ValueError) as error:  # macOS has limits that it refuses to set
         return [f"{name} cannot be set ({error})"]
     return []
 
@@ -121,13 +121,13 @@ def _separate_as_far_as_possible(sandbox: Sandbox, pipe: int) -> list[str]:
     _separate()
     if not files_problem:
         _protect_files(sandbox)
-    die_with_parent()  # again: the kernel forgets it when a process becomes another user, even itself elsewhere
+    die_with_parent()  # again: entering a user namespace resets it
     _continue_inside(pipe)
     return [f"files are within reach (they cannot be made read-only: {files_problem})"] if files_problem else []
 
 
 def _problem_of(step: Callable[[], None]) -> str | None:
-    """Why a step fails, tried by a child, because one that fails halfway cannot be undone; None when it works."""
+    """Try a step in a child process, because a step that fails halfway cannot be undone; returns why it fails."""
     child = os.fork()
     if child == 0:
         code = _NO_ERRNO
@@ -143,7 +143,7 @@ def _problem_of(step: Callable[[], None]) -> str | None:
 
 
 def _separate() -> None:
-    """Go into namespaces of our own, as the same user without rights over anything outside them."""
+    """Enter new namespaces, as the same user, without any rights outside them."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC)
     for file, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -152,9 +152,9 @@ def _separate() -> None:
 
 
 def _protect_files(sandbox: Sandbox) -> None:
-    """Make every file read-only but for those of the sandbox's folder and of shared memory, which are new and bounded.
+    """Make all files read-only, except in the sandbox's folder and in shared memory.
 
-    The files are in memory and go with the last process.
+    Those two become new file systems of limited size in memory, which vanish with the last process.
     """
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     read_only = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY)  # struct mount_attr: set, clear, propagation, namespace
@@ -166,9 +166,10 @@ def _protect_files(sandbox: Sandbox) -> None:
 
 
 def _continue_inside(pipe: int) -> None:
-    """Go on as a process inside the new process namespace; this one waits outside and ends as that one does.
+    """Continue in a process inside the new process namespace; this process waits outside and ends with its exit code.
 
-    Its first process, in between, collects orphans and cannot be killed from inside. When it ends, all others do.
+    The namespace's first process is between the two: it collects orphans and cannot be killed from inside. When it
+    ends, the kernel kills all others in the namespace.
     """
     first = os.fork()
     if first:
@@ -181,7 +182,7 @@ def _continue_inside(pipe: int) -> None:
 
 
 def _end_like(child: int, pipe: int) -> NoReturn:
-    """Leave the pipe to a child, wait for it among others, and end with its code; a signal is 128 and its number."""
+    """Wait for a child, which keeps the pipe, and end with its exit code; 128 plus the number after a signal."""
     os.close(pipe)
     while True:
         ended, status = os.wait()
@@ -191,10 +192,10 @@ def _end_like(child: int, pipe: int) -> NoReturn:
 
 
 def _drop_privileges() -> None:
-    """Give up every capability, for the programs started from here too, and be opaque to other processes."""
+    """Give up all capabilities, also for programs started later, and forbid other processes to trace this one."""
     for capability in range(_MAX_CAPABILITIES):
         if ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
-            break  # beyond the last, or we have none to give up
+            break  # there are no more, or this process has none
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _call("capset", header, (ctypes.c_uint32 * 6)())
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -202,19 +203,19 @@ def _drop_privileges() -> None:
 
 
 def _without_sockets() -> list[str]:
-    """Let the kernel refuse to make sockets: those of networks and, which no namespace hides, those in the file system,
-    behind which other processes take orders. A pair of connected ones can be made."""
+    """Make the kernel refuse `socket()`, for networks and for Unix sockets: those in the file system belong to other
+    processes, and no namespace hides them. `socketpair()` still works."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _SOCKET_CALL:
         return [f"sockets can be opened (no filter of system calls for {sys.platform} on {machine})"]
     architecture, number = _SOCKET_CALL[machine]
-    steps = [  # (what, where to go if so, and if not, in steps from the next; operand)
+    steps = [  # (instruction, steps to skip if true, steps to skip if false, operand)
         (_FILTER_LOAD, 0, 0, 4),  # the architecture
         (_FILTER_EQUAL, 0, 5, architecture),
-        (_FILTER_LOAD, 0, 0, 0),  # the number of the call
+        (_FILTER_LOAD, 0, 0, 0),  # the number of the system call
         (_FILTER_AT_LEAST, 3, 0, _FIRST_X32_CALL),
         (_FILTER_EQUAL, 2, 0, number),
-        (_FILTER_EQUAL, 1, 0, _IO_URING_SETUP),  # it makes sockets without a call
+        (_FILTER_EQUAL, 1, 0, _IO_URING_SETUP),  # io_uring can create sockets without a system call
         (_FILTER_RETURN, 0, 0, _ALLOW),
         (_FILTER_RETURN, 0, 0, _REFUSE),
     ]

@@ -1,7 +1,7 @@
-"""A reward process: reads items from a pipe, writes their scores back, and never outlives the trainer.
+"""A reward process: reads items from a socket, writes their rewards back, and never outlives the trainer.
 
-It is started as a program of its own rather than by multiprocessing, which would import the trainer's main module, and
-with it torch and the model code, into every worker.
+It is started as a program, not through multiprocessing, which would import the trainer's main module, and with it torch
+and the model code, into every worker.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.sandbox import Sandbox, die_with_parent, empty, enter, limit_cpu
 
-# What a worker runs; its arguments are the trainer's process id, the socket's descriptor, and the trainer's sys.path.
+# The program of a worker. Its arguments are the trainer's process id, the socket's descriptor, the trainer's sys.path.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from spmdrl.rewards.worker import main; main()"
-SIZE = struct.Struct("<Q")  # what precedes each pickled message to a worker
+SIZE = struct.Struct("<Q")  # comes before each pickled message to a worker
 _MAX_REASON_CHARACTERS = 200
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
@@ -37,12 +37,12 @@ class Term:
 
     name: str
     kind: str
-    settings: dict[str, Any] = field(default_factory=dict)  # the arguments of the verifier's `load`, where it has one
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of the verifier's `load`, if it has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker is for: the first message it gets."""
+    """A worker's task: the first message it receives."""
 
     terms: list[Term]
     limit_s: float  # for each item
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A worker's answer for one item: the parts, or why there are none."""
+    """A worker's answer for one item: the rewards of the terms, or the reason of a failure."""
 
     parts: dict[str, float]
     failure: str | None = None
@@ -60,23 +60,23 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A worker's answer to its job: why it cannot do it, and what its sandbox does not protect."""
+    """A worker's answer to its job: why it cannot start, and what its sandbox cannot protect."""
 
     problem: str | None = None
     unprotected: list[str] = field(default_factory=list)
 
 
 def main() -> None:
-    """Serve until the socket closes.
+    """Serve requests until the socket closes.
 
-    Messages to a worker are pickles, and its answers lines of JSON: what runs here may have been written by the model,
-    and must not choose what the trainer unpickles.
+    Messages to a worker are pickles, its answers are lines of JSON: code that runs here may have been written by the
+    model, and must not decide what the trainer unpickles.
     """
     die_with_parent()
-    if os.getppid() != int(sys.argv[1]):  # it died before we asked
+    if os.getppid() != int(sys.argv[1]):  # the trainer died before this process asked to die with it
         os._exit(1)
-    # The trainer decides when its workers end (with SIGKILL): signals to a whole job must not fail its last rewards.
-    # Handlers that do nothing, and not SIG_IGN, which programs started by a reward function would inherit.
+    # Only the trainer ends its workers (with SIGKILL): a signal to the whole job must not fail the last rewards.
+    # Empty handlers instead of SIG_IGN, which programs started by a reward function would inherit.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     trainer = socket.socket(fileno=int(sys.argv[2]))
@@ -90,7 +90,7 @@ def main() -> None:
         _send(trainer, Start(problem=problem))
         return
     if job.sandbox:
-        os.chdir(job.sandbox.folder)  # only now: a function's file is named relative to the trainer's
+        os.chdir(job.sandbox.folder)  # after loading: a function's file is relative to the trainer's directory
     _send(trainer, Start(unprotected=unprotected))
     while message := _receive(messages):
         if job.sandbox:
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _receive(messages: BinaryIO) -> bytes:
-    """The next message, empty when the trainer has gone."""
+    """Read the next message; empty when the trainer has closed the socket."""
     size = messages.read(SIZE.size)
     return messages.read(SIZE.unpack(size)[0]) if size else b""
 
@@ -113,7 +113,7 @@ def _send(trainer: socket.socket, answer: Reply | Start) -> None:
 
 def _verifier(term: Term) -> Callable[[RewardItem], Any]:
     module = importlib.import_module(f"spmdrl.rewards.{term.kind}")
-    return module.load(**term.settings) if term.settings else module.score
+    return module.load(**term.settings) if term.settings else module.reward
 
 
 def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) -> Reply:
@@ -123,7 +123,7 @@ def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) ->
         item = pickle.loads(message)
         for name, verifier in verifiers.items():
             parts[name] = _number(verifier(item))
-    except BaseException as error:  # whatever a reward function raises, SystemExit included, is about this item only
+    except BaseException as error:  # whatever a reward function raises, even SystemExit, fails only this item
         reason = f"{name}: {type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON_CHARACTERS]
         return Reply(parts={}, failure=reason, traceback=traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:])
     return Reply(parts=parts)

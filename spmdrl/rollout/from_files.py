@@ -15,7 +15,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.client import judged
+from spmdrl.rewards.client import known_reward
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.rollout.sampler import Sampler
@@ -116,7 +116,7 @@ class RecordedSampler(Sampler):
 def as_collected(parts: Sequence[Recording], *, group_size: int) -> Collected:
     """Some ranks' parts of a step as one rank's, with the rewards that were recorded."""
     return Collected(
-        pending=[judged(*outcome) for part in parts for outcome in part.outcomes],
+        pending=[known_reward(*outcome) for part in parts for outcome in part.outcomes],
         metrics={},
         places=parts[0].places if parts else {},
         group_size=group_size,

@@ -25,10 +25,10 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
-from spmdrl.faults.watch import StopRequest
+from spmdrl.faults.stop_request import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import Naming
-from spmdrl.rewards.client import Pending, judged
+from spmdrl.rewards.client import Pending, known_reward
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch
@@ -217,12 +217,12 @@ class RemoteSampler(Sampler):
         """See `Sampler.collect`; waits until the engines have sampled the step."""
         parts: list[Delivery] = [self._rollouts.receive(source=rank) for rank in self._leaders]
         self._states = {step - 1: self._states[step - 1], step: parts[0].state}
-        self._watch.ask_to_stop(parts[0].wish)
+        self._watch.request_stop(parts[0].wish)
         for message in parts[0].messages:
             self._message(message)
         outcomes = [outcome for part in parts for outcome in part.outcomes]
         return Collected(
-            pending=[judged(*outcome) for outcome in outcomes],
+            pending=[known_reward(*outcome) for outcome in outcomes],
             metrics=merge_all([part.metrics for part in parts]),
             places=parts[0].places,
             group_size=parts[0].group_size,
@@ -232,7 +232,7 @@ class RemoteSampler(Sampler):
 
     def sample_held_out(self) -> list[Pending]:
         """See `Sampler.sample_held_out`; the engines do it by themselves, right after the refit."""
-        return [judged(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
+        return [known_reward(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
 
     def state(self, step: int) -> Mapping[str, Any] | None:
         """See `Sampler.state`: it came with the step's rollouts."""

@@ -57,7 +57,7 @@ class LocalSampler(Sampler):
         """`message` shows the user a line."""
         cfg, meshes, prompts = run.cfg, run.meshes, run.inputs.prompts
         self._cfg, self._engine, self._restarts = cfg, engine, restarts
-        self._submit = run.watch.following(run.rewards.submit)
+        self._submit = run.watch.marking_progress(run.rewards.submit)
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
         self._collector = Collector(

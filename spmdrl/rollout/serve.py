@@ -24,7 +24,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.faults.watch import StopRequest
+from spmdrl.faults.stop_request import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rollout.collect import Collected
@@ -92,7 +92,7 @@ def serve(run: Launch[Config]) -> None:
                     {"time/sampling_s": Max(time.perf_counter() - began)},
                 ]
             )
-            wishes = gather_objects(meshes.engines, watch.wish_to_stop())
+            wishes = gather_objects(meshes.engines, watch.stop_request())
             wish = next((wish for wish in wishes if wish is not None), None)
             # After every step: the ranks that train may stop, and save, after any.
             deliver.step(collected, outcomes, metrics, sampler.state(number), messages, wish)

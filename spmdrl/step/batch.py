@@ -98,7 +98,7 @@ def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggreg
     mine = {sequence.index: sequence for sequence in received}
 
     mini_batches: list[MiniBatch] = []
-    metrics: list[Metrics] = [{"pack/loss_tokens": Total(0.0)}]
+    metrics: list[Metrics] = [{"batch/loss_tokens": Total(0.0)}]
     for share in shares:
         if not any(share):
             mini_batches.append([])
@@ -207,12 +207,12 @@ def _pack_metrics(bins: list[list[list[SequenceSize]]], plan: Plan, *, place: in
     costs = [[sum(_costs(sizes, plan)) for sizes in of_place] for of_place in bins]
     num_micro_batches = float(len(tokens))
     return {
-        "pack/fill_fraction": Mean(
+        "batch/fill_fraction": Mean(
             num_micro_batches * fill_fraction(tokens, plan.max_tokens_per_micro_batch or max(1, *tokens)),
             num_micro_batches,
         ),
-        "pack/loss_tokens": Total(float(sum(size.num_loss_tokens for sizes in bins[place] for size in sizes))),
-        "pack/micro_batches": Mean(num_micro_batches, 1.0),
-        "pack/rank_imbalance": Mean(imbalance([sum(of_place) for of_place in costs]), 1.0),
-        "pack/idle_fraction": Mean(idle_fraction(costs), 1.0),
+        "batch/loss_tokens": Total(float(sum(size.num_loss_tokens for sizes in bins[place] for size in sizes))),
+        "batch/micro_batches": Mean(num_micro_batches, 1.0),
+        "batch/rank_imbalance": Mean(imbalance([sum(of_place) for of_place in costs]), 1.0),
+        "batch/idle_fraction": Mean(idle_fraction(costs), 1.0),
     }

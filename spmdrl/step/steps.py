@@ -78,7 +78,7 @@ class Steps(Generic[SettingsT]):
                 self._save()
             saver.wait()
             if run.world.is_main:
-                run.report.message(run.watch.leave_requeue(step=self._done, num_steps=run.plan.num_steps))
+                run.report.message(run.watch.write_requeue(step=self._done, num_steps=run.plan.num_steps))
             self._sampler.dismiss()
         else:
             saver.wait()

@@ -1,4 +1,4 @@
-"""Write the page of all settings: `python -m spmdrl.tools.config_reference > docs/configuration.md`."""
+"""Generate docs/configuration.md, every setting of `spmdrl.config`: `python -m spmdrl.tools.config_reference`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ read as TOML, and as text when it is not TOML:
 
     python -m spmdrl.train configs/demo.toml optim.lr=3e-6 run.name=second
 
-Unknown keys, values of another type and counts that do not work out are errors, all of them told at once. `--dry-run`
-checks a configuration and everything it names, and prints it with the defaults filled in and the checkpoint that the
-run would go on from; `--ranks N` says for how many ranks. The run's folder keeps that resolved file as `config.toml`.
+Unknown keys, values of the wrong type and counts that do not fit together are errors, and all errors are shown at once.
+`--dry-run` checks a configuration and everything it names, prints it with the defaults filled in, and names the
+checkpoint from which the run would resume; `--ranks N` sets the number of ranks to check for. The run's folder keeps
+the resolved file as `config.toml`.
 
 A setting without a default is required.
 """
@@ -41,13 +42,13 @@ def reference() -> str:
             parts.append(f"Above the first table of the file:\n\n{_table(kind)}")
         repeated = [key for key, field in fields if sections_in(field.annotation)[0] in described]
         if repeated:
-            parts.append(f"{', '.join(f'[`[{key}]`](#{key})' for key in repeated)} are those described above.\n")
+            parts.append(f"{', '.join(f'[`[{key}]`](#{key})' for key in repeated)} are described above.\n")
         parts += [_section(key, field, described) for key, field in fields if key not in repeated]
     return "\n".join(parts)
 
 
 def settings(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting below a Section class by its dotted name, those of each kind of an array's tables included."""
+    """Yield every setting of a Section class and of the sections inside it, with its dotted name."""
     for key, field in kind.model_fields.items():
         inner = sections_in(field.annotation)
         if not inner or is_array(field.annotation):
@@ -73,9 +74,9 @@ def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -
 
 
 def _array(name: str, kinds: Sequence[type[Section]], described: dict[type[Section], str]) -> Iterator[str]:
-    """An array of tables, each of one of several kinds."""
+    """Describe an array of tables, each of which has one of several kinds."""
     if kinds[0] in described:
-        yield f"Each `[[{name}]]` is one of the kinds described under `[[{described[kinds[0]]}]]`.\n"
+        yield f"Each `[[{name}]]` has one of the kinds described under `[[{described[kinds[0]]}]]`.\n"
         return
     for kind in kinds:
         described[kind] = name
@@ -122,7 +123,7 @@ def _toml(value: Any) -> str:
 
 
 def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """The values that a setting takes, in words."""
+    """Describe the allowed values."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _value(arguments[0], [*metadata, *arguments[1:]])
@@ -155,7 +156,7 @@ def _range(metadata: Sequence[Any]) -> Iterator[str]:
 
 
 def _bounds(metadata: Sequence[Any], name: str) -> list[float]:
-    """The bounds of that name; pydantic wraps those of an inner annotation in a FieldInfo."""
+    """Return the bounds with this name; pydantic wraps the bounds of an inner annotation in a FieldInfo."""
     flat = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
     return [bound for item in flat if (bound := getattr(item, name, None)) is not None]
 

@@ -1,4 +1,4 @@
-"""`python -m spmdrl.tools.evaluate RUN`: the held-out accuracy of a run's exported model, loaded by transformers."""
+"""Evaluate a run's exported model on its held-out prompts, with transformers: `python -m spmdrl.tools.evaluate RUN`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from spmdrl.types import UserError
 
 
 def evaluate_export(run: Path) -> dict[str, float]:
-    """Load RUN/hf into an engine and ask it the run's held-out prompts. UserError if there is nothing to load."""
+    """Load RUN/hf into an engine and evaluate it on the run's held-out prompts. UserError if there is no model."""
     cfg = read_config(Config, str(run / "config.toml"), [])
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
     if not (run / "hf" / "config.json").is_file():
-        raise UserError(f"{run}/hf holds no exported model; it is written after the last step")
+        raise UserError(f"{run}/hf holds no exported model; the run writes it after the last step")
     held_out = open_held_out(cfg)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
@@ -44,22 +44,22 @@ def evaluate_export(run: Path) -> dict[str, float]:
         max_running=cfg.rollout.max_running,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    with RewardClient(cfg.reward, held_out.tokenizer) as judge:
+    with RewardClient(cfg.reward, held_out.tokenizer) as rewards:
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         rollouts = sample(engine, held_out.prompts, sampling, run_seed=cfg.run.seed, step=0)
-        outcomes = judge.collect([judge.submit(rollout) for rollout in rollouts])
+        outcomes = rewards.collect([rewards.submit(rollout) for rollout in rollouts])
     return scalars(eval_metrics(outcomes, cfg.reward))
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
-    """What the run's engine computed with, where an embedded engine has that here."""
+    """Return the attention kernel of the run's engine, if the torch engine has it on this device."""
     if cfg.rollout.engine == "torch" and device_type == "cpu":
         return kernel_of_run(cfg, device_type, dtype)
     return choose_kernel(cfg.model.attention, device_type, dtype)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     arguments = parser.parse_args(argv)

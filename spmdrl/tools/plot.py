@@ -1,4 +1,4 @@
-"""Draw the curves of a run, or of several over each other: `python -m spmdrl.tools.plot RUN [RUN ...] [--out PNG]`."""
+"""Draw the curves of one run, or of several in one picture: `python -m spmdrl.tools.plot RUN [RUN ...] [--out PNG]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdrl.types import UserError
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.plot", description=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
-    parser.add_argument("--out", metavar="PNG", type=Path, help="default: RUN/curves.png; several runs: curves.png")
+    parser.add_argument("--out", metavar="PNG", type=Path, help="default: RUN/curves.png; for several runs curves.png")
     given = parser.parse_args(argv)
     out = given.out or (RunFolder(given.runs[0]).curves if len(given.runs) == 1 else Path("curves.png"))
     try:
@@ -33,7 +33,7 @@ def _rows(run: Path) -> list[Row]:
 
 
 def _labels(runs: list[Path]) -> list[str]:
-    """The folders' names where they differ, their paths where they do not."""
+    """Label runs by the names of their folders, or by their paths if the names are not unique."""
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 

@@ -32,7 +32,7 @@ from spmdrl.learn.limits import Guard
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
-from spmdrl.replay.recorder import read_findings
+from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.rollout.from_files import as_collected
@@ -71,7 +71,7 @@ def replay(path: Path, step: int) -> Replay:
     cfg, plan = _settings(parts[0])
     if problems := list(parallel_problems(cfg.parallel, launched_ranks())):
         raise UserError("\n".join(problems))
-    before = read_findings(folder.rollouts, step, num_ranks=parts[0].num_ranks)
+    before = read_fingerprints(folder.rollouts, step, num_ranks=parts[0].num_ranks)
     with open_run(cfg, folder) as run:
         return Replay(before, _compute(run, plan, parts, step=step))
 

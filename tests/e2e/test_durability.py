@@ -255,7 +255,7 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:
         moved = launch(folder, "moved", num_ranks, *exact, f"run.num_steps={step}")
         one, other = rows(stays)[-1], rows(moved)[-1]
         assert one["step"] == other["step"] == step
-        for metric in ("reward/mean", "rollout/response_tokens", "pack/loss_tokens"):
+        for metric in ("reward/mean", "rollout/response_tokens", "batch/loss_tokens"):
             assert one[metric] == pytest.approx(other[metric], rel=1e-12), metric
         assert one["mismatch/max_abs_nats"] == other["mismatch/max_abs_nats"] == 0.0
         # The first rank writes the samples that it holds itself.
@@ -388,6 +388,6 @@ def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: P
     silence, said = sorted(words)  # all ranks are told, and whichever is first speaks
     assert codes == (2, 2) and silence == ""
     assert "cannot go on: the checkpoint of step 4 could not be written: File too large" in said
-    assert "the checkpoint of step 3 is whole" in said
+    assert "the checkpoint of step 3 is complete" in said
     assert saved_steps(run / "checkpoints") == [1, 2, 3] and tensor_files(run, 3) == before
     assert_same_run(launch(folder, "full", 2), straight)

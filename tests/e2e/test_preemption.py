@@ -21,8 +21,9 @@ import pytest
 from spmdrl import train
 from spmdrl.checkpoint.places import folder_of, newest_step
 from spmdrl.faults.files import FaultFiles, read_json
+from spmdrl.faults.stop_request import StopRequests
 from spmdrl.faults.verdict import EXIT_LOST_RANK, EXIT_REQUEUE, read_error, read_requeue
-from spmdrl.faults.watch import Stop, Watch
+from spmdrl.faults.watch import Watch
 from spmdrl.report import Report
 from spmdrl.sft import main as sft
 from spmdrl.train import main
@@ -83,7 +84,7 @@ def signalled(program: Any, argv: list[str], step: int, phase: str, rank: int = 
 
     def enter_and_signal(watch: Watch, entered: str) -> None:
         enter(watch, entered)
-        if (watch._post.step, entered) == (step, phase) and os.environ["RANK"] == str(rank):
+        if (watch._heartbeat.status.step, entered) == (step, phase) and os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), signal.SIGUSR1)
 
     with mock.patch.object(Watch, "enter", enter_and_signal):
@@ -182,12 +183,12 @@ def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:
 
 def with_a_long_second_step(argv: list[str]) -> int:
     """Run one rank's program, by a clock on which step 2 takes two hours."""
-    end_step, ends = Stop.end_step, iter((0.0, 0.0, 7200.0))
+    end_step, ends = StopRequests.end_step, iter((0.0, 0.0, 7200.0))
 
-    def end_later(stop: Stop, now: float) -> None:
-        end_step(stop, now + next(ends))
+    def end_later(requests: StopRequests, now: float) -> None:
+        end_step(requests, now + next(ends))
 
-    with mock.patch.object(Stop, "end_step", end_later):
+    with mock.patch.object(StopRequests, "end_step", end_later):
         return plain(main, argv)
 
 
@@ -249,9 +250,9 @@ class Job:
         """Until a rank is in a phase, of this step or a later one; returns its process."""
         deadline = time.monotonic() + 200.0
         while True:
-            post = read_json(self.files.post_of(rank))
-            if post is not None and post["step"] >= step and post["phase"] == phase:
-                return post["pid"]
+            status = read_json(self.files.status_of(rank))
+            if status is not None and status["step"] >= step and status["phase"] == phase:
+                return status["pid"]
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.001)
 
@@ -317,11 +318,11 @@ def test_a_rank_that_is_stopped_in_a_collective_ends_the_job_by_name(folder: Pat
         assert gone(processes), "processes are left"
     report = read_error(run.files)
     assert report is not None and report.kind == "hang" and report.rank == 1
-    told = run.output[run.output.index("no rank has got on for 6 s") :]
-    assert f"pid {rank}) does not answer, it is in step {report.step}, {report.phase}" in told
+    told = run.output[run.output.index("no rank has made progress for 6 s") :]
+    assert f"pid {rank}) is not responding, in step {report.step}, {report.phase}" in told
     # Together when they are in the same place; a rank without stacks would be said not to have answered.
     assert "main thread of rank" in told and "in run_from_command_line" in told
-    assert "it has not answered" not in told
+    assert "no response" not in told
     for number in range(2):
         assert "in run_from_command_line" in run.files.log_of(number).read_text()
         assert run.files.flight_record_of(number).stat().st_size > 0

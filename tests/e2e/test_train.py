@@ -40,7 +40,7 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
             "update/entropy_nats",
             "mismatch/mean_abs_nats",
             "mismatch/max_abs_nats",
-            "pack/fill_fraction",
+            "batch/fill_fraction",
             "time/step_s",
             "time/rollout_s",
             "time/update_s",
@@ -124,7 +124,7 @@ def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, wh
     settings = ["offload.trainer=all", 'offload.engine=["kv_cache", "weights"]', "report.memory=true"]
     done = torchrun(folder, 2, "run.name=offloaded", *settings)
     assert_same_weights(whole, folder / "runs/offloaded")
-    assert "memory in step 4, GiB, of 2 ranks" in done.stdout
+    assert "memory in step 4, GiB, on 2 ranks" in done.stdout
     written = [json.loads(line) for line in (folder / "runs/offloaded/memory.jsonl").read_text().splitlines()]
     assert {row["step"] for row in written} == {0, 1, 2, 3, 4}
     # Step 4 evaluates, which releases the engine's weights, and saves.
@@ -138,7 +138,7 @@ def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> No
     torchrun(folder, 1, "run.name=alone", "run.num_steps=1", "report.samples_per_step=100")
     torchrun(folder, 2, "run.name=pair", "run.num_steps=1", "report.samples_per_step=100")
     alone, pair = (rows(folder / "runs" / name)[-1] for name in ("alone", "pair"))
-    for name in ("reward/mean", "rollout/response_tokens", "eval/reward", "pack/loss_tokens"):
+    for name in ("reward/mean", "rollout/response_tokens", "eval/reward", "batch/loss_tokens"):
         assert alone[name] == pytest.approx(pair[name], rel=1e-12), name
     assert alone["update/grad_norm"] == pytest.approx(pair["update/grad_norm"], rel=1e-5)
 
@@ -250,6 +250,6 @@ LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "par
 def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layout: str) -> None:
     torchrun(folder, 2, f"run.name={layout}", "run.num_steps=2", "checkpoint.every=0", LAYOUTS[layout])
     for one, other in zip(rows(whole)[:3], rows(folder / "runs" / layout), strict=True):
-        for name in ("reward/mean", "rollout/response_tokens", "update/loss", "update/grad_norm", "pack/loss_tokens"):
+        for name in ("reward/mean", "rollout/response_tokens", "update/loss", "update/grad_norm", "batch/loss_tokens"):
             if name in one:
                 assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (layout, one["step"], name)

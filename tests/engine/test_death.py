@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.rank_status import read_posts
+from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import read_error
 from spmdrl.tools import ps
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -77,7 +77,7 @@ class Job:
         while not (is_there and was_elsewhere):
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.002)
-            is_there = {post.phase for post in read_posts(FaultFiles(self.run))} == {phase}
+            is_there = {status.phase for status in read_statuses(FaultFiles(self.run))} == {phase}
             was_elsewhere |= not is_there
 
     def descendants(self) -> list[psutil.Process]:
@@ -166,9 +166,8 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) 
         rank.kill()
         assert run.process.wait(END_LIMIT_S) != 0
         assert gone(processes), "processes are left"
-        assert len(re.findall(rf"pid {rank.pid}\) has ended without a word in step \d+, update", run.output)) == 1, (
-            run.output
-        )
+        cause = rf"pid {rank.pid}\) ended without an error message in step \d+, update"
+        assert len(re.findall(cause, run.output)) == 1, run.output
         assert "failed in step" not in run.output
         assert f"Signal 9 (SIGKILL) received by PID {rank.pid}" in run.output
 

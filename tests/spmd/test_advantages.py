@@ -32,6 +32,7 @@ from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import MicroBatch, Prompt, Response, RewardedRollout, RewardOutcome, Rollout, Sequence, Span
 from tests.helpers import oracle
 from tests.helpers.batches import completed
+from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import COUNT, GROUP_SIZE, SEED, everywhere, groups_config
 from tests.helpers.models import save_llama
@@ -322,7 +323,7 @@ def _stopped(path: str, folder: str) -> Any:
             left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
             results.append((weights, left_out, metrics["update/k3_old_nats"].value()))
         learner.coefficients["entropy_coef"] = 0.5
-        checkpoint.save(Path(folder), {"policy": learner}, meshes, step=1, keep_last=1)
+        save_and_wait(folder, {"policy": learner}, meshes, step=1)
         coefficients = []
         for names in (("entropy_coef", "kl_in_reward_coef"), ()):
             learner.coefficients.clear()

@@ -62,8 +62,8 @@ def test_fewer_groups_than_planned_are_cut_evenly() -> None:
         assert [i for indices in cut for i in indices] == list(range(num_groups * GROUP_SIZE))
         shared = [sorted(one + other) for one, other in zip(*(rank[place][0] for rank in ranks), strict=True)]
         assert shared == cut
-        assert metrics["pack/loss_tokens"] == pytest.approx(sum(rank[place][1]["pack/loss_tokens"] for rank in ranks))
+        assert metrics["batch/loss_tokens"] == pytest.approx(sum(rank[place][1]["batch/loss_tokens"] for rank in ranks))
 
 
 def test_a_step_without_any_group_has_a_speed() -> None:
-    assert with_speed({"time/step_s": 2.0, "pack/loss_tokens": 0.0})["speed/loss_tokens_per_s"] == 0.0
+    assert with_speed({"time/step_s": 2.0, "batch/loss_tokens": 0.0})["speed/loss_tokens_per_s"] == 0.0

@@ -182,17 +182,17 @@ def test_damage_is_named_and_never_passed_over_in_silence(qwen3: str, tmp_path: 
     assert found["whole"].splitlines()[0] == "whole 2"
     first, last = found["cut"].splitlines()
     assert first.startswith("step-00000002: __1_0.distcp is truncated: it has 100 of ")
-    assert last.endswith("set resume.allow_older = true to go on from step 1, which is whole")
+    assert last.endswith("set resume.allow_older = true to resume from step 1, which is complete")
     newest, oldest, last = found["both"].splitlines()
     assert newest == "step-00000002: .metadata is missing"
-    assert oldest == "step-00000001: __0_0.distcp was changed: its content is not what was written"
+    assert oldest == "step-00000001: __0_0.distcp was changed after it was written"
     assert last.startswith("no checkpoint can be loaded")
     assert "step-00000001: manifest.json is missing" in found["both-older"]
     assert found["older"].startswith("older 1\n") and "step-00000002: __0_0.distcp was changed" in found["older"]
     assert folder_of(tmp_path / "older", 2).with_suffix(".broken").is_dir()
     assert found["changed"] == (
-        "since the checkpoint of step 2, optim.lr was 0.001 and is 1.0; set that back, or go on with the change: "
-        'resume.changed = ["optim.lr"]'
+        "since the checkpoint of step 2, optim.lr was 0.001 and is 1.0; set this back, or set "
+        'resume.changed = ["optim.lr"] to resume with the change'
     )
     assert found["named"].startswith("named 2\nchanged since step 2: optim.lr was 0.001 and is 1.0")
     assert found["elsewhere"].splitlines()[0] == "whole 1"
@@ -256,7 +256,7 @@ def _assert_a_sentence(results: list[tuple[str, list[int], list[int]]], reason: 
     assert (before, after) == ([1], [1, 2])
     assert said.startswith(f"the checkpoint of step 2 could not be written: {reason} while writing ")
     assert f"step-00000002.unfinished/{file}" in said and "MiB are free there" in said
-    assert "the checkpoint of step 1 is whole" in said
+    assert "the checkpoint of step 1 is complete" in said
     assert said.partition(" (")[0] == others.partition(" (")[0]
 
 

@@ -23,6 +23,7 @@ from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.types import UserError
+from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import COUNT, GROUP_SIZE, everywhere, groups_config
 from tests.helpers.models import save_llama, save_qwen3
@@ -152,7 +153,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()
-            checkpoint.save(Path(folder), learners, meshes, step=step, keep_last=3)
+            save_and_wait(folder, learners, meshes, step=step)
             have_state.append(trainer.has_optimizer_state)
         state = {
             f"{name}.{key}": p.full_tensor().detach()  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
+from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -144,7 +145,7 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
                 memory.sleep()
                 moved = memory.asleep_bytes
             memory.wake()
-            checkpoint.save(Path(folder), {"policy": learner}, meshes, step=last, keep_last=3)
+            save_and_wait(folder, {"policy": learner}, meshes, step=last)
         # Storages, which are padded where the rows do not come out even.
         weights = sum(p.to_local().untyped_storage().nbytes() for p in learner.model.parameters())
         blocks = _state(learner)

@@ -24,6 +24,7 @@ from spmdrl.learn.update import Learner
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit
+from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.learners import full_state, start_learner, update_once
 from tests.helpers.models import save_llama, save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -52,7 +53,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
                 update_once(learner, meshes, step=step)
                 memory.sleep()
             memory.wake()
-            checkpoint.save(Path(folder), {"policy": learner}, meshes, step=last, keep_last=3)
+            save_and_wait(folder, {"policy": learner}, meshes, step=last)
         state = full_state(learner)
         del learner, memory
         return state

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from spmdrl import train
 from spmdrl.replay.fingerprints import StepFingerprint, difference
-from spmdrl.replay.recorder import read_findings
+from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
 from tests.helpers.ranks import run_ranks
@@ -68,9 +68,9 @@ def test_a_step_is_computed_again_to_the_last_bit(folder: Path) -> None:
     assert (code, other_code, nothing) == (0, 0, "")
     assert "step 3: no difference" in words
     assert "update/loss" in words and "update/grad_norm" in words
-    findings = read_findings(folder / "run/rollouts", 3, num_ranks=2)
-    assert findings is not None
-    assert {name.split("/")[1] for name in findings[0].gradients} == {"1", "2"}
+    fingerprints = read_fingerprints(folder / "run/rollouts", 3, num_ranks=2)
+    assert fingerprints is not None
+    assert {name.split("/")[1] for name in fingerprints[0].gradients} == {"1", "2"}
 
 
 def now(run: Path, step: int) -> list[StepFingerprint]:
@@ -78,7 +78,7 @@ def now(run: Path, step: int) -> list[StepFingerprint]:
 
 
 def test_on_another_number_of_ranks_it_differs_by_rounding(folder: Path) -> None:
-    before = read_findings(folder / "run/rollouts", 1, num_ranks=2)
+    before = read_fingerprints(folder / "run/rollouts", 1, num_ranks=2)
     assert before is not None
     ((found,),) = run_ranks(1, now, folder / "run", 1)
     apart = difference(before, [found])
@@ -118,7 +118,7 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
         for name in ("run", "again")
     ]
     for row, row_again in zip(*rows, strict=True):
-        names = {name for name in row if name.split("/")[0] in ("reward", "pack", "mismatch", "update")}
+        names = {name for name in row if name.split("/")[0] in ("reward", "batch", "mismatch", "update")}
         assert len(names) > 20 and {name: row[name] for name in names} == {name: row_again[name] for name in names}
 
 

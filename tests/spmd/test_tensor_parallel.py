@@ -19,6 +19,7 @@ from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
+from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_llama, save_model, save_qwen3, save_qwen3_moe
 from tests.helpers.parity import LOSS, assert_same_change, dealt, initial
@@ -170,7 +171,7 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
             checkpoint.restore(folder, {"policy": learner}, meshes.training, step=start)
             for step in range(start + 1, end + 1):
                 update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
-                checkpoint.save(folder, {"policy": learner}, meshes, step=step, keep_last=9)
+                save_and_wait(folder, {"policy": learner}, meshes, step=step)
             weights.append(
                 {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
             )

@@ -78,7 +78,7 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed(tmp_path: Path) -> 
 
     for place in (0, len(content) // 2, len(content) - 1):
         flip_bit(file, place)
-        assert problems() == ["a.json was changed: its content is not what was written"]
+        assert problems() == ["a.json was changed after it was written"]
         file.write_bytes(content)
     file.write_bytes(content[:-1])
     assert problems() == [f"a.json is truncated: it has {len(content) - 1} of {len(content)} bytes"]
@@ -94,9 +94,9 @@ def test_a_glance_sees_names_sizes_and_small_files(tmp_path: Path) -> None:
     flip_bit(path, 5)
     assert (glance(path, written), compare(path, written)) == (
         None,
-        "was changed: its content is not what was written",
+        "was changed after it was written",
     )
-    for size, problem in ((-1, "is truncated"), (1, "1 more than were written")):
+    for size, problem in ((-1, "is truncated"), (1, "is too long")):
         os.truncate(path, len(content) + size)
         assert problem in (glance(path, written) or "") and glance(path, written) == compare(path, written)
     small = write_json(tmp_path / "small", [1])
@@ -123,7 +123,7 @@ def test_only_what_has_its_last_name_counts(tmp_path: Path) -> None:
     folder_of(tmp_path, 11).with_suffix(".unfinished").mkdir()
     (tmp_path / "step-notes").mkdir()
     (note,) = unfinished(tmp_path, 10)
-    assert "step-00000011.unfinished; going on from step 10" in note
+    assert "step-00000011.unfinished; resuming from step 10" in note
     assert (saved_steps(tmp_path), newest_step(tmp_path)) == ([1, 2, 10], 10)
     remove(folder_of(tmp_path, 10))
     assert saved_steps(tmp_path) == [1, 2]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from spmdrl.dist.session import World
 from spmdrl.faults.cause import OomKills, hints_of, is_secondary
+from spmdrl.faults.failure import JobFailed
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import (
     RankStatus,
@@ -27,11 +28,12 @@ from spmdrl.faults.rank_status import (
     furthest_behind,
     has_ended,
     own_host,
-    read_posts,
+    read_statuses,
     silent,
     stuck,
 )
 from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
+from spmdrl.faults.stop_request import StopRequest, StopRequests
 from spmdrl.faults.supervise import conclude, supervise
 from spmdrl.faults.supervise import main as supervise_main
 from spmdrl.faults.verdict import (
@@ -44,7 +46,7 @@ from spmdrl.faults.verdict import (
     read_requeue,
     write_requeue,
 )
-from spmdrl.faults.watch import JobFailed, Stop, StopRequest, Watch, watch_over
+from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.tools import ps
 from spmdrl.types import UserError
 
@@ -56,7 +58,7 @@ def files(tmp_path: Path) -> FaultFiles:
     return FaultFiles(tmp_path)
 
 
-def post(rank: int, **changes: Any) -> RankStatus:
+def status(rank: int, **changes: Any) -> RankStatus:
     settings = {
         "launch": "one",
         "rank": rank,
@@ -131,61 +133,61 @@ def test_memory_is_named_by_what_the_kernel_did() -> None:
     ]
 
 
-def test_a_run_is_stuck_when_no_rank_gets_on() -> None:
-    posts = [post(0, moved_at=10.0), post(1, moved_at=20.0), post(2, moved_at=99.0, ended=True)]
-    assert stuck(posts, now=51.0, timeout_s=30.0)
-    assert not stuck(posts, now=49.0, timeout_s=30.0)
-    assert not stuck([post(2, ended=True, moved_at=0.0)], now=100.0, timeout_s=30.0)
+def test_a_run_is_stuck_when_no_rank_makes_progress() -> None:
+    statuses = [status(0, moved_at=10.0), status(1, moved_at=20.0), status(2, moved_at=99.0, ended=True)]
+    assert stuck(statuses, now=51.0, timeout_s=30.0)
+    assert not stuck(statuses, now=49.0, timeout_s=30.0)
+    assert not stuck([status(2, ended=True, moved_at=0.0)], now=100.0, timeout_s=30.0)
 
 
 def test_who_holds_up_the_others_is_named_with_its_phase() -> None:
-    before = [post(0, beat=1), post(1, beat=4), post(2, beat=9, ended=True)]
-    after = [post(0, beat=2), post(1, beat=4, phase="rollout"), post(2, beat=9, ended=True)]
+    before = [status(0, beat=1), status(1, beat=4), status(2, beat=9, ended=True)]
+    after = [status(0, beat=2), status(1, beat=4, phase="rollout"), status(2, beat=9, ended=True)]
     assert [one.rank for one in silent(before, after)] == [1]
     assert describe_hang(after, {1}, timeout_s=8.0) == (
-        "no rank has got on for 8 s: rank 1 (here, pid 101) does not answer, it is in step 2, rollout"
+        "no rank has made progress for 8 s: rank 1 (here, pid 101) is not responding, in step 2, rollout"
     )
-    behind = [post(0, phases_entered=7), post(1, phases_entered=6, phase="reward"), post(2, phases_entered=7)]
+    behind = [status(0, phases_entered=7), status(1, phases_entered=6, phase="reward"), status(2, phases_entered=7)]
     assert furthest_behind(behind) == [behind[1]]
     assert "rank 1 (here, pid 101) is behind the others, in step 2, reward" in describe_hang(behind, (), timeout_s=8.0)
-    assert describe_hang([post(0), post(1)], (), timeout_s=8.0).endswith("all of them are in step 2, update")
+    assert describe_hang([status(0), status(1)], (), timeout_s=8.0).endswith("all of them are in step 2, update")
 
 
 def test_posts_are_read_as_they_were_written_and_only_those_of_the_launch(files: FaultFiles) -> None:
-    for one in (post(10), post(2), post(0, launch="before")):
+    for one in (status(10), status(2), status(0, launch="before")):
         one.write(files)
-    files.post_of(5).write_text('{"rank": 5')
-    assert read_posts(files, launch="one") == [post(2), post(10)]
+    files.status_of(5).write_text('{"rank": 5')
+    assert read_statuses(files, launch="one") == [status(2), status(10)]
     files.clear()
-    assert read_posts(files) == []
+    assert read_statuses(files) == []
 
 
 def test_a_process_that_is_gone_is_seen_on_its_own_host_only() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    assert has_ended(post(0, pid=ended.pid), "here")
-    assert not has_ended(post(0, pid=ended.pid), "there")
-    assert not has_ended(post(0, pid=ended.pid, ended=True), "here")
-    assert not has_ended(post(0, pid=os.getpid()), "here")
+    assert has_ended(status(0, pid=ended.pid), "here")
+    assert not has_ended(status(0, pid=ended.pid), "there")
+    assert not has_ended(status(0, pid=ended.pid, ended=True), "here")
+    assert not has_ended(status(0, pid=os.getpid()), "here")
 
 
 def test_stopping_waits_for_no_step_that_would_end_too_late() -> None:
     deadline = datetime(2026, 11, 21, 8, 0)
     at = deadline.timestamp()
     late = StopRequest("run.stop_before = 2026-11-21T08:00", again=False)
-    stop = Stop(before=deadline)
+    stop = StopRequests(before=deadline)
     stop.end_step(at - 100)
-    assert stop.wish_before_step(at - 99) is None
+    assert stop.before_step(at - 99) is None
     stop.end_step(at - 70)
-    assert stop.wish_before_step(at - 31) is None
-    assert stop.wish_before_step(at - 30) == late
+    assert stop.before_step(at - 31) is None
+    assert stop.before_step(at - 30) == late
     # A step that has begun may try, until the moment itself.
-    assert stop.wish(at - 1) is None
-    assert stop.wish(at) == late
-    stop.ask(StopRequest("SIGTERM", again=True))
-    stop.ask(StopRequest("SIGUSR1", again=True))
-    assert stop.wish(at) == stop.wish_before_step(at) == stop.wish(at - 100) == StopRequest("SIGTERM", again=True)
-    assert Stop().wish(at) is None
+    assert stop.current(at - 1) is None
+    assert stop.current(at) == late
+    stop.add(StopRequest("SIGTERM", again=True))
+    stop.add(StopRequest("SIGUSR1", again=True))
+    assert stop.current(at) == stop.before_step(at) == stop.current(at - 100) == StopRequest("SIGTERM", again=True)
+    assert StopRequests().current(at) is None
 
 
 def test_stacks_of_ranks_in_the_same_place_are_told_once() -> None:
@@ -207,16 +209,16 @@ Current thread 0x00007f03 (most recent call first):
     assert main_stack("12:00:00 step 3\n") == ""
     told = grouped({0: main, 1: main, 2: "", 3: main})
     assert told.count("any_rank") == 1
-    assert "ranks 0-1, 3" in told and "main thread of rank 2 (most recent call first):\n  it has not answered" in told
+    assert "ranks 0-1, 3" in told and "main thread of rank 2 (most recent call first):\n  no response" in told
     assert ranks_phrase([4]) == "rank 4"
 
 
 def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
     assert conclude(files, 0) == ("", 0)
     assert conclude(files, 1) == ("", 1)
-    post(1).write(files)
+    status(1).write(files)
     assert conclude(files, 137) == (
-        "the ranks have ended without a word: rank 1 (here, pid 101) was in step 2, update",
+        "the ranks ended without an error message: rank 1 (here, pid 101) was in step 2, update",
         137,
     )
     for again, code in ((True, EXIT_REQUEUE), (False, 0)):
@@ -225,8 +227,10 @@ def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
         write_requeue(files, requeue)
         assert read_requeue(files) == requeue and not files.stop.exists()
         words, found = conclude(files, 1)
-        assert words.startswith(
-            f"stopped after step 3 of 9 (SIGTERM){', step 4 was given up' if again else ''}; the same"
+        later = "again" if again else "again with a later run.stop_before"
+        assert words == (
+            f"stopped after step 3 of 9 (SIGTERM){', step 4 was discarded' if again else ''}; "
+            f"run the same command {later} to continue"
         )
         assert found == code
     claim(files, error_report(1, hints=["the disk is full"]))
@@ -272,7 +276,7 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
         watch.begin_step(3)
         watch.enter("rollout")
         deadline = time.monotonic() + 5
-        while [(one.step, one.phase) for one in read_posts(files)] != [(3, "rollout")]:
+        while [(one.step, one.phase) for one in read_statuses(files)] != [(3, "rollout")]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert ps.main([str(files.folder)]) == 0
@@ -283,22 +287,22 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
         assert ps.main([str(files.folder), "dump"]) == 0
         assert "in test_a_watch_shows_where_the_rank_is_and_writes_its_stacks" in capsys.readouterr().out
         os.kill(os.getpid(), signal.SIGUSR1)
-        while watch.wish_to_stop() is None:
+        while watch.stop_request() is None:
             assert time.monotonic() < deadline + 5
             time.sleep(0.01)
-        assert watch.wish_to_stop() == StopRequest("SIGUSR1", again=True)
+        assert watch.stop_request() == StopRequest("SIGUSR1", again=True)
     finally:
         watch.close()
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     assert not listens(os.getpid())
-    assert [one.ended for one in read_posts(files)] == [True]
+    assert [one.ended for one in read_statuses(files)] == [True]
 
 
-def test_sigterm_is_no_wish_to_stop_when_another_rank_is_gone(files: FaultFiles) -> None:
+def test_sigterm_is_no_stop_request_when_another_rank_is_gone(files: FaultFiles) -> None:
     """torchrun ends the ranks that are left with it."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    post(1, pid=gone.pid, host=own_host()).write(files)
+    status(1, pid=gone.pid, host=own_host()).write(files)
     watch = make_watch(files)
     watch.start()
     try:
@@ -307,7 +311,7 @@ def test_sigterm_is_no_wish_to_stop_when_another_rank_is_gone(files: FaultFiles)
         while "SIGTERM, and another rank has ended" not in files.log_of(0).read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert watch.wish_to_stop() is None
+        assert watch.stop_request() is None
     finally:
         watch.close()
 
@@ -318,15 +322,15 @@ def test_the_file_stop_asks_the_run_to_stop(files: FaultFiles) -> None:
     watch.start()
     try:
         deadline = time.monotonic() + 5
-        while watch.wish_to_stop() is None:
+        while watch.stop_request() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert watch.wish_to_stop() == StopRequest("maintenance", again=True)
+        assert watch.stop_request() == StopRequest("maintenance", again=True)
     finally:
         watch.close()
 
 
-def test_a_wish_that_came_too_late_is_not_meant_for_the_next_launch(
+def test_a_stop_request_that_came_too_late_is_not_meant_for_the_next_launch(
     files: FaultFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spmdrl.faults.watch.shared_store", dist.HashStore)
@@ -365,7 +369,7 @@ def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: 
         raise UserError("also wrong")
     assert raised.value.exit_code == EXIT_CODES["user"]
     assert "also wrong" in files.log_of(0).read_text()
-    watch._log.close()
+    watch._heartbeat.log.close()
 
 
 @pytest.mark.parametrize(("reason", "requeues"), [("SIGUSR1", True), ("SIGTERM", False)])

@@ -23,13 +23,14 @@ from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.pool import RewardPool
 from spmdrl.step.rewards import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from spmdrl.types import Prompt, Response, RewardedRollout, Rollout, Span
+from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, running, wait_for
 
 CONFIG = """\
@@ -143,7 +144,7 @@ TOML = {
     "an override of no form": Case(nothing, "'optim.lr' on the command line is not of the form", ("optim.lr",)),
     "an override below a value": Case(nothing, "lr is a value, not a table of settings", ("optim.lr.x=1",)),
     "a deep override": Case(nothing, "data.sources on the command line is nested", ("data.sources=" + "[" * 9999,)),
-    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be made (Not a directory)", dry_run=False),
+    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be created (Not a directory)", dry_run=False),
 }
 
 
@@ -333,7 +334,7 @@ def flipped(name: str) -> Change:
 
 
 TENSORS = "__0_0.distcp"
-NOT_WRITTEN = "manifest.json is truncated or was changed: it is not what was written"
+NOT_WRITTEN = "manifest.json is truncated or was changed after it was written"
 NO_MANIFEST = "manifest.json is missing"
 # What is done to the newest of two checkpoints, and what is said to be wrong with it.
 DAMAGES: dict[str, tuple[Change, str]] = {
@@ -344,15 +345,15 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     "no bytes of tensors": (written(f"{NEWEST}/{TENSORS}", ""), "__0_0.distcp is truncated: it has N of N bytes"),
     "more than was written": (
         as_bytes(lambda held: held + b"x", f"{NEWEST}/{TENSORS}"),
-        "__0_0.distcp has N bytes, N more than were written",
+        "__0_0.distcp is too long: it has N bytes, but N were written",
     ),
     "a flipped bit of tensors": (
         flipped(f"{NEWEST}/{TENSORS}"),
-        "__0_0.distcp was changed: its content is not what was written",
+        "__0_0.distcp was changed after it was written",
     ),
     "a flipped bit of the state": (
         flipped(f"{NEWEST}/state.json"),
-        "state.json was changed: its content is not what was written",
+        "state.json was changed after it was written",
     ),
     "no tensors": (removed(f"{NEWEST}/{TENSORS}"), "__0_0.distcp is missing"),
     "no table of tensors": (removed(f"{NEWEST}/.metadata"), ".metadata is missing"),
@@ -379,15 +380,15 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     "a manifest cut off": (as_bytes(lambda held: held[:-9], f"{NEWEST}/{MANIFEST}"), NOT_WRITTEN),
     "a manifest that was edited": (
         as_bytes(lambda held: held.replace(b'"step": 2', b'"step": 3'), f"{NEWEST}/{MANIFEST}"),
-        "manifest.json was changed: it is not what was written",
+        "manifest.json was changed after it was written",
     ),
     "a newer format": (
         manifest(lambda content: content.update(format=2)),
-        "manifest.json has format 2, and this version of spmdrl reads 1",
+        "manifest.json has format 2, but this version of spmdrl reads format 1",
     ),
     "another step's under its name": (
         lambda folder: (shutil.rmtree(folder / NEWEST), shutil.copytree(folder / OLDER, folder / NEWEST)),
-        "manifest.json is that of step 1",
+        "manifest.json belongs to step 1",
     ),
     "an empty directory": (another_kind(NEWEST, Path.mkdir), NO_MANIFEST),
     "a file for a directory": (another_kind(NEWEST, Path.touch), "manifest.json cannot be read (Not a directory)"),
@@ -396,9 +397,9 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         NO_MANIFEST,
     ),
 }
-GO_ON_FROM_1 = (
-    "the newest checkpoint cannot be loaded; bring it back, or set resume.allow_older = true to go on from step 1, "
-    "which is whole"
+RESUME_FROM_1 = (
+    "the newest checkpoint cannot be loaded; restore it, or set resume.allow_older = true to resume from step 1, "
+    "which is complete"
 )
 
 
@@ -411,14 +412,14 @@ def no_such(path: str) -> str:
 
 # What is done to a run of two checkpoints, the settings it is started again with, and all that is said.
 RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
-    **{name: (change, (), [f"{NEWEST}: {wrong}", GO_ON_FROM_1]) for name, (change, wrong) in DAMAGES.items()},
+    **{name: (change, (), [f"{NEWEST}: {wrong}", RESUME_FROM_1]) for name, (change, wrong) in DAMAGES.items()},
     "none that is whole": (
         lambda folder: [(folder / step / MANIFEST).unlink() for step in (OLDER, NEWEST)],
         ("resume.allow_older=true",),
         [
             f"{NEWEST}: {NO_MANIFEST}",
             f"{OLDER}: {NO_MANIFEST}",
-            "no checkpoint can be loaded; bring one back, or set run.name to a new name to start at step 0",
+            "no checkpoint can be loaded; restore one, or set run.name to a new name to start at step 0",
         ],
     ),
     "a path without a checkpoint": (
@@ -437,7 +438,7 @@ RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
         ("run.name=new", f"resume.checkpoint={NEWEST}"),
         [
             f"{NEWEST}: .metadata is missing",
-            "no checkpoint can be loaded; bring one back, or set resume.checkpoint to another",
+            "no checkpoint can be loaded; restore one, or set resume.checkpoint to another",
         ],
     ),
     "never, and there is one": (
@@ -445,7 +446,7 @@ RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
         ("resume.checkpoint=never",),
         [
             'resume.checkpoint = "never" but runs/run already holds a run; set run.name to a new name, or '
-            'resume.checkpoint = "auto" to go on from its newest checkpoint'
+            'resume.checkpoint = "auto" to resume from its newest checkpoint'
         ],
     ),
     "other settings": (
@@ -453,7 +454,7 @@ RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
         ("optim.lr=3e-6", "rollout.temperature=0.5"),
         [
             "since the checkpoint of step 2, optim.lr was 0.01 and is 3e-06; rollout.temperature was 1.0 and is 0.5; "
-            'set that back, or go on with the change: resume.changed = ["optim.lr", "rollout.temperature"]'
+            'set this back, or set resume.changed = ["optim.lr", "rollout.temperature"] to resume with the change'
         ],
     ),
     "another optimizer": (
@@ -483,16 +484,16 @@ UNLOADABLE: dict[str, tuple[Change, str]] = {
                 folder
             ),
         ),
-        f"{NEWEST} cannot be loaded: the checkpoint's .metadata names builtins.print, which no checkpoint needs",
+        f"{NEWEST} cannot be loaded: the checkpoint's .metadata names builtins.print, which does not belong there",
     ),
     "a model of other sizes": (
         lambda folder: save_tiny_model(folder / "model", hidden_size=64, num_layers=1),
-        f"{NEWEST} is of another model: model.lm_head.weight is",
+        f"{NEWEST} belongs to another model: model.lm_head.weight is",
     ),
     "a model of fewer layers": (
         lambda folder: save_tiny_model(folder / "model", hidden_size=32, num_layers=2),
-        f"{NEWEST} is of another model: model.model.layers.1.input_layernorm.weight is not there in it, and [32] in "
-        "this run, and 10 others differ; set model.path to the model that it was trained from",
+        f"{NEWEST} belongs to another model: model.model.layers.1.input_layernorm.weight is absent in the "
+        "checkpoint and [32] in this run, and 10 others differ; set model.path to the model that it was trained from",
     ),
 }
 
@@ -607,7 +608,7 @@ def test_a_dry_run_says_of_checkpoints_what_the_run_says(
     before = contents(stopped / CHECKPOINTS_OF_RUN)
     for flags in (["--dry-run"], []) if name in RUN_TOO else (["--dry-run"],):
         assert main([*AGAIN, *overrides, *flags]) == 2
-        said = re.sub(r"\d+(?= of \d+ bytes| bytes| more than)", "N", capsys.readouterr().err)
+        said = re.sub(r"\d+(?= of \d+ bytes| bytes| were written)", "N", capsys.readouterr().err)
         expected = [f"cannot start: {sentences[0]}"] if len(sentences) == 1 else ["cannot start:", *sentences]
         assert said.splitlines() == [*expected[:1], *(f"  - {sentence}" for sentence in expected[1:])]
         assert contents(stopped / CHECKPOINTS_OF_RUN) == before
@@ -627,7 +628,7 @@ def test_what_only_loading_a_checkpoint_shows(stopped: Path, name: str, capsys: 
 def test_tools_load_no_checkpoint_that_is_not_whole(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flipped(f"{NEWEST}/{TENSORS}")(stopped)
     flipped(f"{OLDER}/{TENSORS}")(stopped)
-    changed = f"cannot be loaded: {TENSORS} was changed: its content is not what was written"
+    changed = f"cannot be loaded: {TENSORS} was changed after it was written"
     assert export(["runs/run"]) == 2
     assert capsys.readouterr().err == f"cannot export: {NEWEST} {changed}; name another by --step\n"
     assert replay(["runs/run", "--step", "2"]) == 2
@@ -651,8 +652,8 @@ def test_a_dry_run_says_where_the_run_begins(stopped: Path, capsys: pytest.Captu
     assert begins("checkpoint.every=1", "resume.allow_older=true") == [
         f"after step 1 of 2: {OLDER}",
         looked,
-        "- the launch before was stopped while it wrote or removed step-00000002.unfinished; going on from step 1",
-        "- step-00000002: manifest.json is missing; set aside as broken, going on from step 1",
+        "- the previous launch was killed while writing or deleting step-00000002.unfinished; resuming from step 1",
+        "- step-00000002: manifest.json is missing; renamed to broken, resuming from step 1",
     ]
     assert (stopped / NEWEST).is_dir()
 
@@ -731,19 +732,19 @@ SURVIVED: dict[str, str | None] = {  # what is done: the failure that is counted
 
 
 @pytest.fixture(scope="module")
-def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
+def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     path = tmp_path_factory.mktemp("functions") / "misbehaviour.py"
     path.write_text(MISBEHAVIOUR)
     sandbox = SandboxConfig(max_memory_gib=0.25, max_file_gib=2**-10, max_open_files=64)
     term = FunctionReward(kind="function", function=f"{path}:f")
-    with Scorer(RewardConfig(terms=(term,), timeout_s=2.0, num_workers=4, sandbox=sandbox)) as scorer:
-        yield scorer
+    with RewardPool(RewardConfig(terms=(term,), timeout_s=2.0, num_workers=4, sandbox=sandbox)) as pool:
+        yield pool
 
 
-def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: Scorer) -> None:
+def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: RewardPool) -> None:
     # After each a good one, which must not suffer.
     attempts = [response for bad in SURVIVED for response in (bad, "1.0")]
-    outcomes = misbehaving.score([item(attempt) for attempt in attempts])
+    outcomes = outcomes_of(misbehaving, *[item(attempt) for attempt in attempts])
     assert dict(zip(attempts, (outcome.failure for outcome in outcomes), strict=True)) == SURVIVED | {"1.0": None}
     assert {outcome.reward for outcome in outcomes if outcome.failure is None} == {1.0}
     assert {outcome.reward for outcome in outcomes if outcome.failure is not None} == {0.0}

@@ -178,7 +178,7 @@ def test_the_table_shows_the_range_over_ranks_and_only_what_there_is() -> None:
 
     edges = [edge("engine awake", 1.0, 1.5), edge("engine asleep", 1.0, 1.0)]
     assert memory_table(3, edges).splitlines() == [
-        "memory in step 3, GiB, of 2 ranks",
+        "memory in step 3, GiB, on 2 ranks",
         "  edge              s       host",
         "  engine awake   0.25  1.00-1.50",
         "  engine asleep  0.25       1.00",

@@ -211,9 +211,9 @@ def test_predicted_beside_measured_on_a_device() -> None:
     scalars = {name: metric.value() for name, metric in resource_metrics(peaks).items()}
     assert (scalars["memory/peak_gib"], scalars["memory/host_peak_gib"]) == (4.75, 1.25)
     assert prediction_table({span: predicted[span] for span in peaks}, scalars).splitlines()[1:] == [
-        "  phase    predicted  measured  of the host  measured",
-        "  rollout       1.00      1.50         1.00      0.50",
-        "  update        5.00      4.75         1.00      1.25",
+        "  phase    predicted  measured  host predicted  host measured",
+        "  rollout       1.00      1.50            1.00           0.50",
+        "  update        5.00      4.75            1.00           1.25",
     ]
 
 

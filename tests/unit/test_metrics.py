@@ -69,13 +69,13 @@ def test_nan_is_never_hidden_by_a_number(kind: type[Max] | type[Min]) -> None:
 
 def test_merge_all_equals_merging_one_by_one_and_leaves_the_parts_alone() -> None:
     first: Metrics = {"reward/mean": Mean(2.0, 4), "update/grad_norm": Max(1.0)}
-    second: Metrics = {"reward/mean": Mean(1.0, 1), "pack/loss_tokens": Total(7.0)}
+    second: Metrics = {"reward/mean": Mean(1.0, 1), "batch/loss_tokens": Total(7.0)}
     before = dict(first), dict(second)
     merged = merge_all([first, second, first])
     assert merged == {
         "reward/mean": Mean(5.0, 9),
         "update/grad_norm": Max(1.0),
-        "pack/loss_tokens": Total(7.0),
+        "batch/loss_tokens": Total(7.0),
     }
     assert (first, second) == before
     assert merge_all([merge_all([first, second]), first]) == merged

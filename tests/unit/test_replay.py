@@ -1,4 +1,4 @@
-"""What is written of a step is what is read, damage is named, and the difference of two findings is what it was."""
+"""What is written of a step is what is read, damage is named, and the difference of two fingerprints is what it was."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         read_parts(tmp_path, 7)
 
 
-def findings(gradient: torch.Tensor, advantage: float = 0.5) -> StepFingerprint:
+def fingerprint(gradient: torch.Tensor, advantage: float = 0.5) -> StepFingerprint:
     return StepFingerprint(
         advantages={4: torch.full((3,), advantage), 2: torch.empty(0)},
         weights={"policy/w": "0" * 16},
@@ -92,8 +92,8 @@ def findings(gradient: torch.Tensor, advantage: float = 0.5) -> StepFingerprint:
     )
 
 
-def test_findings_are_read_as_they_were_written(tmp_path: Path) -> None:
-    found = findings(torch.randn(3, 5, generator=torch.Generator().manual_seed(0)))
+def test_fingerprints_are_read_as_they_were_written(tmp_path: Path) -> None:
+    found = fingerprint(torch.randn(3, 5, generator=torch.Generator().manual_seed(0)))
     found.write(tmp_path / "found-0.safetensors")
     read = StepFingerprint.read(tmp_path / "found-0.safetensors")
     assert (read.weights, read.gradients, read.numbers) == (found.weights, found.gradients, found.numbers)
@@ -107,11 +107,11 @@ def test_the_difference_of_gradients_is_estimated() -> None:
     """Of parts on two ranks: the mean of many estimates of a relative difference of 1e-3 is that."""
     random = torch.Generator().manual_seed(1)
     parts = [torch.randn(40, 50, generator=random) for _ in range(2)]
-    before = [findings(part) for part in parts]
+    before = [fingerprint(part) for part in parts]
     estimates = []
     for _ in range(50):
         noise = [1e-3 * torch.randn(40, 50, generator=random) for _ in range(2)]
-        apart = difference(before, [findings(part + x) for part, x in zip(parts, noise, strict=True)])
+        apart = difference(before, [fingerprint(part + x) for part, x in zip(parts, noise, strict=True)])
         estimates.append(apart.gradients["policy/1/w"] ** 2)
     assert math.sqrt(sum(estimates) / len(estimates)) == pytest.approx(1e-3, rel=0.2)
     assert not apart.is_none and apart.advantages == 0 and not apart.weights
@@ -121,12 +121,12 @@ def test_one_bit_is_a_difference() -> None:
     gradient = torch.zeros(5)
     other = gradient.clone()
     other[3] = -0.0
-    assert not difference([findings(gradient)], [findings(other)]).is_none
-    assert difference([findings(gradient)], [findings(gradient, advantage=0.75)]).advantages == 0.25
+    assert not difference([fingerprint(gradient)], [fingerprint(other)]).is_none
+    assert difference([fingerprint(gradient)], [fingerprint(gradient, advantage=0.75)]).advantages == 0.25
 
 
 def test_what_one_of_two_lacks_is_infinitely_far() -> None:
-    found = findings(torch.ones(2))
+    found = fingerprint(torch.ones(2))
     empty = StepFingerprint(advantages={}, weights={}, gradients={}, numbers={})
     apart = difference([found], [empty])
     assert apart.advantages == apart.gradients["policy/1/w"] == math.inf

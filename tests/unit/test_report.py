@@ -377,7 +377,7 @@ def test_resume_never_may_be_asked_by_every_rank_before_the_run_begins(tmp_path:
 
 def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot be made .*; set run\.dir to a writable directory"):
+    with pytest.raises(UserError, match=r"cannot be created .*; set run\.dir to a writable directory"):
         RunFolder.of(tmp_path, "run", "auto").create()
 
 

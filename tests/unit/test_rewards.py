@@ -24,9 +24,10 @@ from spmdrl.config import (
 )
 from spmdrl.data.sources import ReasoningGymSource
 from spmdrl.rewards import exact, math, reasoning_gym
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.pool import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
+from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
 
 FUNCTIONS = '''
@@ -93,20 +94,20 @@ def function(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Function
 
 
 @pytest.fixture(scope="module", params=["auto", "off"])
-def misbehaving(function: Callable[..., FunctionReward], request: pytest.FixtureRequest) -> Iterator[Scorer]:
+def misbehaving(function: Callable[..., FunctionReward], request: pytest.FixtureRequest) -> Iterator[RewardPool]:
     cfg = RewardConfig(
         terms=(function("misbehave"),), timeout_s=0.7, num_workers=2, sandbox=SandboxConfig(mode=request.param)
     )
-    with Scorer(cfg) as scorer:
-        yield scorer
+    with RewardPool(cfg) as pool:
+        yield pool
 
 
 # Verifiers
 
 
 def test_exact_ignores_outer_white_space_only() -> None:
-    assert exact.score(item(" 42\n", "42")) == 1.0
-    assert exact.score(item("4 2", "42")) == exact.score(item("42.", "42")) == 0.0
+    assert exact.reward(item(" 42\n", "42")) == 1.0
+    assert exact.reward(item("4 2", "42")) == exact.reward(item("42.", "42")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_exact_ignores_outer_white_space_only() -> None:
     ],
 )
 def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
-    assert math.score(item(response, answer)) == 1.0
+    assert math.reward(item(response, answer)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -130,15 +131,15 @@ def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
     [("1/2", "0.51"), ("x^2+2x+1", "\\boxed{(x-1)^2}"), ("7", "7, or rather \\boxed{8}"), ("7", "no idea"), ("7", "")],
 )
 def test_math_refuses_other_answers(answer: str, response: str) -> None:
-    assert math.score(item(response, answer)) == 0.0
+    assert math.reward(item(response, answer)) == 0.0
 
 
 def test_verifiers_need_their_reference_answer() -> None:
     for verifier in (exact, math):
         with pytest.raises(ValueError, match="no reference answer"):
-            verifier.score(item("7"))
+            verifier.reward(item("7"))
     with pytest.raises(ValueError, match="no mathematics"):
-        math.score(item("7", ""))
+        math.reward(item("7", ""))
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "puzzle24"])
@@ -149,27 +150,27 @@ def test_reasoning_gym_scores_its_own_items(task: str) -> None:
         assert row.answer is not None
         scored = {"answer": row.answer, "task": task, **row.metadata}
         right, wrong = f"I think 5.\n<answer> {row.answer} </answer>", f"{row.answer}<answer>?</answer>"
-        assert reasoning_gym.score(item(row.answer + "\n", **scored)) == 1.0
-        assert reasoning_gym.score(item(right, **scored)) == 1.0
-        assert reasoning_gym.score(item(wrong, **scored)) < 1.0
+        assert reasoning_gym.reward(item(row.answer + "\n", **scored)) == 1.0
+        assert reasoning_gym.reward(item(right, **scored)) == 1.0
+        assert reasoning_gym.reward(item(wrong, **scored)) < 1.0
 
 
 def test_reasoning_gym_scores_under_the_parameters_of_the_data() -> None:
     def puzzle(**params: int) -> float:
-        return reasoning_gym.score(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
+        return reasoning_gym.reward(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
 
     assert puzzle() == puzzle(min_value=1) == 1.0
     assert puzzle(min_value=2) < 1.0
 
 
 def test_reasoning_gym_scores_rows_of_a_file() -> None:
-    assert reasoning_gym.score(item("+5.0", "5", task="chain_sum")) == 1.0
+    assert reasoning_gym.reward(item("+5.0", "5", task="chain_sum")) == 1.0
 
 
 # The pool
 
 
-def test_misbehaviour_is_counted_and_the_others_still_score(misbehaving: Scorer) -> None:
+def test_misbehaviour_is_counted_and_the_others_still_score(misbehaving: RewardPool) -> None:
     failures = {
         "sleep": "timeout",
         "spin": "timeout",
@@ -182,7 +183,7 @@ def test_misbehaviour_is_counted_and_the_others_still_score(misbehaving: Scorer)
         "text": "function: TypeError: the reward is not a number but str",
     }
     responses = [response for bad in failures for response in (bad, f"good after {bad}")]
-    outcomes = misbehaving.score([item(response) for response in responses])
+    outcomes = outcomes_of(misbehaving, *[item(response) for response in responses])
     for response, outcome in zip(responses, outcomes, strict=True):
         if response in failures:
             assert outcome == RewardOutcome(reward=0.0, parts={}, failure=failures[response])
@@ -190,24 +191,24 @@ def test_misbehaviour_is_counted_and_the_others_still_score(misbehaving: Scorer)
             assert outcome == RewardOutcome(reward=float(len(response)), parts={"function": float(len(response))})
 
 
-def test_the_jobs_signals_do_not_fail_a_reward(misbehaving: Scorer) -> None:
-    assert misbehaving.score([item("interrupted")])[0].failure is None
+def test_the_jobs_signals_do_not_fail_a_reward(misbehaving: RewardPool) -> None:
+    assert outcomes_of(misbehaving, item("interrupted"))[0].failure is None
 
 
-def test_items_that_cannot_be_sent_are_counted(misbehaving: Scorer) -> None:
-    outcomes = misbehaving.score([item("bad", local=lambda: None), item("good")])
+def test_items_that_cannot_be_sent_are_counted(misbehaving: RewardPool) -> None:
+    outcomes = outcomes_of(misbehaving, item("bad", local=lambda: None), item("good"))
     assert "pickle" in str(outcomes[0].failure) and outcomes[0].reward == 0.0
     assert outcomes[1].reward == 4.0
 
 
-def test_a_timeout_ends_what_the_function_started(misbehaving: Scorer) -> None:
+def test_a_timeout_ends_what_the_function_started(misbehaving: RewardPool) -> None:
     future = misbehaving.submit(item("child", seconds="600.1", detached=False))
     assert wait_for(lambda: bool(running("sleep", "600.1")))
     assert future.result().failure == "timeout"
     assert wait_for(lambda: not running("sleep", "600.1"))
 
 
-def test_check_raises_with_the_traceback(misbehaving: Scorer) -> None:
+def test_check_raises_with_the_traceback(misbehaving: RewardPool) -> None:
     assert misbehaving.check(item("fine")).reward == 4.0
     with pytest.raises(UserError, match=r"(?s)no such thing.*in misbehave.*raise KeyError"):
         misbehaving.check(item("raise"))
@@ -217,21 +218,21 @@ def test_check_raises_with_the_traceback(misbehaving: Scorer) -> None:
 
 def test_terms_are_weighed_and_named(function: Callable[..., FunctionReward]) -> None:
     terms = (ExactReward(kind="exact", weight=10.0), function("slowly", weight=-2.0), ExactReward(kind="exact"))
-    with Scorer(RewardConfig(terms=terms)) as scorer:
-        right, wrong = scorer.score([item("a", "a", value=numpy.float32(0.25)), item("b", "a", value=0.25)])
+    with RewardPool(RewardConfig(terms=terms)) as pool:
+        right, wrong = outcomes_of(pool, item("a", "a", value=numpy.float32(0.25)), item("b", "a", value=0.25))
     assert right == RewardOutcome(reward=10.5, parts={"exact": 1.0, "function": 0.25, "exact_2": 1.0})
     assert wrong == RewardOutcome(reward=2.0, parts={"exact": 0.0, "function": -1.0, "exact_2": 0.0})
 
 
 def test_one_failing_term_fails_the_reward(function: Callable[..., FunctionReward]) -> None:
-    with Scorer(RewardConfig(terms=(ExactReward(kind="exact"), function("slowly")))) as scorer:
-        outcome = scorer.score([item("a", "a")])[0]
+    with RewardPool(RewardConfig(terms=(ExactReward(kind="exact"), function("slowly")))) as pool:
+        outcome = outcomes_of(pool, item("a", "a"))[0]
     assert outcome == RewardOutcome(reward=0.0, parts={}, failure="function: KeyError: 'value'")
 
 
 def test_packaged_verifiers_work_in_workers() -> None:
-    with Scorer(RewardConfig(terms=(MathReward(kind="math"), ReasoningGymReward(kind="reasoning_gym")))) as scorer:
-        outcomes = scorer.score([item("0.50", "1/2", task="chain_sum"), item("5.0", "5", task="chain_sum")])
+    with RewardPool(RewardConfig(terms=(MathReward(kind="math"), ReasoningGymReward(kind="reasoning_gym")))) as pool:
+        outcomes = outcomes_of(pool, item("0.50", "1/2", task="chain_sum"), item("5.0", "5", task="chain_sum"))
     assert outcomes[0].parts == {"math": 1.0, "reasoning_gym": 0.0}
     assert outcomes[1].parts == {"math": 1.0, "reasoning_gym": 1.0}
 
@@ -241,8 +242,8 @@ def test_functions_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "my_rewards" / "lengths.py").write_text("def f(response, **rest): return len(response)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     term = FunctionReward(kind="function", function="my_rewards.lengths:f")
-    with Scorer(RewardConfig(terms=(term,))) as scorer:
-        assert scorer.score([item("abc")])[0].reward == 3.0
+    with RewardPool(RewardConfig(terms=(term,))) as pool:
+        assert outcomes_of(pool, item("abc"))[0].reward == 3.0
 
 
 def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
@@ -258,48 +259,48 @@ def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., F
         ("nowhere", "package.module:function"),
     ):
         with pytest.raises(UserError, match=message):
-            Scorer(RewardConfig(terms=(FunctionReward(kind="function", function=name),)))
+            RewardPool(RewardConfig(terms=(FunctionReward(kind="function", function=name),)))
 
 
 def test_a_file_does_not_hide_a_module_of_python(function: Callable[..., FunctionReward]) -> None:
-    with Scorer(RewardConfig(terms=(function("hides_python"),))) as scorer:
-        assert scorer.check(item("")).reward == 0.0
+    with RewardPool(RewardConfig(terms=(function("hides_python"),))) as pool:
+        assert pool.check(item("")).reward == 0.0
 
 
 def test_workers_score_at_the_same_time(function: Callable[..., FunctionReward], tmp_path: Path) -> None:
     cfg = RewardConfig(terms=(function("meet"),), num_workers=3, sandbox=SandboxConfig(mode="off"))
-    with Scorer(cfg) as scorer:
-        futures = [scorer.submit(item(str(i), place=str(tmp_path), party=3)) for i in range(3)]
+    with RewardPool(cfg) as pool:
+        futures = [pool.submit(item(str(i), place=str(tmp_path), party=3)) for i in range(3)]
         assert [future.result().reward for future in futures] == [1.0, 1.0, 1.0]
 
 
 def test_workers_import_neither_torch_nor_the_main_module(function: Callable[..., FunctionReward]) -> None:
     assert "torch" in sys.modules and "pytest" in sys.modules
     terms = (ExactReward(kind="exact"), MathReward(kind="math"), ReasoningGymReward(kind="reasoning_gym"))
-    with Scorer(RewardConfig(terms=(*terms, function("imports")))) as scorer:
-        assert scorer.check(item("1", "1", task="chain_sum")).parts["function"] == 0.0
+    with RewardPool(RewardConfig(terms=(*terms, function("imports")))) as pool:
+        assert pool.check(item("1", "1", task="chain_sum")).parts["function"] == 0.0
 
 
 def test_a_worker_that_died_idle_costs_no_item(function: Callable[..., FunctionReward]) -> None:
-    with Scorer(RewardConfig(terms=(function("silent_death"),))) as scorer:
-        assert scorer.score([item("last words")])[0].reward == 1.0
+    with RewardPool(RewardConfig(terms=(function("silent_death"),))) as pool:
+        assert outcomes_of(pool, item("last words"))[0].reward == 1.0
         time.sleep(0.6)
-        assert scorer.score([item("next")])[0] == RewardOutcome(reward=1.0, parts={"function": 1.0})
+        assert outcomes_of(pool, item("next"))[0] == RewardOutcome(reward=1.0, parts={"function": 1.0})
 
 
 def test_closing_does_not_wait_and_leaves_nothing(function: Callable[..., FunctionReward]) -> None:
-    scorer = Scorer(RewardConfig(terms=(function("misbehave"),), timeout_s=60.0))
+    pool = RewardPool(RewardConfig(terms=(function("misbehave"),), timeout_s=60.0))
     assert running(PROGRAM, str(os.getpid()))
-    waiting = [scorer.submit(item("child", seconds="600.2", detached=False)) for _ in range(3)]
+    waiting = [pool.submit(item("child", seconds="600.2", detached=False)) for _ in range(3)]
     assert wait_for(lambda: bool(running("sleep", "600.2")))  # the first of them is under way
     began = time.monotonic()
-    scorer.close()
+    pool.close()
     assert time.monotonic() - began < 10
     assert [future.result().failure for future in waiting] == ["closed"] * 3
     assert wait_for(lambda: not running("sleep", "600.2"))
     with pytest.raises(RuntimeError, match="closed"):
-        scorer.submit(item("late"))
-    scorer.close()
+        pool.submit(item("late"))
+    pool.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
@@ -308,12 +309,12 @@ def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionRewar
     program = f"""
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.pool import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
-scorer = Scorer(RewardConfig(terms=(term,), sandbox=SandboxConfig(mode={mode!r})))
+pool = RewardPool(RewardConfig(terms=(term,), sandbox=SandboxConfig(mode={mode!r})))
 print("started", flush=True)
-scorer.score([RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task="")])
+pool.submit(RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task="")).result()
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | python_path())
     assert trainer.stdout is not None

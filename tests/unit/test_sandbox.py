@@ -15,8 +15,9 @@ import pytest
 
 from spmdrl.config import CodeReward, FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.rewards.folders import HeldFolder, sweep
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import RewardOutcome
+from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
 
 # The response is what is tried; what it gives is raised, so that the outcome says it.
@@ -56,21 +57,21 @@ def config(functions: Path, name: str = "attempt", timeout_s: float = 2.0, **san
 
 
 @pytest.fixture(scope="module")
-def sandboxed(functions: Path) -> Iterator[Scorer]:
+def sandboxed(functions: Path) -> Iterator[RewardPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("API_KEY", "secret")
         limits = {"max_memory_gib": 2.0, "max_file_gib": 2**-10, "max_open_files": 32, "max_processes": 9}
-        with Scorer(config(functions, **limits)) as scorer:
-            yield scorer
+        with RewardPool(config(functions, **limits)) as pool:
+            yield pool
 
 
-def given(scorer: Scorer, attempt: str) -> str:
-    failure = scorer.score([item(attempt)])[0].failure
+def given(pool: RewardPool, attempt: str) -> str:
+    failure = outcomes_of(pool, item(attempt))[0].failure
     assert failure is not None
     return failure.removeprefix("function: RuntimeError: ")
 
 
-def test_limits(sandboxed: Scorer) -> None:
+def test_limits(sandboxed: RewardPool) -> None:
     assert given(sandboxed, "resource.getrlimit(resource.RLIMIT_AS)[1]") == str(2 * 2**30)
     assert given(sandboxed, "len(bytearray(3 * 2**30))") == "MemoryError"
     assert given(sandboxed, "len([open('/dev/null') for _ in range(40)])") == "OSError"
@@ -78,7 +79,7 @@ def test_limits(sandboxed: Scorer) -> None:
     assert given(sandboxed, "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 33))").startswith("function: ValueError")
 
 
-def test_environment_and_place(sandboxed: Scorer) -> None:
+def test_environment_and_place(sandboxed: RewardPool) -> None:
     kept = eval(given(sandboxed, "sorted(os.environ.keys() - {'LC_CTYPE'})"))
     assert {"HOME", "TMPDIR"} <= {*kept}
     assert {*kept} <= {
@@ -92,7 +93,7 @@ def test_environment_and_place(sandboxed: Scorer) -> None:
     assert given(sandboxed, "len(os.listdir('/proc/self/fd'))") == "5"
 
 
-def test_privileges(sandboxed: Scorer) -> None:
+def test_privileges(sandboxed: RewardPool) -> None:
     for name in ("CapEff", "CapBnd"):
         status = f"Path('/proc/self/status').read_text().partition('{name}:')[2].split()[0]"
         assert given(sandboxed, status) == repr("0" * 16)
@@ -100,7 +101,7 @@ def test_privileges(sandboxed: Scorer) -> None:
     assert given(sandboxed, "ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)") == "0"  # PR_GET_DUMPABLE
 
 
-def test_sockets(sandboxed: Scorer) -> None:
+def test_sockets(sandboxed: RewardPool) -> None:
     if any("sockets" in sentence for sentence in sandboxed.unprotected):
         pytest.skip("; ".join(sandboxed.unprotected))
     assert given(sandboxed, "socket.create_connection(('127.0.0.1', 9))") == "PermissionError"
@@ -112,7 +113,7 @@ def test_sockets(sandboxed: Scorer) -> None:
     assert given(sandboxed, "len(socket.socketpair())") == "2"  # which asyncio needs
 
 
-def test_namespaces(sandboxed: Scorer, tmp_path: Path) -> None:
+def test_namespaces(sandboxed: RewardPool, tmp_path: Path) -> None:
     if sandboxed.unprotected:
         pytest.skip("; ".join(sandboxed.unprotected))
     assert given(sandboxed, "Path('/proc/self/net/dev').read_text().count(':')") == "1"  # the loopback device
@@ -125,7 +126,7 @@ def test_namespaces(sandboxed: Scorer, tmp_path: Path) -> None:
     assert given(sandboxed, f"len(Path('/proc/{os.getpid()}/environ').read_bytes())") == "PermissionError"
 
 
-def test_what_detaches_itself_ends_too(sandboxed: Scorer) -> None:
+def test_what_detaches_itself_ends_too(sandboxed: RewardPool) -> None:
     if sandboxed.unprotected:
         pytest.skip("; ".join(sandboxed.unprotected))
     detached = "subprocess.Popen(['sleep', '600.3'], start_new_session=True)"
@@ -167,7 +168,7 @@ def test_number_of_processes(tmp_path: Path) -> None:
     assert started == ["8"]
 
 
-def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: Scorer, functions: Path) -> None:
+def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: RewardPool, functions: Path) -> None:
     assert given(sandboxed, "(say(b'half a line'), time.sleep(60))") == "timeout"
     answers = [
         b"no json\n",
@@ -176,11 +177,11 @@ def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: Scorer, function
         b'{"parts": {"function": NaN}, "failure": null, "traceback": ""}\n',
         b"[" * 50_000 + b"\n",
     ]
-    with Scorer(config(functions, timeout_s=50.0)) as patient:
+    with RewardPool(config(functions, timeout_s=50.0)) as patient:
         for answer in answers:
             said = given(patient, f"(say({answer!r}), time.sleep(60))")
-            assert said == "the worker's answer is not one of ours", answer
-        assert patient.score([item("1")])[0].failure == "function: RuntimeError: 1"
+            assert said == "the worker's answer is invalid", answer
+        assert outcomes_of(patient, item("1"))[0].failure == "function: RuntimeError: 1"
 
 
 WITHOUT_NAMESPACES = """
@@ -222,7 +223,7 @@ def test_what_a_machine_cannot_protect_is_told_or_refused() -> None:
     assert eval(limits) == [2**31, 2**20, 32]
 
 
-def test_one_rollout_leaves_the_next_no_files(sandboxed: Scorer) -> None:
+def test_one_rollout_leaves_the_next_no_files(sandboxed: RewardPool) -> None:
     for _ in range(3):
         assert given(sandboxed, "Path('file').write_bytes(bytes(2**20 - 8192))") == str(2**20 - 8192)
     assert given(sandboxed, "os.listdir('.')") == "[]"
@@ -230,8 +231,8 @@ def test_one_rollout_leaves_the_next_no_files(sandboxed: Scorer) -> None:
 
 def test_leaves_no_folder(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Scorer(config(functions, "as_configured")) as scorer:
-        assert scorer.score([item("2")])[0].reward == 2.0
+    with RewardPool(config(functions, "as_configured")) as pool:
+        assert outcomes_of(pool, item("2"))[0].reward == 2.0
         assert len(list(tmp_path.iterdir())) == 1
     assert not list(tmp_path.iterdir())
 
@@ -278,10 +279,10 @@ ASSERTS = ["assert double(2) == 4", "assert double(3) == 6"]
 
 
 @pytest.fixture(scope="module")
-def programs() -> Iterator[Scorer]:
+def programs() -> Iterator[RewardPool]:
     terms = (CodeReward(kind="code", tests_timeout_s=2.0), CodeReward(kind="code", tests_timeout_s=2.0, score="all"))
-    with Scorer(RewardConfig(terms=terms, timeout_s=8.0)) as scorer:
-        yield scorer
+    with RewardPool(RewardConfig(terms=terms, timeout_s=8.0)) as pool:
+        yield pool
 
 
 def fenced(program: str) -> str:
@@ -303,32 +304,32 @@ def fenced(program: str) -> str:
         ("print('x' * 2**21)", PAIRS[:1], 0.0),
     ],
 )
-def test_programs(programs: Scorer, program: str, tests: Any, share: float) -> None:
-    outcome = programs.score([item(fenced(program), tests=tests)])[0]
+def test_programs(programs: RewardPool, program: str, tests: Any, share: float) -> None:
+    outcome = outcomes_of(programs, item(fenced(program), tests=tests))[0]
     assert outcome.failure is None
     assert outcome.parts == {"code": share, "code_2": float(share == 1.0)}
 
 
 def test_a_program_without_end_has_failed_and_is_no_failure_of_the_reward() -> None:
-    with Scorer(RewardConfig(terms=(CodeReward(kind="code", tests_timeout_s=0.5),), timeout_s=5.0)) as scorer:
-        outcome = scorer.score([item(fenced("while True: pass"), tests=PAIRS)])[0]
+    with RewardPool(RewardConfig(terms=(CodeReward(kind="code", tests_timeout_s=0.5),), timeout_s=5.0)) as pool:
+        outcome = outcomes_of(pool, item(fenced("while True: pass"), tests=PAIRS))[0]
     assert outcome == RewardOutcome(reward=0.0, parts={"code": 0.0})
 
 
-def test_a_response_without_a_program(programs: Scorer) -> None:
-    assert programs.score([item(ADD, tests=PAIRS)])[0] == RewardOutcome(reward=0.0, parts={"code": 0.0, "code_2": 0.0})
+def test_a_response_without_a_program(programs: RewardPool) -> None:
+    (outcome,) = outcomes_of(programs, item(ADD, tests=PAIRS))
+    assert outcome == RewardOutcome(reward=0.0, parts={"code": 0.0, "code_2": 0.0})
 
 
-def test_prompts_without_tests_are_counted(programs: Scorer) -> None:
+def test_prompts_without_tests_are_counted(programs: RewardPool) -> None:
     for tests in (None, [], "text", [1], [{"input": "1"}]):
-        failure = programs.score([item(fenced(ADD), tests=tests)])[0].failure
+        failure = outcomes_of(programs, item(fenced(ADD), tests=tests))[0].failure
         assert failure is not None and 'the column "tests" must hold a list of tests' in failure
 
 
-def test_a_program_that_kills_its_judge_costs_only_itself(programs: Scorer) -> None:
-    killed, good = programs.score(
-        [item(fenced("import os; os.kill(os.getppid(), 9)"), tests=PAIRS), item(fenced(ADD), tests=PAIRS[:2])]
-    )
+def test_a_program_that_kills_its_judge_costs_only_itself(programs: RewardPool) -> None:
+    killer = item(fenced("import os; os.kill(os.getppid(), 9)"), tests=PAIRS)
+    killed, good = outcomes_of(programs, killer, item(fenced(ADD), tests=PAIRS[:2]))
     assert killed.failure == "the worker was killed by SIGKILL" and killed.reward == 0.0
     assert good.reward == 2.0
 

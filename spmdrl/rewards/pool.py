@@ -1,4 +1,4 @@
-"""The reward pool: items are scored in processes that can be killed, under a time limit; failures are values."""
+"""The reward pool: computes rewards in processes that can be killed, with a time limit; failures are values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,21 +28,21 @@ from spmdrl.rewards.worker import PROGRAM, SIZE, Job, Reply, Start, Term
 from spmdrl.types import RewardOutcome, UserError
 
 START_LIMIT_S = 300.0  # to import the verifiers
-_POLL_S = 0.1  # how soon a busy worker's thread sees that the scorer was closed
+_POLL_S = 0.1  # how often a busy worker's thread checks whether the pool was closed
 _END_S = 2.0  # for a process that has closed its socket to end
 _MAX_ANSWER_BYTES = 2**20
-_NONSENSE = "the worker's answer is not one of ours"
+_INVALID_ANSWER = "the worker's answer is invalid"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # all that a sandbox sees of the environment
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # the only environment variables in a sandbox
 
 T = TypeVar("T")
 
 
-class Scorer:
-    """Scores rollouts in `reward.num_workers` processes.
+class RewardPool:
+    """Computes rewards in `reward.num_workers` processes.
 
-    An exception, a time-out, a dead worker or a value that is no number gives reward 0 with its `failure` named; it
-    never raises. UserError when the verifiers cannot be loaded. Close it, or use it in a `with` statement.
+    An exception, a timeout, a dead worker or a value that is not a number gives reward 0 and a `failure`; none of them
+    raises. UserError if the verifiers cannot be loaded. Close it, or use it in a `with` statement.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -50,14 +50,14 @@ class Scorer:
         self._weights = {term.name: written.weight for term, written in zip(self._terms, cfg.terms, strict=True)}
         self._timeout_s = cfg.timeout_s
         self._sandbox = cfg.sandbox
-        self.unprotected: list[str] = []  # what the sandbox of the workers does not stop on this machine
+        self.unprotected: list[str] = []  # what the sandbox of the workers cannot stop on this machine
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        # As it is now: while an engine is started again, in another thread, it holds what is meant for the engine.
+        # A copy: while another thread restarts an engine, os.environ holds variables that are meant for the engine.
         self._environment = _environment(cfg.sandbox)
         sweep()
         started: list[Future[list[str]]] = [Future() for _ in range(cfg.num_workers)]
-        # A worker lives as long as the thread that started it: Linux's parent-death signal is about threads.
+        # One thread per worker: Linux's parent-death signal arrives when the thread that started the worker ends.
         self._threads = [
             threading.Thread(target=self._serve, args=(future,), name="reward", daemon=True) for future in started
         ]
@@ -70,22 +70,18 @@ class Scorer:
             self.close()
             raise
 
-    def __enter__(self) -> Scorer:
+    def __enter__(self) -> RewardPool:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def submit(self, item: RewardItem) -> Future[RewardOutcome]:
-        """Start scoring one item; the future's result never raises."""
+        """Start to compute the reward of one item; the future's result never raises."""
         return self._enqueue(item).outcome
 
-    def score(self, items: Iterable[RewardItem]) -> list[RewardOutcome]:
-        """Score items, in order."""
-        return [future.result() for future in [self.submit(item) for item in items]]
-
     def check(self, item: RewardItem) -> RewardOutcome:
-        """Score one item; UserError, with the verifier's traceback, when it fails."""
+        """Compute the reward of one item. Raises UserError with the verifier's traceback if that fails."""
         task = self._enqueue(item)
         outcome = task.outcome.result()
         if outcome.failure == "timeout":
@@ -98,7 +94,7 @@ class Scorer:
         return outcome
 
     def close(self) -> None:
-        """Kill the workers. What has no score yet gets the failure "closed"."""
+        """Kill the workers. Items without a reward get the failure "closed"."""
         self._closed.set()
         for _ in self._threads:
             self._tasks.put(None)
@@ -107,13 +103,13 @@ class Scorer:
 
     def _enqueue(self, item: RewardItem) -> _Task:
         if self._closed.is_set():
-            raise RuntimeError("this scorer is closed")
+            raise RuntimeError("this reward pool is closed")
         task = _Task(item)
         self._tasks.put(task)
         return task
 
     def _serve(self, started: Future[list[str]]) -> None:
-        """The life of one thread: keep one worker, which nobody else touches, and hand it one item at a time."""
+        """Run one thread: own one worker, and give it one item at a time."""
         try:
             worker = self._start_worker()
         except Exception as error:
@@ -146,7 +142,7 @@ class Scorer:
 
 @dataclass
 class _Task:
-    """An item on its way through the pool."""
+    """An item in the pool and its future reward."""
 
     item: RewardItem
     outcome: Future[RewardOutcome] = field(default_factory=Future)
@@ -154,7 +150,7 @@ class _Task:
 
 
 class _NoAnswer(Exception):
-    """Why a worker, which is dead now, has not answered."""
+    """The reason why a worker has not answered; the worker is dead."""
 
 
 class _Worker:
@@ -182,7 +178,7 @@ class _Worker:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 env={**environment, **places},
-                start_new_session=True,  # a terminal's Ctrl-C stays away, and its own children can be killed with it
+                start_new_session=True,  # keeps a terminal's Ctrl-C away, and lets us kill it with its children
             )
         job = Job(terms=list(terms), limit_s=limit_s, sandbox=_limits(sandbox, self._folder))
         try:
@@ -191,12 +187,12 @@ class _Worker:
             raise UserError(f"the reward cannot be loaded{_hint(sandbox)}: {reason}") from reason
         if start.problem is not None:
             self.kill()
-            hint = _hint(sandbox) if "\n" in start.problem else ""  # there is a traceback: code of the user's has run
+            hint = _hint(sandbox) if "\n" in start.problem else ""  # a traceback: the user's code has failed
             raise UserError(f"the reward cannot be loaded{hint}: {start.problem}")
         self.unprotected = start.unprotected
 
     def is_ready(self) -> bool:
-        """Whether it can take an item. An idle worker has nothing to say: what there is to read is its end."""
+        """True when the worker can take an item. An idle worker sends nothing: if there is input, it has ended."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -207,15 +203,15 @@ class _Worker:
         return False
 
     def ask(self, item: RewardItem) -> Reply:
-        """The worker's reply; a failed one when there is none, and then the worker is dead."""
+        """Send an item and return the worker's reply; without one, the worker is dead and the reply says why."""
         try:
             return self._exchange(item, self._limit_s, self._reply)
         except _NoAnswer as reason:
             return Reply(parts={}, failure=str(reason))
 
     def kill(self) -> str:
-        """End the process and those it started; returns how it ended."""
-        # Its id stays taken until `wait` has collected it, so no stranger is hit.
+        """Kill the process and those it started; returns how it ended."""
+        # Its id cannot belong to another process before `wait` has collected it.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when it is already gone
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -223,13 +219,13 @@ class _Worker:
         self._socket.close()
         if self._folder is not None:
             self._folder.remove()
-        number = -code if code < 0 else code - 128  # a sandbox hands a signal on as a shell does
+        number = -code if code < 0 else code - 128  # the sandbox reports a signal as a shell does
         if number in set(signal.Signals):
             return f"was killed by {signal.Signals(number).name}"
         return f"exited with code {code}"
 
     def _let_end(self) -> None:
-        """Wait a moment for a process that has closed its socket, so that its own end is the one that is told."""
+        """Wait a moment for a process that has closed its socket, so that its own exit code is reported."""
         deadline = time.monotonic() + _END_S
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             if time.monotonic() > deadline:
@@ -237,7 +233,7 @@ class _Worker:
             time.sleep(_END_S / 1000)
 
     def _exchange(self, message: object, limit_s: float, read: Callable[[Any], T]) -> T:
-        """Send something and `read` the answer, parsed JSON. Whatever the worker does, this ends within the limit."""
+        """Send a message and `read` the answer, which is parsed JSON. This returns or raises within the limit."""
         if self._closed.is_set():
             raise _NoAnswer("closed")
         content = pickle.dumps(message)
@@ -254,20 +250,20 @@ class _Worker:
             raise _NoAnswer(f"the worker {self.kill()}") from None
         except (ValueError, RecursionError):
             self.kill()
-            raise _NoAnswer(_NONSENSE) from None
+            raise _NoAnswer(_INVALID_ANSWER) from None
 
     def _reply(self, answer: Any) -> Reply:
-        """ValueError for what no worker of ours says."""
+        """Convert an answer to a reply. Raises ValueError if it is invalid."""
         match answer:
             case {"parts": {}, "failure": str(failure), "traceback": str(traceback)}:
                 return Reply(parts={}, failure=failure, traceback=traceback)
             case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._names:
                 if all(isinstance(part, float) and math.isfinite(part) for part in parts.values()):
                     return Reply(parts=parts)
-        raise ValueError(_NONSENSE)
+        raise ValueError(_INVALID_ANSWER)
 
     def _receive_line(self, deadline: float) -> bytes:
-        """What the worker writes up to the end of a line; TimeoutError at the deadline or the end of the scorer."""
+        """Read a line from the worker. Raises TimeoutError at the deadline, or when the pool is closed."""
         received = b""
         while not received.endswith(b"\n"):
             left_s = deadline - time.monotonic()
@@ -280,7 +276,7 @@ class _Worker:
                     raise EOFError
                 received += part
             if len(received) > _MAX_ANSWER_BYTES:
-                raise ValueError(_NONSENSE)
+                raise ValueError(_INVALID_ANSWER)
         return received
 
 
@@ -288,7 +284,7 @@ def _start(answer: Any) -> Start:
     match answer:
         case {"problem": None | str() as problem, "unprotected": list(unprotected)}:
             return Start(problem=problem, unprotected=unprotected)
-    raise ValueError(_NONSENSE)
+    raise ValueError(_INVALID_ANSWER)
 
 
 def _limits(cfg: SandboxConfig, folder: HeldFolder | None) -> Sandbox | None:
@@ -317,12 +313,12 @@ def _hint(cfg: SandboxConfig) -> str:
 
 
 def _import_path() -> list[str]:
-    """Where modules come from, wherever the worker's own directory is."""
+    """Return `sys.path` with absolute paths, which do not depend on the worker's directory."""
     return [os.path.abspath(place) for place in sys.path]
 
 
 def _named(cfg: RewardConfig) -> list[Term]:
-    """Terms are named by their kind, the second of a kind with _2, and so on."""
+    """Name terms by their kind; the second of a kind gets the suffix _2, and so on."""
     seen: Counter[str] = Counter()
     named = []
     for term in cfg.terms:
@@ -333,5 +329,5 @@ def _named(cfg: RewardConfig) -> list[Term]:
 
 
 def _settings(term: RewardTerm) -> dict[str, Any]:
-    """What the verifier's `load` is called with: all settings of the kind but those of every kind."""
+    """Return the arguments of the verifier's `load`: the settings that are special to its kind."""
     return {name: value for name, value in term.model_dump().items() if name not in ("kind", "weight")}
