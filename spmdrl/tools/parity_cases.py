@@ -23,7 +23,7 @@ from spmdrl.dist.session import World
 from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
-from spmdrl.model.logprobs import next_token_scores
+from spmdrl.model.logprobs import next_token_logprobs
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.flops import with_costs
 from spmdrl.refit.gather import Gatherer
@@ -103,7 +103,7 @@ class Case:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pack: dict[str, Any] = field(default_factory=dict)  # instead of the settings'
     model: dict[str, Any] = field(default_factory=dict)  # changes of the settings'
-    score_tokens: Callable[..., tuple[Tensor, Tensor]] = next_token_scores
+    token_logprobs: Callable[..., tuple[Tensor, Tensor]] = next_token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     kernels = "kernels sum matrices of other shapes in another order"
     yield Case(name="one sequence at a time", reason=kernels, pack=alone)
     yield Case(name="one micro-batch", reason=kernels, pack=whole)
-    yield Case(name="plain head", reason=kernels, score_tokens=plain_scores)
+    yield Case(name="plain head", reason=kernels, token_logprobs=plain_scores)
     yield Case(name="head in small chunks", reason=kernels, model={"logits_chunk_tokens": 7})
     for level in ("none", "full", "selective"):
         if level != settings.model.gradient_checkpointing:
@@ -232,7 +232,7 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
         policy = load_policy(model, meshes.model, temperature=learning.temperature)
-        policy.score_tokens = case.score_tokens
+        policy.token_logprobs = case.token_logprobs
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
@@ -275,7 +275,7 @@ def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
 def plain_scores(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """`next_token_scores` of one rank as torch writes it: all logits at once, and autograd."""
+    """`next_token_logprobs` of one rank as torch writes it: all logits at once, and autograd."""
     log_p = (F.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model import context
 from spmdrl.model.attention import Kernel, packed_attention
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.context import Style, context_attention, context_problems, gather_tokens
 from spmdrl.types import UserError
 from tests import flash_on_cpu  # noqa: F401
@@ -88,17 +90,17 @@ def _equal(
     mesh: DeviceMesh,
 ) -> None:
     (*qkv, logits), grad = _random(seqlens, kv_heads)
-    cu, options = _offsets(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
+    cu, layer = _offsets(seqlens), AttentionLayer(index=0, scale=HEAD_DIM**-0.5, window=window)
     local = [_mine(x.detach(), 2, mesh).requires_grad_() for x in qkv]
     attend: Any = context_attention(cu, seqlens, kernel, mesh, style=style)
     if sinks:
         wanted = _with_gradients(_dense(*qkv, logits, seqlens, window), grad, [*qkv, logits])
-        out = attend(*local, **options, sinks=logits)
+        out = attend(*local, replace(layer, sinks=logits))
         *found, of_sinks = _with_gradients(out, _mine(grad, 1, mesh), [*local, logits])
         torch.testing.assert_close(sum_over(mesh, of_sinks), wanted.pop(), rtol=1e-5, atol=1e-5)
     else:
-        wanted = _with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, **options), grad, qkv)
-        found = _with_gradients(attend(*local, **options), _mine(grad, 1, mesh), local)
+        wanted = _with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, layer), grad, qkv)
+        found = _with_gradients(attend(*local, layer), _mine(grad, 1, mesh), local)
     for one, whole, dim in zip(found, wanted, (1, 2, 2, 2), strict=True):
         torch.testing.assert_close(one, _mine(whole, dim, mesh), rtol=1e-5, atol=2e-6)
 
@@ -131,7 +133,7 @@ def _head_by_head(seqlens: list[int]) -> list[int]:
         attend = context_attention(_offsets(seqlens), seqlens, "sdpa", mesh, style="all_gather")
 
         def run(*inputs: Tensor) -> Tensor:
-            return attend(*inputs, layer=0, scale=0.3, window=None)
+            return attend(*inputs, AttentionLayer(index=0, scale=0.3))
 
         together = _with_gradients(run(*local), _mine(grad, 1, mesh), local)
         context.HEAD_GROUP_BYTES = 1
@@ -181,4 +183,4 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
     x = torch.zeros(1, 3, 2, 8)
     attend = context_attention(_offsets([4]), [4], "sdpa", two_ranks, style="ulysses")
     with pytest.raises(UserError, match=r"parallel\.cp = 2 .* the model has 3"):
-        attend(x, x, x, layer=0, scale=1.0, window=None)
+        attend(x, x, x, AttentionLayer(index=0, scale=1.0))

@@ -25,7 +25,7 @@ from spmdrl.learn.limits import Guard
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
-from spmdrl.model.policy import TokenScores
+from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.batch import MiniBatch, build_batch
 from spmdrl.step.credit import assign_credit, choose_tokens
 from spmdrl.step.logprobs import add_logprobs
@@ -227,7 +227,7 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
 
 def gradient(pack: MicroBatch, objective: PolicyObjective) -> Tensor:
     now = torch.cat([sampled(i, n, 3) for i, n in zip(pack.sequence_index, pack.seqlens, strict=True)]).requires_grad_()
-    loss = objective(TokenScores(now, torch.zeros_like(now)), pack).loss_sum
+    loss = objective(TokenLogprobs(now, torch.zeros_like(now)), pack).loss_sum
     return torch.autograd.grad(loss, now)[0]
 
 
