@@ -148,8 +148,8 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: i
             yield f"parallel.{axis} = {num_ranks}, but transformers has no {axis} plan for {name}; {instead}"
         for _, style, where in (rule for rule in unknown if rule[0] == axis):
             yield (
-                f'parallel.{axis} = {num_ranks}, but the plan of {name} splits {where} by "{style}", which is not '
-                f"supported; {instead}"
+                f'parallel.{axis} = {num_ranks}, but {name} needs "{style}" for {where}, which is not supported; '
+                f"{instead}"
             )
     if not unknown:
         vocabulary = (model.get_input_embeddings().num_embeddings, "tokens of the vocabulary")
