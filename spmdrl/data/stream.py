@@ -118,10 +118,6 @@ class PromptStream:
         """Return prompts `start` to `start + count - 1`, each with the response to imitate."""
         return [self._pair(index) for index in range(start, start + count)]
 
-    def where(self, index: int) -> str:
-        """Name the row of prompt `index`, for messages."""
-        return self._prompt_and_row(index)[1].where
-
     def _pair(self, index: int) -> tuple[Prompt, str]:
         prompt, row = self._prompt_and_row(index)
         if row.response is None:
