@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is installed here, and what is missing for what. Needs no installation: `python launch/doctor.py`."""
+"""Report what is installed here and what is missing; needs no installation: `python launch/doctor.py`."""
 
 import sys
 from pathlib import Path

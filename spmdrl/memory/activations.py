@@ -63,7 +63,7 @@ class ActivationSettings:
     """The settings that decide how many bytes of activations a token needs."""
 
     level: Level  # of checkpointing
-    every_layers: int  # the first of every so many layers is checkpointed
+    every_layers: int  # the first of each group of this many layers is checkpointed
     compute_bytes: int  # per element
     repeats_keys: bool  # whether the attention kernel needs keys and values repeated for each query head
     wide_stream: bool = False  # whether the residual stream is float32, whatever the compute dtype

@@ -23,7 +23,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
-    """How the parameters of one copy of the policy are divided over its ranks."""
+    """The division of one copy of the policy's parameters over its ranks."""
 
     copy_ranks: int  # ranks that hold one copy together
     tp: int = 1

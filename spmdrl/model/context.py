@@ -162,7 +162,7 @@ def _tokens_to_send(earlier: list[int], num_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkView:
-    """Which keys this rank's queries see under one window, and how many tokens ranks exchange for that."""
+    """The attention of this rank's queries under one window, and the tokens that ranks exchange for it."""
 
     attend: CausalAttention
     send: list[int]  # [R] tokens from the end of this chunk for each rank

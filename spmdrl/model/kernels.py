@@ -27,7 +27,7 @@ Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """How T queries and earlier + T keys divide into S packed sequences."""
+    """The division of T queries and earlier + T keys into S packed sequences."""
 
     seqlens: list[int]  # [S] queries of each sequence
     cu_seqlens: Tensor  # [S+1] int32, the same lengths as offsets, on the device of the tokens
