@@ -18,8 +18,8 @@ class AttentionLayer:
     sinks: Tensor | None = None  # [H], one more logit in each softmax of a head, without a value; see sinks.py
 
 
-# Attention over the tokens of the model's caller, in transformers' layout: query [1, H, T, D], key and value [1, K, T, D]
-# with K dividing H; the result is [1, T, H, D].
+# Attention over the tokens that the model's caller passes, in transformers' layout: query [1, H, T, D], key and value
+# [1, K, T, D] with K dividing H; the result is [1, T, H, D].
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]
 
 # Causal attention of one rank over packed sequences: q [T, H, D], k and v [earlier + T, K, D] with K dividing H; the

@@ -236,7 +236,7 @@ def test_heads_that_fa3_computes_in_two_ways_are_refused(
 ) -> None:
     config = AutoConfig.from_pretrained(save_qwen3(tmp_path, head_dim=head_dim))
     said = list(sglang_operators.attention_problems(config, backend))
-    assert len(said) == refused and all(f"those of this model have {head_dim}" in sentence for sentence in said)
+    assert len(said) == refused and all(f"this model's have {head_dim}" in sentence for sentence in said)
 
 
 def test_an_engine_without_kernels_on_a_device_has_none_there(tmp_path: Path) -> None:
