@@ -31,7 +31,7 @@ import workload
 from torch import Tensor
 
 from spmdrl.config import ModelConfig
-from spmdrl.model.logprobs import next_token_scores
+from spmdrl.model.logprobs import next_token_logprobs
 
 MIB = 2**20
 VOCABULARY = 151_936
@@ -46,7 +46,7 @@ Head = Callable[[Tensor, Tensor, Tensor], Scores]
 def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
     """spmdrl's."""
     chunk = ModelConfig(path="").logits_chunk_tokens
-    return next_token_scores(hidden, weight, None, targets, temperature=1.0, chunk=chunk)
+    return next_token_logprobs(hidden, weight, None, targets, temperature=1.0, chunk=chunk)
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:

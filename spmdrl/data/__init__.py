@@ -1,1 +1,1 @@
-"""Prompts: a pure function of the run's seed and of their place in the stream."""
+"""Prompts: each is a pure function of the run's seed and of its index in the stream."""

@@ -1,4 +1,4 @@
-"""Where rows come from. A source is a pure function from a row number (0, 1, 2, ... without end) to a row."""
+"""Sources of rows. A source is a pure function from a row number (0, 1, 2, ... without end) to a row."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ class Row:
     """One row of a data set, before the tokenizer."""
 
     prompt: str | list[dict[str, Any]]  # a string or chat messages
-    question: str  # what makes two rows the same question, whatever is written around it
+    question: str  # the question alone, to recognize rows that ask the same
     answer: str | None
     response: str | None  # to imitate
-    metadata: dict[str, Any]  # the other columns, or all that the scorer of a reasoning-gym item needs
+    metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
 
 
 class Source(Protocol):
+    """An endless sequence of rows."""
+
     task: str
 
     @property
@@ -40,17 +42,17 @@ class Source(Protocol):
         ...
 
     def row(self, index: int, attempt: int = 0) -> Row:
-        """Row `index`. `attempt` asks for another one in its place, where rows are generated."""
+        """Return row `index`. Where rows are generated, each `attempt` gives another row for the same index."""
         ...
 
 
 def open_source(cfg: FileData | ReasoningGymData, *, seed: int) -> Source:
-    """The source that one entry of `sources` describes."""
+    """Open the source that one entry of `sources` describes."""
     return FileSource(cfg, seed=seed) if isinstance(cfg, FileData) else ReasoningGymSource(cfg, seed=seed)
 
 
 class FileSource:
-    """The rows of a file, shuffled anew for each epoch."""
+    """The rows of a file, in a new order in each epoch."""
 
     def __init__(self, cfg: FileData, *, seed: int) -> None:
         self.task = cfg.task
@@ -67,12 +69,12 @@ class FileSource:
         return len(self._rows)
 
     def row(self, index: int, attempt: int = 0) -> Row:
-        assert attempt == 0, "the rows of a file are what they are: remove unwanted ones with `keep`"
+        assert attempt == 0, "a file has no other row for an index: remove unwanted rows with `keep`"
         epoch, place = divmod(index, len(self._rows))
         return self._rows[self._order(epoch)[place]]
 
     def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
-        """The same file without the rows that are not wanted."""
+        """Return a source of the wanted rows alone."""
         kept = copy.copy(self)
         kept._rows = [row for row in self._rows if wanted(row)]
         kept._orders = {}
@@ -84,13 +86,13 @@ class FileSource:
         if epoch not in self._orders:
             order = list(range(len(self._rows)))
             random.Random(mix(self._seed, epoch)).shuffle(order)
-            # A slice may straddle two epochs; older orders are cheap to make again.
+            # A slice may cross from one epoch to the next; older orders are cheap to compute again.
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line of the file as (where, object); blank lines are no rows."""
+    """Yield each line of the file as (where, object), skipping blank lines."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -102,7 +104,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             record = json.loads(line)
             if b"\\u" in line:
-                json.dumps(record, ensure_ascii=False).encode()  # an escape may be half a character, which is no text
+                json.dumps(record, ensure_ascii=False).encode()  # raises for an escape that is half a surrogate pair
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not valid JSON: {error}") from error
         if not isinstance(record, dict):
@@ -111,7 +113,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow.parquet  # 0.7 s, so only for those who use it
+    import pyarrow.parquet  # takes 0.7 s, so only when it is needed
 
     try:
         records = pyarrow.parquet.read_table(path).to_pylist()
@@ -126,7 +128,7 @@ def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     columns = dict(record)
     prompt = _prompt(_column(columns, "prompt_column", cfg.prompt_column, where), cfg.prompt_column, where)
-    # A column setting of "" says that the data has none.
+    # A column setting of "" means that the data has no such column.
     answer = response = None
     if cfg.answer_column:
         answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
@@ -145,10 +147,10 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
 
 def _column(columns: dict[str, Any], setting: str, name: str, where: str) -> Any:
     if name not in columns:
-        absent = f'; set {setting} = "" if the data has none' if setting != "prompt_column" else ""
+        remedy = f'; set {setting} = "" if the data has none' if setting != "prompt_column" else ""
         raise UserError(
             f'{where} has no column "{name}" ({setting}); it has {", ".join(columns) or "none"}'
-            f"{_did_you_mean(name, columns)}{absent}"
+            f"{_did_you_mean(name, columns)}{remedy}"
         )
     return columns[name]
 
@@ -183,8 +185,8 @@ def _question(prompt: str | list[dict[str, Any]]) -> str:
     return "\n".join(message["content"] for message in prompt if message["role"] != "system")
 
 
-# Their items follow the iteration order of Python sets: 40 items of every data set of reasoning-gym 0.1.25 were drawn
-# under three values of PYTHONHASHSEED, and these were not always the same.
+# Items of these tasks depend on the iteration order of Python sets. 40 items of every task of reasoning-gym 0.1.25 were
+# generated with three values of PYTHONHASHSEED, and only these tasks gave different items.
 _HASH_DEPENDENT = frozenset(
     (
         "codeio",
@@ -200,10 +202,10 @@ _HASH_DEPENDENT = frozenset(
 
 
 class ReasoningGymSource:
-    """Procedurally generated items without end; item i is drawn with a seed of its own.
+    """Procedurally generated items without end, each with a seed of its own.
 
-    In reasoning-gym item i of seed s is item i - 1 of seed s + 1, so its indices are not used: every item is the first
-    one of the data set of a mixed seed.
+    In reasoning-gym, item i of seed s equals item i - 1 of seed s + 1. So its indices are not used: every item here is
+    the first one of a data set with a hashed seed.
     """
 
     num_rows: int | None = None
@@ -215,14 +217,14 @@ class ReasoningGymSource:
         _require_repeatable(cfg.task)
         self._shared = _make_data_set(cfg, 0)
         self._can_reseed = self._reseeding_is_faithful()
-        self.row(0)  # an error in the template shows now
+        self.row(0)  # raises now if the template is wrong
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Data sets hold lambdas and word lists: made again, not carried.
+        # Data sets hold lambdas and word lists, so a copy in another process makes its own.
         return functools.partial(ReasoningGymSource, seed=self._seed), (self._cfg,)
 
     def row(self, index: int, attempt: int = 0) -> Row:
-        # Some data sets hand their seed to numpy, which takes 32 bits.
+        # Some data sets pass their seed to numpy, which takes 32 bits.
         entry = self._entry(mix(self._seed, index, attempt) >> 31, reseed=self._can_reseed)
         return Row(
             prompt=self._fill_template(entry),
@@ -245,15 +247,17 @@ class ReasoningGymSource:
             ) from error
 
     def _reseeding_is_faithful(self) -> bool:
-        """Whether a data set whose seed was changed gives what one made with that seed gives.
+        """Return True when changing a data set's seed gives the same items as making a new data set with that seed.
 
-        Making one may read a word list (20 ms and more), so it is shared where it can be; a few data sets draw from
-        their seed while they are made.
+        Making a data set may read a word list (20 ms and more), so one is shared where possible. A few tasks use the
+        seed already while they are made.
         """
-        return all(
-            self._entry(seed, reseed=True)["question"] == self._entry(seed, reseed=False)["question"]
-            for seed in (mix(probe) >> 31 for probe in range(4))
-        )
+
+        def question(seed: int, *, reseed: bool) -> str:
+            return str(self._entry(seed, reseed=reseed)["question"])
+
+        seeds = [mix(probe) >> 31 for probe in range(4)]
+        return all(question(seed, reseed=True) == question(seed, reseed=False) for seed in seeds)
 
     def _fill_template(self, entry: dict[str, Any]) -> str:
         try:
@@ -268,13 +272,13 @@ class ReasoningGymSource:
 def _require_repeatable(task: str) -> None:
     if task in _HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise UserError(
-            f"the reasoning-gym task {task} draws from Python sets, so its items differ between ranks and runs; "
-            "start with the environment variable PYTHONHASHSEED=0"
+            f"the items of the reasoning-gym task {task} depend on the order of Python sets, which differs between "
+            "ranks and runs; start with the environment variable PYTHONHASHSEED=0"
         )
 
 
 def _make_data_set(cfg: ReasoningGymData, seed: int) -> Any:
-    from reasoning_gym.factory import DATASETS  # 1.5 s, so only for those who use it
+    from reasoning_gym.factory import DATASETS  # takes 1.5 s, so only when it is needed
 
     if cfg.task not in DATASETS:
         raise UserError(f'reasoning-gym has no task "{cfg.task}"{_did_you_mean(cfg.task, DATASETS)}')
@@ -283,7 +287,7 @@ def _make_data_set(cfg: ReasoningGymData, seed: int) -> Any:
     known = [field.name for field in dataclasses.fields(config_class) if field.name not in ours]
     for name in cfg.params:
         if name in ours:
-            raise UserError(f"params.{name} of the reasoning-gym task {cfg.task} follows from the run; leave it out")
+            raise UserError(f"params.{name} of the reasoning-gym task {cfg.task} is set by the run; leave it out")
         if name not in known:
             raise UserError(
                 f"the reasoning-gym task {cfg.task} has no parameter {name}"

@@ -1,6 +1,6 @@
 """The stream of training prompts, and the held-out prompts that it never contains.
 
-Prompt i is a pure function of (seed, i): whoever asks for it gets the same, and a resumed run goes on at its index.
+Prompt i is a pure function of (seed, i). Every rank gets the same prompt, and a resumed run continues at its index.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from spmdrl.data.sources import FileSource, Row, Source, open_source
 from spmdrl.data.tokenizer import encode_prompt
 from spmdrl.types import Prompt, UserError
 
-Encoded = tuple[tuple[int, ...], str]  # token ids and the text they stand for
+Encoded = tuple[tuple[int, ...], str]  # token ids and their text
 Encode = Callable[[str | list[dict[str, Any]]], Encoded]
 
-MAX_ATTEMPTS = 1000  # draws in place of one unwanted prompt
-_TRAINING, _HELD_OUT = 0, 1  # the two never share a seed
+MAX_ATTEMPTS = 1000  # rows tried in place of one unwanted prompt
+_TRAINING, _HELD_OUT = 0, 1  # hashed into seeds, so that the two never share one
 
 
 def question_key(row: Row) -> str:
-    """The question in the form in which questions are compared: no template around it, white space evened out."""
+    """Return the question in the form in which questions are compared: without a template, white space normalized."""
     return " ".join(unicodedata.normalize("NFC", row.question).split())
 
 
 class Turns:
-    """Smooth weighted round-robin: whose turn index i is, and how many turns that source had before.
+    """Smooth weighted round-robin over sources.
 
-    Exact in whole numbers, so it repeats after a period and nothing drifts.
+    It computes with whole numbers, so the order repeats exactly after a period.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -48,9 +48,10 @@ class Turns:
         self._period = sum(self._weights)
         self._credit = [0] * len(whole)
         self._served = [0] * len(whole)
-        self._turns: list[tuple[int, int]] = []  # simulated as far as anyone asked
+        self._turns: list[tuple[int, int]] = []  # simulated as far as needed until now
 
     def at(self, index: int) -> tuple[int, int]:
+        """Return (the source whose turn `index` is, the number of its earlier turns)."""
         cycle, place = divmod(index, self._period)
         while len(self._turns) <= place:
             self._credit = [credit + weight for credit, weight in zip(self._credit, self._weights, strict=True)]
@@ -64,14 +65,14 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEncoder:
-    """Rows become token ids, under the length limit."""
+    """Turns rows into token ids, under the length limit."""
 
     encode: Encode
     max_prompt_tokens: int
     overlong: Literal["error", "drop"]
 
     def __call__(self, row: Row) -> Encoded | None:
-        """(token ids, text), or None when the prompt is too long and is to be dropped."""
+        """Return (token ids, text), or None when the prompt is too long and `overlong` is "drop"."""
         try:
             token_ids, text = self.encode(row.prompt)
         except UserError as error:
@@ -87,7 +88,7 @@ class PromptEncoder:
 
 
 class PromptStream:
-    """Training prompts without end, drawn from weighted sources."""
+    """Training prompts without end, from weighted sources."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class PromptStream:
         encoder: PromptEncoder,
         exclude: frozenset[str] = frozenset(),
     ) -> None:
-        """`exclude` holds the keys of questions that must not occur. The rows of files are all read and checked now."""
+        """`exclude` holds the keys of questions to leave out. All rows of files are read and checked now."""
         self._exclude = exclude
         self._encoder = encoder
         self._turns = Turns(weights)
@@ -106,37 +107,33 @@ class PromptStream:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """What was left out, by reason: rows of files (the same on every rank), and draws made by this process."""
+        """Counts of what was left out, by reason: rows of files (equal on all ranks), and items this rank generated."""
         return dict(self._dropped)
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """Prompts `start` to `start + count - 1` of the stream."""
-        return [self._draw(index)[0] for index in range(start, start + count)]
+        """Return prompts `start` to `start + count - 1` of the stream."""
+        return [self._prompt_and_row(index)[0] for index in range(start, start + count)]
 
     def pairs(self, start: int, count: int) -> list[tuple[Prompt, str]]:
-        """The same prompts, each with the response to imitate."""
+        """Return prompts `start` to `start + count - 1`, each with the response to imitate."""
         return [self._pair(index) for index in range(start, start + count)]
 
-    def where(self, index: int) -> str:
-        """Which row prompt `index` is, for messages."""
-        return self._draw(index)[1].where
-
     def _pair(self, index: int) -> tuple[Prompt, str]:
-        prompt, row = self._draw(index)
+        prompt, row = self._prompt_and_row(index)
         if row.response is None:
             raise UserError(f"{row.where} has no response to imitate; set response_column to the column that has it")
         return prompt, row.response
 
-    def _draw(self, index: int) -> tuple[Prompt, Row]:
+    def _prompt_and_row(self, index: int) -> tuple[Prompt, Row]:
         place, number = self._turns.at(index)
         source = self._sources[place]
         for attempt in range(MAX_ATTEMPTS):
             row = source.row(number, attempt)
-            encoded = self._encoded(row, "draws")
+            encoded = self._encoded(row, "items")
             if encoded is not None:
                 return _prompt(index, source.task, row, encoded), row
         raise UserError(
-            f"{row.where}: {MAX_ATTEMPTS} draws in a row were held out or too long, so the task {source.task} has too "
+            f"{row.where}: {MAX_ATTEMPTS} items in a row were held out or too long, so the task {source.task} has too "
             "few distinct questions for training; hold out fewer (num_prompts) or widen its params"
         )
 
@@ -144,7 +141,7 @@ class PromptStream:
         return self._encoded(row, "rows") is not None
 
     def _encoded(self, row: Row, unit: str) -> Encoded | None:
-        """(token ids, text), or None for a row that must not be trained on, which is counted."""
+        """Return (token ids, text), or None for a row that must not be trained on; such rows are counted."""
         if question_key(row) in self._exclude:
             self._dropped[f"held_out_{unit}"] += 1
             return None
@@ -163,32 +160,25 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded) -> Prompt:
 
 def held_out_prompts(
     sources: Sequence[Source], *, weights: Sequence[float], encoder: PromptEncoder, count: int
-) -> list[Prompt]:
-    """`count` prompts with distinct questions, split over the sources by weight."""
-    return [prompt for _, prompt in _held_out(sources, weights, encoder, count)]
-
-
-def _held_out(
-    sources: Sequence[Source], weights: Sequence[float], encoder: PromptEncoder, count: int
 ) -> Iterator[tuple[str, Prompt]]:
-    """(question key, prompt) of each held-out prompt."""
+    """Yield (question key, prompt) for `count` prompts with distinct questions, divided over the sources by weight."""
     turns = Turns(weights)
     seen: set[str] = set()
     candidates = [_distinct(source, encoder, seen) for source in sources]
     for prompt_id in range(count):
         place, number = turns.at(prompt_id)
-        drawn = next(candidates[place], None)
-        if drawn is None:
+        found = next(candidates[place], None)
+        if found is None:
             raise UserError(
                 f"held out: num_prompts = {count}, but the source {sources[place].task} has only {number} distinct "
                 "questions that fit; lower num_prompts"
             )
-        row, encoded = drawn
+        row, encoded = found
         yield question_key(row), _prompt(prompt_id, sources[place].task, row, encoded)
 
 
 def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[tuple[Row, Encoded]]:
-    """The source's rows whose question is new, until there seem to be no more; `seen` grows."""
+    """Yield the source's rows whose question is not in `seen`, and add them to it; stop after too many misses."""
     index = misses = 0
     while misses < MAX_ATTEMPTS if source.num_rows is None else index < source.num_rows:
         row = source.row(index)
@@ -204,7 +194,7 @@ def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterato
 def make_training_stream(
     cfg: DataConfig, held_out_cfg: HeldOutConfig | None, *, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> PromptStream:
-    """The run's training prompts, without the questions that `make_held_out` gives for the same settings."""
+    """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings."""
     exclude = frozenset(key for key, _ in _held_out_of(cfg, held_out_cfg, tokenizer)) if held_out_cfg else frozenset()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place)) for place, source in enumerate(cfg.sources)],
@@ -215,8 +205,10 @@ def make_training_stream(
 
 
 def make_held_out(cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The held-out prompts; `prompt_id` counts from 0. The same for every run with these settings, whatever its seed,
-    so that runs can be compared and stages of training agree on what to leave out."""
+    """Make the held-out prompts; `prompt_id` counts from 0.
+
+    They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
+    """
     return [prompt for _, prompt in _held_out_of(cfg, held_out_cfg, tokenizer)]
 
 
@@ -225,7 +217,8 @@ def _held_out_of(
 ) -> Iterator[tuple[str, Prompt]]:
     sources = [open_source(source, seed=mix(_HELD_OUT, place)) for place, source in enumerate(held_out_cfg.sources)]
     weights = [source.weight for source in held_out_cfg.sources]
-    return _held_out(sources, weights, _encoder_of(cfg, tokenizer), held_out_cfg.num_prompts)
+    encoder = _encoder_of(cfg, tokenizer)
+    return held_out_prompts(sources, weights=weights, encoder=encoder, count=held_out_cfg.num_prompts)
 
 
 def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:

@@ -1,4 +1,4 @@
-"""The one door to the tokenizer: text becomes token ids on its way in, and text again on its way out."""
+"""All use of the tokenizer: prompts to token ids, responses to text, and the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Messages = list[dict[str, Any]]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; nothing is downloaded."""
+    """Load the tokenizer of a model directory; nothing is downloaded."""
     if not Path(path).is_dir():
         raise UserError(f"model.path = {path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # whatever its files can hold: transformers raises all kinds
+    except Exception as error:  # transformers raises many types for bad files
         reason = " ".join(str(error).split())
         raise UserError(f"model.path = {path}: its tokenizer cannot be loaded: {reason}") from error
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.
@@ -37,17 +37,16 @@ def encode_prompt(
     system_prompt: str | None,
     chat_template: Literal["auto", "never"],
 ) -> tuple[tuple[int, ...], str]:
-    """A prompt's token ids and the text they stand for, ready for the response to follow.
+    """Return a prompt's token ids and their text, such that the response follows directly.
 
-    The chat template, when there is one, is the only source of special tokens; a raw prompt gets none.
+    Only a chat template adds special tokens; a raw prompt gets none.
     """
+    reason = "the tokenizer has no chat template" if chat_template == "auto" else 'data.chat_template = "never"'
     if chat_template == "auto" and tokenizer.chat_template:
         text = _apply_template(tokenizer, _messages(prompt, system_prompt))
     elif not isinstance(prompt, str):
-        reason = "the tokenizer has no chat template" if chat_template == "auto" else 'data.chat_template = "never"'
         raise UserError(f"the prompt is a list of chat messages, but {reason}; use string prompts")
     elif system_prompt is not None:
-        reason = "the tokenizer has no chat template" if chat_template == "auto" else 'data.chat_template = "never"'
         raise UserError(f"data.system_prompt is set, but {reason}; write it into the prompts")
     else:
         text = prompt
@@ -72,12 +71,12 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> s
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of some tokens, as a reward reads it: without special tokens."""
+    """Decode tokens to text without special tokens, as rewards read it."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str) -> frozenset[int]:
-    """The tokens that end a response: the tokenizer's end of sequence and those of generation_config.json."""
+    """Return the tokens that end a response: the tokenizer's EOS token and those of generation_config.json."""
     stops = {tokenizer.eos_token_id}
     path = Path(model_dir) / "generation_config.json"
     if path.exists():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.seeds import uniform
-from spmdrl.model.logprobs import Head, scores_of_logits
+from spmdrl.model.logprobs import Head, logprobs_of_logits
 from spmdrl.types import Request
 
 Draw = Callable[[Tensor, "RowSampling", int], tuple[Tensor, Tensor]]  # as `draw_tokens`
@@ -85,7 +85,7 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tens
 def draw_as_head_scores(head: Head, logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
     """`draw_tokens`, with log-probabilities that have the bits of those which a policy with this head computes."""
     tokens, _ = draw_tokens(logits, sampling, ahead)
-    return tokens, scores_of_logits(_scaled(logits, sampling), tokens, head)
+    return tokens, logprobs_of_logits(_scaled(logits, sampling), tokens, head)
 
 
 def _scaled(logits: Tensor, sampling: RowSampling) -> Tensor:

@@ -22,6 +22,7 @@ from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sampling import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
@@ -369,20 +370,11 @@ class _Cache:
         del self._lengths[first_row:]
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
-        def attend(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *,
-            layer: int,
-            scale: float,
-            window: int | None,
-            sinks: Tensor | None = None,
-        ) -> Tensor:
-            self._check(layer, key, value)
-            self._keys[layer][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
-            self._values[layer][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
-            return packed(query, key, value, layer=layer, scale=scale, window=window, sinks=sinks)
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+            self._check(layer.index, key, value)
+            self._keys[layer.index][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
+            self._values[layer.index][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
+            return packed(query, key, value, layer)
 
         return attend
 
@@ -398,24 +390,15 @@ class _Cache:
         self._lengths = [length + 1 for length in self._lengths]
         self._stored.clear()
 
-        def attend(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *,
-            layer: int,
-            scale: float,
-            window: int | None,
-            sinks: Tensor | None = None,
-        ) -> Tensor:
-            self._check(layer, key, value)
-            self._keys[layer][cells] = key[0].transpose(0, 1)
-            self._values[layer][cells] = value[0].transpose(0, 1)
-            keys, values = (x[layer, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
-            hidden = None
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+            self._check(layer.index, key, value)
+            self._keys[layer.index][cells] = key[0].transpose(0, 1)
+            self._values[layer.index][cells] = value[0].transpose(0, 1)
+            keys, values = (x[layer.index, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
+            hidden, window = None, layer.window
             if shortest < longest or window is not None:
                 hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            return attend_to_cache(query, keys, values, scale=scale, hidden=hidden, sinks=sinks)
+            return attend_to_cache(query, keys, values, scale=layer.scale, hidden=hidden, sinks=layer.sinks)
 
         return attend, positions
 

@@ -17,7 +17,7 @@ from spmdrl.learn.coefficients import ENTROPY
 from spmdrl.learn.correction import weigh
 from spmdrl.learn.mismatch import mismatch_means
 from spmdrl.learn.policy_loss import policy_loss_function
-from spmdrl.model.policy import TokenScores
+from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch
 
 DRIFT = "update/k3_old_nats"  # KL(policy that sampled || policy): how far a step's updates have gone so far
@@ -57,7 +57,7 @@ class PolicyObjective:
         self._loss, self._coefficients, self._correction, self._mismatch = loss, coefficients, correction, mismatch
         self._policy_loss = policy_loss_function(loss)
 
-    def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective:
+    def __call__(self, scores: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
         mask, logprobs = micro_batch.loss_mask, scores.logprobs
         policy = self._policy_loss(logprobs, micro_batch)
         now = logprobs.detach()
@@ -99,7 +99,7 @@ class PolicyObjective:
 class SftObjective:
     """Cross-entropy of the responses."""
 
-    def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective:
+    def __call__(self, scores: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
         per_token = sft_loss(scores.logprobs, micro_batch.loss_mask)
         return Objective(
             loss_sum=weighted_sum(per_token, micro_batch.loss_weights),

@@ -1,1 +1,1 @@
-"""Bytes on paper: what a device must hold, phase by phase."""
+"""Memory arithmetic: how many bytes each phase of a step needs on a device and on its host."""

@@ -1,8 +1,8 @@
-"""Which activations of decoder layers are kept for the backward pass, and which are computed again.
+"""Activation checkpointing of decoder layers.
 
-Recomputing whole layers keeps the least and costs a second forward pass. Recomputing only what is cheap keeps the
-results of matrix products and of attention, where nearly all of a forward pass goes, and computes norms, rotary
-embeddings and activation functions again.
+"full" keeps only the input of a layer and repeats its whole forward pass in backward. "selective" keeps the results of
+matrix products and of attention, which take nearly all of the time, and repeats only norms, rotary embeddings and
+activation functions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 Recomputed = Literal["full", "selective"]
 
-# By name, because most of them exist only where their package does. Of an autograd.Function it is the operations inside
-# that count: linear.py's on a CPU, flash-attn's.
-_DEAR = frozenset(
+# The operations whose results "selective" keeps. They are named, because most exist only where their package does. For
+# an autograd.Function, such as linear.py's or flash-attn's, the operations inside it count.
+_EXPENSIVE = frozenset(
     {
         "aten::mm",
         "aten::addmm",
@@ -41,22 +41,22 @@ _DEAR = frozenset(
 )
 
 
-# transformers adds the biases of experts to these products in place; what is kept must not change afterwards.
+# transformers adds the biases of experts to these products in place, and a kept result must not change afterwards.
 _CHANGED_BY_BIASES = frozenset({"aten::_grouped_mm", "aten::bmm", "aten::baddbmm"})
 
 
 def checkpoint_layers(
     model: PreTrainedModel, layers: Sequence[nn.Module], *, recomputed: Recomputed, every_layers: int
 ) -> None:
-    """Recompute the first of every `every_layers` of the model's decoder layers in backward.
+    """Recompute the first of every `every_layers` decoder layers of the model in backward.
 
-    transformers recomputes only layers in training mode; the flag is set on those layers alone, so that dropout
-    inside them stays off and the others keep all they need.
+    transformers recomputes only layers in training mode. The flag is set on the chosen layers but not on the modules
+    inside them, so dropout stays off, and all other layers keep their activations.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if recomputed == "selective":
         has_biased_experts = any(".experts." in name and name.endswith("_bias") for name, _ in model.named_parameters())
-        kept = _DEAR - _CHANGED_BY_BIASES if has_biased_experts else _DEAR
+        kept = _EXPENSIVE - _CHANGED_BY_BIASES if has_biased_experts else _EXPENSIVE
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
     model.gradient_checkpointing_enable(options)
     for layer in layers[::every_layers]:

@@ -1,10 +1,10 @@
-"""Attention over sequences that are cut across the ranks of a context-parallel mesh.
+"""Context parallelism: attention over sequences that are split across the ranks of a mesh.
 
-The T tokens of a micro-batch lie end to end on R ranks, n = T/R neighbouring tokens on each. Two ways of letting a
-query see the keys on other ranks, equal in result:
+The T tokens of a micro-batch are split into chunks of n = T/R neighbouring tokens, one on each of the R ranks. A query
+can see keys of other ranks in two ways, equal in result:
 
-- "all_gather": queries stay; keys and values that a rank's queries can see come to it, some heads at a time.
-- "ulysses": tokens are exchanged for heads, so that each rank has all tokens of some heads.
+- "all_gather": queries stay. The keys and values that a rank's queries see are sent to it, a few heads at a time.
+- "ulysses": ranks exchange tokens for heads, so that each rank attends over all tokens with some of the heads.
 
 Each function here that takes a mesh is a collective: every rank of the mesh calls it, in the same order, and data
 decides only how many rows move.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -26,68 +26,68 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import gather_flat
-from spmdrl.model.attention import Attend
-from spmdrl.model.kernels import CausalAttention, Kernel, SequenceLayout, causal_attention
+from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.ring import has_ring_attention, ring_attention
 from spmdrl.types import UserError
 
 Style = Literal["all_gather", "ulysses"]
 
-# At most so many bytes of gathered keys and values at a time, unless one head alone is more.
+# Limit on the gathered keys and values of a group of heads; a single head may exceed it.
 HEAD_GROUP_BYTES = 256 * 2**20
 
 
 def context_problems(num_heads: int, num_kv_heads: int, cp: int, style: Style) -> Iterator[str]:
-    """Sentences about a model whose heads cannot be split over `cp` ranks."""
+    """Yield a sentence for each number of heads that cannot be split over `cp` ranks."""
     if style == "all_gather":
         return
     setting = f'parallel.cp = {cp} with parallel.cp_style = "ulysses"'
     instead = 'set parallel.cp_style to "all_gather" or change parallel.cp'
     if num_heads % cp:
-        yield f"{setting} gives every rank as many attention heads, but the model has {num_heads}; {instead}"
+        yield f"{setting} needs a multiple of {cp} attention heads, but the model has {num_heads}; {instead}"
     if num_kv_heads % cp and cp % num_kv_heads:
         yield (
-            f"{setting} needs key-value heads whose number divides it or is divided by it, "
-            f"but the model has {num_kv_heads}; {instead}"
+            f"{setting} needs a number of key-value heads that is a multiple or a divisor of {cp}, but the model has "
+            f"{num_kv_heads}; {instead}"
         )
 
 
 def context_attention(
     cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel, mesh: DeviceMesh, *, style: Style
 ) -> Attend:
-    """Causal attention within each whole sequence, for this rank's n tokens of a micro-batch.
+    """Causal attention within whole sequences, for this rank's chunk of n tokens.
 
-    cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host; both are about all T
-    tokens, and R divides T. What is returned takes query [1, H, n, D], key and value [1, K, n, D], gives [1, n, H, D],
-    and may be given `sinks` [H], a logit of each head that takes part in the softmax and brings no value. Gradients
-    are with respect to the rank's own tokens; those of the sinks are a part, whose sum over the ranks is the whole.
+    cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host; both describe all T
+    tokens, and R divides T. The function returned takes query [1, H, n, D], key and value [1, K, n, D] of this rank and
+    gives [1, n, H, D]. Gradients of queries, keys and values are complete; the gradient of the layer's sinks is this
+    rank's part, to be summed over the ranks.
     """
-    assert sum(seqlens) % mesh.size() == 0, f"{sum(seqlens)} tokens cannot be cut into {mesh.size()} equal chunks"
+    assert sum(seqlens) % mesh.size() == 0, f"{sum(seqlens)} tokens cannot be split into {mesh.size()} equal chunks"
     if style == "ulysses":
-        return _HeadsForTokens(causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel), mesh)
+        return _UlyssesAttention(causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel), mesh)
     heads_per_group = functools.partial(_heads_per_group, sum(seqlens))
     if kernel == "flash_attn_2" and has_ring_attention():
         return ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)
     num_tokens = sum(seqlens) // mesh.size()
 
     @functools.cache
-    def view(window: int | None) -> _View:
-        chunks = [_cut(seqlens, rank * num_tokens, num_tokens, window) for rank in range(mesh.size())]
+    def chunk_view(window: int | None) -> _ChunkView:
+        chunks = [_sequences_in_chunk(seqlens, rank * num_tokens, num_tokens, window) for rank in range(mesh.size())]
         rank = mesh.get_local_rank()
-        lent = _lent_tokens([earlier for _, earlier in chunks], num_tokens)
+        sent = _tokens_to_send([earlier for _, earlier in chunks], num_tokens)
         mine, earlier = chunks[rank]
         offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
         attend = causal_attention(SequenceLayout(mine, offsets, earlier), kernel)
-        return _View(attend, send=lent[rank], receive=[by_lender[rank] for by_lender in lent])
+        return _ChunkView(attend, send=sent[rank], receive=[by_sender[rank] for by_sender in sent])
 
-    return _KeysComeToQueries(view, heads_per_group, mesh)
+    return _AllGatherAttention(chunk_view, heads_per_group, mesh)
 
 
 def gather_tokens(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's [n, ...] values of each token -> [T, ...] of all tokens, on every rank.
+    """Gather the [n, ...] values of each rank's tokens into [T, ...] for all tokens, on every rank.
 
-    The backward takes the rank's own part of the gradient, without a sum: every rank computes the same loss from the
-    whole.
+    The backward pass takes this rank's part of the gradient without summing over ranks, because every rank computes
+    the same loss from the whole.
     """
     return _GatherTokens.apply(local, mesh)
 
@@ -107,7 +107,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Blocks of rows to the ranks of the mesh, `send` rows for each in turn; their gradients go back the same way."""
+    """Send `send[r]` rows to each rank r and receive `receive[r]` from it; gradients return the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMesh) -> Tensor:
@@ -129,10 +129,10 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMes
 # --- which keys a chunk sees -----------------------------------------------------------------------------------------
 
 
-def _cut(seqlens: list[int], start: int, num_tokens: int, window: int | None) -> tuple[list[int], int]:
-    """(tokens of each sequence within the chunk of `num_tokens` at `start`, earlier tokens that its queries see).
+def _sequences_in_chunk(seqlens: list[int], start: int, num_tokens: int, window: int | None) -> tuple[list[int], int]:
+    """Return (tokens of each sequence inside the chunk, tokens before the chunk that its queries see).
 
-    The earlier ones are of the first of these sequences, and seen by the chunk's first query.
+    The chunk is `num_tokens` tokens from `start`. Tokens before it belong to the first sequence inside it.
     """
     inside, earlier = [], 0
     for first, end in pairwise(accumulate(seqlens, initial=0)):
@@ -143,80 +143,68 @@ def _cut(seqlens: list[int], start: int, num_tokens: int, window: int | None) ->
     return inside, earlier if window is None else min(earlier, window - 1)
 
 
-def _lent_tokens(borrowed: list[int], num_tokens: int) -> list[list[int]]:
-    """[lender][borrower] tokens that go from one rank to another; `borrowed` [R] are those before each rank's chunk.
+def _tokens_to_send(earlier: list[int], num_tokens: int) -> list[list[int]]:
+    """Return [sender][receiver] numbers of tokens; `earlier` [R] counts those each rank sees before its chunk.
 
-    A rank lends the end of its chunk: what lies before a later chunk begins somewhere and goes on to it.
+    The earlier tokens reach up to the receiver's chunk without a gap, so every sender sends the end of its own chunk.
     """
-    ranks = range(len(borrowed))
+    ranks = range(len(earlier))
 
-    def tokens(lender: int, borrower: int) -> int:
-        between = (borrower - lender - 1) * num_tokens
-        return min(num_tokens, max(0, borrowed[borrower] - between)) if lender < borrower else 0
+    def tokens(sender: int, receiver: int) -> int:
+        between = (receiver - sender - 1) * num_tokens
+        return min(num_tokens, max(0, earlier[receiver] - between)) if sender < receiver else 0
 
-    return [[tokens(lender, borrower) for borrower in ranks] for lender in ranks]
+    return [[tokens(sender, receiver) for receiver in ranks] for sender in ranks]
 
 
 # --- the two styles --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """What this rank's queries see through a window, and what the other ranks' queries see of its keys."""
+class _ChunkView:
+    """The attention of this rank's queries under one window, and the tokens that ranks exchange for it."""
 
     attend: CausalAttention
-    send: list[int]  # [R] tokens at the end of this chunk that go to each rank
-    receive: list[int]  # [R] tokens that come from each, in the order of the tokens
+    send: list[int]  # [R] tokens from the end of this chunk for each rank
+    receive: list[int]  # [R] tokens that each rank sends, in the order of the tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _KeysComeToQueries:
-    """Each group of heads borrows its keys and values, attends, and forgets them; the backward borrows them again.
+class _AllGatherAttention:
+    """Attend one group of heads after the other: receive its keys and values, attend, and free them.
 
-    What is kept for the backward is what is local, so the attention of a group is computed once more there.
+    The backward pass receives them and attends again, so only local tensors are kept for it.
     """
 
-    view: Callable[[int | None], _View]  # of a window
-    heads_per_group: Callable[[Tensor], int]  # of a key
+    chunk_view: Callable[[int | None], _ChunkView]  # for a window
+    heads_per_group: Callable[[Tensor], int]  # for a key
     mesh: DeviceMesh
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        view = self.view(window)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        view = self.chunk_view(layer.window)
         kv_heads = self.heads_per_group(key)
         heads = kv_heads * query.shape[1] // key.shape[1]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-            keys_values = _with_borrowed(torch.stack((key, value)).permute(2, 0, 1, 3), view, self.mesh)
+            keys_values = _with_earlier_tokens(torch.stack((key, value)).permute(2, 0, 1, 3), view, self.mesh)
             k, v = keys_values.unbind(1)
-            return view.attend(query.transpose(0, 1), k, v, scale=scale, window=window, sinks=sinks)
+            return view.attend(query.transpose(0, 1), k, v, replace(layer, sinks=sinks))
 
-        outputs = [
-            checkpoint(attend, q, k, v, s, use_reentrant=False, preserve_rng_state=False)
-            for q, k, v, s in zip(
-                query[0].split(heads),
-                key[0].split(kv_heads),
-                value[0].split(kv_heads),
-                [None] * (len(key[0]) // kv_heads) if sinks is None else sinks.split(heads),
-                strict=True,
-            )
-        ]
+        groups = zip(
+            query[0].split(heads),
+            key[0].split(kv_heads),
+            value[0].split(kv_heads),
+            [None] * (len(key[0]) // kv_heads) if layer.sinks is None else layer.sinks.split(heads),
+            strict=True,
+        )
+        outputs = [checkpoint(attend, *group, use_reentrant=False, preserve_rng_state=False) for group in groups]
         return torch.cat(outputs, dim=1).unsqueeze(0)
 
 
 def _heads_per_group(total_tokens: int, key: Tensor) -> int:
-    """The most heads of key [1, K, n, D] that divide K and whose keys and values of all tokens are within the bound.
+    """Return the most heads of key [1, K, n, D] that divide K and keep within HEAD_GROUP_BYTES.
 
-    By the tokens of all ranks, not by those that this one borrows: every rank must have as many groups.
+    Bytes are counted for the tokens of all ranks, not for those this rank receives: all ranks need as many groups.
     """
     num_heads, head_dim = key.shape[1], key.shape[3]
     head_bytes = 2 * total_tokens * head_dim * key.itemsize
@@ -224,30 +212,20 @@ def _heads_per_group(total_tokens: int, key: Tensor) -> int:
     return max(heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads <= allowed)
 
 
-def _with_borrowed(local: Tensor, view: _View, mesh: DeviceMesh) -> Tensor:
-    """Values [n, ...] of this rank's tokens, preceded by those of the earlier tokens that its queries see."""
-    lent = torch.cat([local[len(local) - count :] for count in view.send])
-    return torch.cat([_Exchange.apply(lent, view.send, view.receive, mesh), local])
+def _with_earlier_tokens(local: Tensor, view: _ChunkView, mesh: DeviceMesh) -> Tensor:
+    """Put the values of the earlier tokens that this rank's queries see before its own values [n, ...]."""
+    sent = torch.cat([local[len(local) - count :] for count in view.send])
+    return torch.cat([_Exchange.apply(sent, view.send, view.receive, mesh), local])
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadsForTokens:
-    """Every rank gives away its tokens of the other ranks' heads, and attends over all tokens of its own."""
+class _UlyssesAttention:
+    """Exchange tokens for heads, attend over all tokens of this rank's heads, and exchange back."""
 
     attend: CausalAttention
     mesh: DeviceMesh
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         ranks, num_heads, num_tokens = self.mesh.size(), query.shape[1], query.shape[2]
         for problem in context_problems(num_heads, key.shape[1], ranks, "ulysses"):
             raise UserError(problem)
@@ -258,11 +236,11 @@ class _HeadsForTokens:
         by_rank = [x[0].unflatten(0, (ranks, -1)).transpose(1, 2) for x in (query, key, value)]
         everything = self._swap(torch.cat(by_rank, dim=2)).flatten(0, 1)
         q, k, v = everything.split([x.shape[2] for x in by_rank], dim=1)
-        mine = None if sinks is None else sinks.chunk(ranks)[self.mesh.get_local_rank()]
-        out = self.attend(q, k, v, scale=scale, window=window, sinks=mine)
+        sinks = None if layer.sinks is None else layer.sinks.chunk(ranks)[self.mesh.get_local_rank()]
+        out = self.attend(q, k, v, replace(layer, sinks=sinks))
         return self._swap(out.unflatten(0, (ranks, num_tokens))).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _swap(self, blocks: Tensor) -> Tensor:
-        """Block r of [R, ...] goes to rank r; what comes is in the order of the ranks."""
+        """Send block r of [R, ...] to rank r; the result is in the order of the ranks."""
         one_each = [1] * self.mesh.size()
         return _Exchange.apply(blocks, one_each, one_each, self.mesh)

@@ -1,7 +1,7 @@
-"""The experts of a layer over several ranks: each split over tp, or dealt to the ranks of an ep mesh.
+"""Experts over several ranks: each expert split over tp, or whole experts distributed over the ranks of an ep mesh.
 
-Modules of experts are transformers': called with hidden states [T, D], the k experts chosen for each token [T, k]
-and their weights [T, k]; they return [T, D].
+A module of experts is transformers': it is called with hidden states [T, D], the k experts chosen for each token [T, k]
+and their weights [T, k], and returns [T, D].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def split_experts(module: nn.Module, tp: DeviceMesh) -> None:
-    """Every rank computes its part of each expert; the parts are summed. The weights are split by the caller."""
+    """Make every rank compute its part of each expert and sum the parts. The caller splits the weights."""
     compute: Experts = module.forward
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -33,10 +33,11 @@ def split_experts(module: nn.Module, tp: DeviceMesh) -> None:
     module.forward = forward
 
 
-def deal_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
-    """Every rank of `ep` has some of the experts, and tokens travel to them. The weights are split by the caller.
+def distribute_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
+    """Make every rank of `ep` compute some of the experts, and send tokens to them. The caller splits the weights.
 
-    Ranks of `tp` have the same tokens, and each sends a part of them. Both meshes' ranks must call it together.
+    Ranks of `tp` have the same tokens, so each sends only a part of them. All ranks of both meshes must call the
+    module's forward together.
     """
     compute: Experts = module.forward
     num_experts: Any = module.num_experts
@@ -51,21 +52,21 @@ def deal_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
     module.forward = forward
 
 
-def dealt_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules whose experts lie on different ranks of an ep mesh."""
-    return [
-        module
-        for module in model.modules()
-        if any(isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == ("ep",) for x in module._parameters.values())
-    ]
+def distributed_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose experts are distributed over an ep mesh."""
+    return [module for module in model.modules() if any(map(_is_on_ep_mesh, module._parameters.values()))]
+
+
+def _is_on_ep_mesh(parameter: Tensor | None) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("ep",)
 
 
 def _dispatch(
     hidden: Tensor, expert_ids: Tensor, weights: Tensor, compute: Experts, *, num_experts: int, ep: DeviceMesh
 ) -> Tensor:
-    """Send each token [T, D] to the ranks of its experts [T, k], and add up what comes back by `weights` [T, k]."""
+    """Send each token [T, D] to the ranks of its experts [T, k] and sum the results, weighted by `weights` [T, k]."""
     num_chosen = expert_ids.shape[1]
-    order = expert_ids.flatten().argsort(stable=True)  # by expert, and so by rank
+    order = expert_ids.flatten().argsort(stable=True)  # by expert, and thereby by rank
     sent = expert_ids.flatten().bincount(minlength=num_experts).view(ep.size(), -1)  # [ranks, experts of each]
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ep.get_group())
@@ -74,24 +75,24 @@ def _dispatch(
     arrived = _AllToAll.apply(hidden[order // num_chosen], num_sent, num_received, ep)
     local_ids = torch.arange(received.shape[1], device=hidden.device).repeat(ep.size())
     arrived_ids = local_ids.repeat_interleave(received.flatten(), output_size=sum(num_received))
-    computed = _on_each(arrived, arrived_ids, compute)
+    computed = _apply_experts(arrived, arrived_ids, compute)
     returned = _AllToAll.apply(computed, num_received, num_sent, ep)
 
     by_choice = returned[order.argsort()].unflatten(0, expert_ids.shape)
     return (by_choice * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
-def _on_each(tokens: Tensor, expert_ids: Tensor, compute: Experts) -> Tensor:
-    """tokens [N, D], each through the one expert [N] it came for."""
+def _apply_experts(tokens: Tensor, expert_ids: Tensor, compute: Experts) -> Tensor:
+    """Send each of tokens [N, D] through the one expert [N] it was sent to."""
     if not tokens.shape[0]:
-        # Every rank takes part in the backward pass, with a gradient of zero for its experts where no token came.
-        nobody = tokens.sum(0, keepdim=True)
-        return _on_each(nobody, expert_ids.new_zeros(1), compute)[:0]
+        # A rank that received no token still joins the backward pass, with zero gradients for its experts.
+        empty_row = tokens.sum(0, keepdim=True)
+        return _apply_experts(empty_row, expert_ids.new_zeros(1), compute)[:0]
     return compute(tokens, expert_ids.unsqueeze(1), tokens.new_ones(tokens.shape[0], 1))
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows of x [N, D]: so many of them to each rank, in order; returns those that arrive, in order of their ranks."""
+    """Send `num_sent[r]` rows of x [N, D] to each rank r, in order; return those received, in the order of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_sent: list[int], num_received: list[int], mesh: DeviceMesh) -> Tensor:

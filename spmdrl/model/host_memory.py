@@ -1,4 +1,4 @@
-"""Host memory that is taken once and kept, for what leaves the device and comes back again and again."""
+"""Reusable host memory for tensors that move between device and host again and again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 2**28
-_ALIGNMENT = 512  # bytes; no element type needs more, and it is what the device's own allocator gives
+_ALIGNMENT = 512  # bytes; enough for every dtype, and the alignment of CUDA's own allocator
 
 
 class HostBuffers:
-    """Host memory by name, kept for good: a name that comes again with the same size gets the same memory."""
+    """Host memory by name. It is never freed: asking again for the same name and size returns the same memory."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -20,7 +20,7 @@ class HostBuffers:
         self.num_bytes = 0
 
     def take(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Memory [size] uint8 for each name."""
+        """Return memory [size] uint8 for each name."""
         new = {name: size for name, size in sizes.items() if not self._holds(name, size)}
         block_sizes, places = plan_blocks(new)
         blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in block_sizes]
@@ -34,10 +34,10 @@ class HostBuffers:
 
 
 def plan_blocks(sizes: Mapping[str, int]) -> tuple[list[int], dict[str, tuple[int, int]]]:
-    """Lay tensors into blocks: (bytes of each block, name -> (block, first byte)).
+    """Place tensors of these sizes in blocks: returns (bytes of each block, name -> (block, first byte)).
 
     Blocks are powers of two, because torch's pinned allocator rounds every allocation up to one: a buffer of 9 GiB
-    would take 16. The largest tensors come first, and each goes into the first block with room for it.
+    would take 16. Tensors are placed from the largest to the smallest, each in the first block with room for it.
     """
     blocks: list[int] = []
     used: list[int] = []
@@ -46,9 +46,8 @@ def plan_blocks(sizes: Mapping[str, int]) -> tuple[list[int], dict[str, tuple[in
     left = sum(padded.values())
     for name in sorted(padded, key=lambda name: -padded[name]):
         size = padded[name]
-        block = next((i for i, (room, end) in enumerate(zip(blocks, used, strict=True)) if end + size <= room), None)
-        if block is None:
-            block = len(blocks)
+        block = next((i for i, room in enumerate(blocks) if used[i] + size <= room), len(blocks))
+        if block == len(blocks):
             blocks.append(1 << (max(size, min(left, BLOCK_BYTES)) - 1).bit_length())
             used.append(0)
         places[name] = (block, used[block])

@@ -1,7 +1,7 @@
-"""An optimizer whose state is in host memory and visits the device for a block of parameters at a time.
+"""Optimizers whose state lives in host memory.
 
-Between blocks and between steps nothing of the state is on the device: a step holds the state of one block there. The
-host's memory is pinned where the device is a GPU, and is the same from step to step.
+A step copies the state to the device for one block of parameters at a time, updates the block, and copies it back. The
+same host memory is used at every step; it is pinned when the device is a GPU.
 """
 
 from __future__ import annotations
@@ -18,74 +18,75 @@ from spmdrl.model.host_memory import HostBuffers
 
 
 class StateOnHost(torch.optim.Optimizer):
-    """Put before an optimizer class among the bases of another: see `with_state_on_host`."""
+    """Mixin that keeps an optimizer's state on the host; see `with_state_on_host`."""
 
-    block_bytes = STATE_BLOCK_BYTES  # of the parameters whose state is on the device together; one may be larger
+    block_bytes = STATE_BLOCK_BYTES  # parameters whose state is on the device together; a larger one is its own block
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         parameters = self._parameters()
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._host = HostBuffers(pinned=any(parameter.is_cuda for parameter in parameters))
-        for group in self.param_groups:  # some optimizers begin with a state
-            self._put_away(group, group["params"])
+        for group in self.param_groups:  # some optimizers create their state here
+            self._move_to_host(group, group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of the optimizer on each block of parameters in turn."""
-        assert closure is None, "the gradients are there before the step"
+        """Take one step of the optimizer on each block of parameters in turn."""
+        assert closure is None, "gradients must be computed before the step"
         groups = self.param_groups
         try:
             for group in groups:
                 settings = _settings(group)
                 for block in _blocks(group["params"], self.block_bytes):
-                    # A copy: what a step counts in its group is counted once, not once a block.
+                    # Each block starts from a copy of the settings: a counter in them advances once a step, not once
+                    # a block.
                     alone = settings | {"params": block}
                     self.param_groups = [alone]
-                    self._bring(alone, block)
+                    self._copy_to_device(alone, block)
                     super().step()
-                    self._put_away(alone, block)
+                    self._move_to_host(alone, block)
                     group.update(_settings(alone))
         finally:
             self.param_groups = groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Settings and state as `state_dict` has them, the state on the host; torch's own would load the device."""
+        """Load settings and state from `state_dict`, the state into host memory; torch would load it to the device."""
         super().load_state_dict(state_dict | {"state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, self._parameters(), strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = dict(state_dict["state"][number])
         for group in self.param_groups:
-            self._put_away(group, group["params"])
+            self._move_to_host(group, group["params"])
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _travellers(
+    def _moving_state(
         self, group: dict[str, Any], block: Sequence[nn.Parameter]
     ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        """(parameter, key, value) of all state that a step on `block` wants beside the parameters.
+        """Yield (parameter, key, value) for all state that must be on the device for a step on `block`.
 
-        Step counts stay on the host unless the kernel reads them on the device, which is torch's own rule as well.
+        Step counts stay on the host unless the kernel reads them on the device, as in torch's own optimizers.
         """
-        counts_travel = group.get("fused") or group.get("capturable")
+        moves_counts = group.get("fused") or group.get("capturable")
         for parameter in block:
             for key, value in self.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and (key != "step" or counts_travel):
+                if isinstance(value, Tensor) and (key != "step" or moves_counts):
                     yield parameter, key, value
 
-    def _bring(self, group: dict[str, Any], block: Sequence[nn.Parameter]) -> None:
-        """Copy the state of `block` to where its parameters are."""
-        for parameter, key, value in self._travellers(group, block):
+    def _copy_to_device(self, group: dict[str, Any], block: Sequence[nn.Parameter]) -> None:
+        """Copy the state of `block` to the device of its parameters."""
+        for parameter, key, value in self._moving_state(group, block):
             local = _local(value)
             there = torch.empty_like(local, device=_local(parameter).device, pin_memory=False)
             self.state[parameter][key] = _with_local(value, there.copy_(local, non_blocking=True))
 
     @torch.no_grad()
-    def _put_away(self, group: dict[str, Any], block: Sequence[nn.Parameter]) -> None:
+    def _move_to_host(self, group: dict[str, Any], block: Sequence[nn.Parameter]) -> None:
         """Move the state of `block` to its place on the host, and wait until it is there."""
-        values = {(p, key): value for p, key, value in self._travellers(group, block)}
+        values = {(p, key): value for p, key, value in self._moving_state(group, block)}
         names = {(p, key): f"{self._numbers[p]}.{key}" for p, key in values}
         places = self._host.take({names[place]: _local(value).nbytes for place, value in values.items()})
         for (parameter, key), value in values.items():
@@ -97,13 +98,13 @@ class StateOnHost(torch.optim.Optimizer):
 
 
 def with_state_on_host(kind: Callable[..., torch.optim.Optimizer]) -> type[StateOnHost]:
-    """The same optimizer, its state on the host."""
+    """Derive a class from an optimizer class that keeps its state on the host."""
     assert isinstance(kind, type)
     return type(f"{kind.__name__}WithStateOnHost", (StateOnHost, kind), {})
 
 
 def _blocks(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, cut where another one would make a block larger than `max_bytes`."""
+    """Split the parameters, in order, into blocks of at most `max_bytes`; a larger parameter is its own block."""
     block: list[nn.Parameter] = []
     block_bytes = 0
     for parameter in parameters:
@@ -122,10 +123,10 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part; not `to_local()`, which autograd would remember."""
+    """Return this rank's part of a tensor; unlike `to_local()` this is not recorded by autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """The tensor that is `local` on this rank. Not from_local, which would move it to the mesh's device."""
+    """Return a tensor like `tensor` that is `local` on this rank; `from_local` would move it to the mesh's device."""
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local

@@ -1,13 +1,13 @@
-"""Operators whose result for a token depends on that token's own inputs alone, to the bit.
+"""Operators whose result for a token depends only on that token's own inputs, to the bit.
 
-A row of a plain matrix product, of an activation function, of attention depends on how many rows are computed with it
-and on its place among them: kernels differ for the edges of a matrix, and sums are taken in another order. So an engine
-that decodes and a trainer that packs disagree in the last bits. Here every product runs on tiles of a few shapes, and
-every sum of a fixed length in a fixed order. What tokens share a tile with changes nothing; `machine_problems` tries
-that out on the processor at hand.
+In ordinary kernels, a row of a matrix product, of an activation function or of attention also depends on how many rows
+are computed with it and on its place among them: kernels treat the edges of a matrix differently, and sum in another
+order. So an engine that decodes and a trainer that packs disagree in the last bits. Here every product runs on tiles of
+a few shapes, and every sum has a fixed length and a fixed order. It makes no difference which tokens share a tile;
+`machine_problems` checks that on the processor at hand.
 
-Norms, rotary embeddings, softmax over a row and everything else that is computed element by element need nothing: they
-were exact as they are. Only the forward pass is invariant; gradients use ordinary kernels.
+Norms, rotary embeddings, softmax over a row and all elementwise operations are exact already. Only the forward pass is
+invariant; gradients use ordinary kernels.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from spmdrl.model.invariant_attention import KEYS, attend_in_tiles
 from spmdrl.model.logprobs import Head
 from spmdrl.model.two_passes import linear_by
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")  # those that have been compared, engine with trainer
-_ROPES_THAT_LOOK_AROUND = ("dynamic", "longrope")
+MODEL_TYPES = ("llama", "qwen2", "qwen3")  # models whose engine and trainer have been compared
+_BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")
 DTYPES = (torch.float32, torch.bfloat16)
-COLUMNS = 8192  # of a weight, at most, in one product
+COLUMNS = 8192  # limit on the outputs of a weight in one product
 
-# Rows. Few shapes, because oneDNN keeps what it compiles for each; the last ones are for what is left over.
+# Rows. Few shapes, because oneDNN caches a kernel for each; the last tiles are for the remaining rows, padded.
 _TILES = (512, 128, 64)
 _LAST_TILES = (16, 32, 64)
 
-# What `true_on_policy = true` changes, for those who want to see all of it.
+# All that `true_on_policy = true` changes, as lines for the user.
 SWITCHES = (
     f"linear layers and head: oneDNN on tiles of {min(_LAST_TILES)} to {max(_TILES)} tokens by at most {COLUMNS} "
-    "columns, the last tile filled up",
+    "columns, the last tile padded",
     f"attention, packed and cached: float32 products on tiles of {KEYS} keys, summed one after the other",
     "SiLU: from exp alone, in float32",
     f"log-probabilities, of engine and trainer: summed over {COLUMNS} tokens of the vocabulary at a time, whatever "
     "model.logits_chunk_tokens is",
-    "backward passes: as without it",
+    "backward passes: unchanged",
 )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` on a CPU: x [..., D], weight [V, D] give [..., V], each row as if it were alone."""
+    """`torch.nn.functional.linear` on a CPU, each row as if it were alone: x [..., D], weight [V, D] give [..., V]."""
     return linear_by(_tiled, x, weight, bias)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), in float32. torch's own ends a tensor with another exp than it begins with."""
+    """x / (1 + exp(-x)), in float32. torch's own silu uses another exp for the last elements of a tensor."""
     y: Tensor = _Silu.apply(x)
     return y
 
@@ -62,7 +62,7 @@ HEAD = Head(linear, columns=COLUMNS)
 
 
 def use_invariant_operators(model: nn.Module) -> None:
-    """Let the model's linear layers and activation functions be those of this file. Call it before it is sharded."""
+    """Replace the model's linear layers and activation functions by those of this file, before it is sharded."""
     for module in model.modules():
         if type(module) in _REPLACED:
             module.__class__ = _REPLACED[type(module)]
@@ -71,8 +71,8 @@ def use_invariant_operators(model: nn.Module) -> None:
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [N, D], weight [V, D] give [N, V]."""
     num_rows, sizes = x.shape[0], _tile_sizes(x.shape[0])
-    filling = sum(sizes) - num_rows
-    tiles = (F.pad(x, (0, 0, 0, filling)) if filling else x).split(sizes)
+    padding = sum(sizes) - num_rows
+    tiles = (F.pad(x, (0, 0, 0, padding)) if padding else x).split(sizes)
     slabs = weight.split(COLUMNS)
     biases = [None] * len(slabs) if bias is None else bias.split(COLUMNS)
     rows = []
@@ -83,7 +83,7 @@ def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _tile_sizes(num_rows: int) -> list[int]:
-    """As many large tiles as fit, then smaller ones, then the smallest that holds what is left."""
+    """Split rows into as many large tiles as fit, then smaller ones, then the smallest that holds the rest."""
     sizes = []
     for tile in _TILES:
         count, num_rows = divmod(num_rows, tile)
@@ -127,7 +127,7 @@ _REPLACED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def model_problems(model_config: Any) -> Iterator[str]:
-    """Sentences about a model that has operators which are not in this file, or that nobody has compared."""
+    """Yield a sentence when the model needs an operator that is not in this file, or has not been compared."""
     if model_config.model_type not in MODEL_TYPES:
         yield (
             f"true_on_policy = true is proven for {', '.join(MODEL_TYPES)}, not for {model_config.model_type}; "
@@ -135,24 +135,24 @@ def model_problems(model_config: Any) -> Iterator[str]:
         )
     elif model_config.hidden_act not in ("silu", "swish"):
         yield (
-            f"true_on_policy = true has SiLU as its only activation function, and this model uses "
+            f"true_on_policy = true supports SiLU as the only activation function, and this model uses "
             f"{model_config.hidden_act}; set it to false"
         )
-    elif (rope := (model_config.rope_parameters or {}).get("rope_type")) in _ROPES_THAT_LOOK_AROUND:
+    elif (rope := (model_config.rope_parameters or {}).get("rope_type")) in _BATCH_DEPENDENT_ROPES:
         yield (
-            f'true_on_policy = true needs rotary embeddings of a token\'s own position, and rope_type = "{rope}" also '
-            "depends on the longest sequence of a batch; set it to false"
+            "true_on_policy = true needs rotary embeddings that depend only on a token's own position, and rope_type = "
+            f'"{rope}" also depends on the longest sequence of a batch; set it to false'
         )
 
 
 def machine_problems(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
-    """Sentences about operators that are not exact here, for a model (that may be without memory) in `dtype`.
+    """Yield a sentence for each operator of the model that is not exact on this processor, in `dtype`.
 
-    Tries each shape once: kernels are chosen by processor, and nobody has tried all of them.
+    Every shape is tried once, because kernels are chosen by processor. The model may be on the meta device.
     """
     refusal = "true_on_policy = true cannot be kept on this processor: {}; set it to false"
-    is_there = torch.backends.mkldnn.is_available()
-    if not is_there or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    has_onednn = torch.backends.mkldnn.is_available()
+    if not has_onednn or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         yield refusal.format(f"torch has no oneDNN for {str(dtype).removeprefix('torch.')} here")
         return
     shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -170,7 +170,7 @@ def machine_problems(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str
 
 
 def _is_exact(function: Any, x: Tensor) -> bool:
-    """Whether the first, the last and some rows between are the same alone, and in company of others."""
+    """Return True when the first, the last and some middle rows are the same alone as together with all others."""
     together = function(x)
     middle = len(x) // 2
     parts = [slice(0, 1), slice(middle, middle + 1), slice(middle, middle + 19), slice(len(x) - 1, len(x))]
@@ -178,7 +178,7 @@ def _is_exact(function: Any, x: Tensor) -> bool:
 
 
 def _attention_is_exact(head_dim: int) -> bool:
-    """Whether rows, heads and keys that nobody sees may be added to attention."""
+    """Return True when attention does not change as rows, heads and masked keys are added."""
     q, k, v = _noise(3, 64, head_dim), _noise(3, 4 * KEYS, head_dim), _noise(3, 4 * KEYS, head_dim)
     visible = torch.arange(4 * KEYS) < torch.randint(1, KEYS, (3, 64, 1), generator=torch.Generator().manual_seed(0))
     together = attend_in_tiles(q, [k], [v], visible)

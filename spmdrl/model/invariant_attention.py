@@ -1,13 +1,13 @@
-"""Attention in which a query's result depends on itself and on the keys it sees, to the bit; see invariant.py.
+"""Attention in which a query's result depends only on itself and on the keys it sees, to the bit; see invariant.py.
 
-Scores of a query are one number for each key, and the largest of them is what it is in any order. Only what is summed
-over keys has an order: tiles of a fixed number of keys, counted from the start of the sequence, are summed one after
-the other. A tile in which a query sees nothing adds exactly 0, so that it does not matter how many of them there are.
+Only sums over keys depend on an order: a query's scores do not, nor does the largest of them. So keys are summed in
+tiles of a fixed size, counted from the start of the sequence, one tile after the other. A tile in which a query sees
+nothing adds exactly 0, so the number of such tiles does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,19 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
 from spmdrl.model.two_passes import with_gradient_of
 
-KEYS = 32  # of a tile
-_ROWS = 8  # a product has a multiple of so many rows; of fewer, kernels for small matrices take another order
-_QUERIES = 4 * KEYS  # of a sequence that are computed together: those after them see keys that these do not
-_SCORES = 2**22  # most scores that exist at the same time, so that they stay in the cache and memory is bounded
+KEYS = 32  # keys in a tile
+_ROWS = 8  # products have a multiple of this many rows: kernels for small matrices sum in another order
+_QUERIES = 4 * KEYS  # queries of a sequence computed together; later ones see more keys
+_SCORES = 2**22  # limit on the scores in memory at a time, which also keeps them in the processor's cache
 
 
 def attend_in_tiles(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], visible: Tensor) -> Tensor:
-    """q [B, M, D], already scaled, visible [B or 1, M or 1, L]; gives [B, M, D].
+    """Attend with q [B, M, D], already scaled, under the mask visible [B or 1, M or 1, L]: [B, M, D].
 
-    Keys and values come in parts of [B, part of L, D]. All but `visible` are float32; M must be a multiple of 8 and
-    every part of L one of KEYS. Every row must see some key.
+    Keys and values are given in parts of [B, part of L, D]. All but `visible` are float32; M must be a multiple of 8
+    and every part of L a multiple of KEYS. Every row must see some key.
     """
     sizes = [q.shape[1] % _ROWS, *(part.shape[1] % KEYS for part in keys)]
     assert not any(sizes), f"{q.shape[1]} rows and {[part.shape[1] for part in keys]} keys are not whole tiles"
@@ -35,26 +36,29 @@ def attend_in_tiles(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor],
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     value_tiles = [tile for part in values for tile in part.split(KEYS, dim=1)]
     tiles = list(zip(weights.split(KEYS, dim=-1), value_tiles, strict=True))
-    weighted, total = _of_tile(*tiles[0])
+    weighted, total = _tile_sums(*tiles[0])
     for tile in tiles[1:]:
-        more_weighted, more = _of_tile(*tile)
+        more_weighted, more = _tile_sums(*tile)
         weighted, total = weighted + more_weighted, total + more
     return weighted / total
 
 
-def _of_tile(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _tile_sums(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.bmm(weights, v), weights.sum(-1, keepdim=True)
 
 
 def attend_to_cache_in_tiles(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
-    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D], hidden [n, L]: [1, n, H, D]."""
+    """Attend with one new token per cache row: query [1, H, n, D] over keys and values [n, K, L, D]; [1, n, H, D].
+
+    `hidden` [n, L] masks the keys that a row does not see.
+    """
     assert sinks is None, "no model that true_on_policy = true accepts has attention sinks"
     num_rows, num_kv_heads, num_keys, _ = keys.shape
     num_groups = query.shape[1] // num_kv_heads
-    q = _fill_up((query[0].transpose(0, 1).float() * scale).unflatten(1, (num_kv_heads, num_groups)), _ROWS)
-    k, v = (_parts(x.flatten(0, 1)) for x in (keys, values))
+    q = _pad_to_multiple((query[0].transpose(0, 1).float() * scale).unflatten(1, (num_kv_heads, num_groups)), _ROWS)
+    k, v = (_whole_tiles(x.flatten(0, 1)) for x in (keys, values))
     visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=keys.device) if hidden is None else ~hidden
     visible = F.pad(visible, (0, -num_keys % KEYS)).repeat_interleave(num_kv_heads, dim=0)
     out = attend_in_tiles(q.flatten(0, 1), k, v, visible[:, None])
@@ -62,53 +66,45 @@ def attend_to_cache_in_tiles(
     return out.to(query.dtype)
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    """x [B, L, D] of a cache as whole tiles: those it has, as they lie, and a copy of the rest that is filled up."""
+def _whole_tiles(x: Tensor) -> list[Tensor]:
+    """Split x [B, L, D] of a cache into its whole tiles, without a copy, and a padded copy of the rest."""
     whole = x.shape[1] - x.shape[1] % KEYS
-    parts = [x[:, :whole], _fill_up(x[:, whole:], KEYS)]
+    parts = [x[:, :whole], _pad_to_multiple(x[:, whole:], KEYS)]
     return [part.float() for part in parts if part.shape[1]]
 
 
-def _fill_up(x: Tensor, multiple: int) -> Tensor:
-    """x [..., N, D] with zeros after it, so that N is a multiple."""
+def _pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
+    """Append zeros to x [..., N, D] until N is a multiple."""
     return F.pad(x, (0, 0, 0, -x.shape[-2] % multiple))
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Neighbouring sequences whose lengths need the same number of tiles, side by side."""
+    """Neighbouring sequences whose lengths need the same number of tiles."""
 
-    tokens: Tensor  # [n, L] int64, places in the pack; after the end of a sequence its last token again
-    is_real: Tensor  # [n, L] bool, False after the end
+    tokens: Tensor  # [n, L] int64, places in the micro-batch; padding repeats a sequence's last token
+    is_real: Tensor  # [n, L] bool, False for padding
 
 
 def causal_in_tiles(
-    seqlens: list[int],
-    plain: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    seqlens: list[int], plain: CausalAttention, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 ) -> Tensor:
-    """`CausalAttention` within each of the sequences that lie end to end; its gradient is that of `plain`, another."""
-    assert sinks is None, "no model that true_on_policy = true accepts has attention sinks"
+    """`CausalAttention` within sequences of these lengths, exact to the bit; gradients are those of `plain`."""
+    assert layer.sinks is None, "no model that true_on_policy = true accepts has attention sinks"
 
     def differentiable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plain(q, k, v, scale=scale, window=window, sinks=None)
+        return plain(q, k, v, layer)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batches = _batches(seqlens, num_heads=q.shape[1], device=q.device)
-        return torch.cat([_in_batch(batch, q, k, v, scale=scale, window=window) for batch in batches])
+        return torch.cat([_attend_in_batch(batch, q, k, v, layer) for batch in batches])
 
     out: Tensor = with_gradient_of(differentiable, exact, q, k, v)
     return out
 
 
 def _batches(seqlens: list[int], *, num_heads: int, device: torch.device) -> Iterator[_Batch]:
-    """All sequences, in their order, cut so that the scores of no batch are more than there should be."""
+    """Split the sequences, in their order, into batches whose scores stay within _SCORES."""
     start = 0
     for length, run in groupby(seqlens, key=lambda seqlen: -(-seqlen // KEYS) * KEYS):
         lengths = list(run)
@@ -122,16 +118,16 @@ def _batches(seqlens: list[int], *, num_heads: int, device: torch.device) -> Ite
             start += sum(lengths[first : first + most])
 
 
-def _in_batch(batch: _Batch, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """The rows of attention's result [T, H, D] that belong to the batch's tokens."""
+def _attend_in_batch(batch: _Batch, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+    """Compute the rows of attention's result [T, H, D] that belong to the batch's tokens."""
     num_sequences, length = batch.tokens.shape
     num_kv_heads, num_groups = k.shape[1], q.shape[1] // k.shape[1]
-    q_heads = (q[batch.tokens].float() * scale).unflatten(2, (num_kv_heads, num_groups)).permute(0, 2, 1, 3, 4)
+    q_heads = (q[batch.tokens].float() * layer.scale).unflatten(2, (num_kv_heads, num_groups)).permute(0, 2, 1, 3, 4)
     q_heads = q_heads.flatten(0, 1)  # [n K, L, H / K, D]
     k_heads, v_heads = (x[batch.tokens].float().transpose(1, 2).flatten(0, 1) for x in (k, v))  # [n K, L, D]
     token = torch.arange(length, device=q.device)
     distance = token[:, None] - token
-    visible = (distance >= 0) & (distance < (length if window is None else window))
+    visible = (distance >= 0) & (distance < (length if layer.window is None else layer.window))
     parts = []
     for first in range(0, length, _QUERIES):
         block = slice(first, min(first + _QUERIES, length))

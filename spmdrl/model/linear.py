@@ -1,9 +1,9 @@
 """float32 linear layers on a CPU through oneDNN.
 
-torch multiplies float32 matrices with MKL, which on processors that are not Intel's does not use AVX-512: oneDNN, which
-torch ships as well, was 1.7 to 2.5 times as fast there. It keeps what it compiles for every shape it meets, so it
-only sees tiles of a few sizes: with the lengths of packed batches as they come, host memory grew by 4 to 7 MiB a step.
-What is left over goes to MKL, whose calls cost less. The results are float32 either way.
+torch multiplies float32 matrices with MKL, which does not use AVX-512 on processors of other makers than Intel. oneDNN,
+which torch ships as well, was 1.7 to 2.5 times as fast there. It caches a kernel for every shape it meets, so it gets
+only tiles of a few sizes: with the lengths of packed batches as they come, host memory grew by 4 to 7 MiB a step. The
+remaining rows go to MKL, whose calls cost less. The results are float32 either way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_TILES = (512, 128, 64)  # rows; below the smaller the cost of a call outweighs the faster kernel
+_TILES = (512, 128, 64)  # rows; for fewer, the cost of a call outweighs the faster kernel
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -37,7 +37,7 @@ def outer(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def use_fast_linears(model: nn.Module) -> None:
-    """Let the model's linear layers use `linear`. Call it before the model is sharded."""
+    """Make the model's linear layers use `linear`. Call it before the model is sharded."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
@@ -49,13 +49,13 @@ class _Linear(nn.Linear):
 
 
 def _can_use_onednn(x: Tensor, weight: Tensor) -> bool:
-    # Cheapest test first: a decode step asks this for every layer.
+    # Cheapest test first: every layer of every decode step comes here.
     many_rows = x.numel() >= _TILES[-1] * x.shape[-1]
     return many_rows and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and _HAS_ONEDNN
 
 
 def _tile_sizes(num_rows: int) -> list[int]:
-    """As many large tiles as fit, then small ones, then what is left."""
+    """Split rows into as many large tiles as fit, then smaller ones, then the rest."""
     sizes = []
     for tile in _TILES:
         count, num_rows = divmod(num_rows, tile)
@@ -64,7 +64,7 @@ def _tile_sizes(num_rows: int) -> list[int]:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_tile: bool) -> Tensor:
-    """x W^T + b of one tile, or of what is left over."""
+    """x W^T + b of one tile, or of the remaining rows."""
     if is_tile:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)

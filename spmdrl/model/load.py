@@ -1,8 +1,8 @@
-"""A Hugging Face directory becomes a policy, or a critic, whose parameters are sharded over the ranks of a mesh.
+"""Loading a Hugging Face directory as a policy or critic whose parameters are sharded over the ranks of a mesh.
 
-transformers builds the model without memory, we shard it, and transformers then reads into each rank only the
-slices that rank owns, with whatever renaming and fusing the architecture needs. One path serves one rank and many,
-a CPU and CUDA, and models that live on a subset of the ranks.
+transformers builds the model on the meta device, we shard it, and transformers then reads into each rank only the
+slices that the rank owns, with the renaming and fusing that the architecture needs. The same code serves one rank and
+many, a CPU and CUDA, and models that live on a subset of the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmdrl.dist.session import default_device_type
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
-from spmdrl.model.experts import dealt_experts
+from spmdrl.model.experts import distributed_experts
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Critic, PackedModel, Policy, ValueHead
@@ -49,14 +49,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def compute_dtype(setting: str, device_type: str) -> torch.dtype:
-    """The dtype of forward and backward that `model.compute_dtype` means on this kind of device."""
+    """Choose the dtype of forward and backward that `model.compute_dtype` means on this kind of device."""
     if setting == "auto":
         return torch.bfloat16 if device_type == "cuda" else torch.float32
     return DTYPES[setting]
 
 
 def load_model_config(cfg: ModelConfig) -> Any:
-    """The config of a directory that holds weights too; raises UserError as `read_model_config` does."""
+    """Read the model config of a directory that must hold weights. Raises UserError like `read_model_config`."""
     config = read_model_config(cfg)
     if not any(Path(cfg.path).glob("*.safetensors")):
         raise UserError(f'model.path = "{cfg.path}" holds no *.safetensors weights')
@@ -81,19 +81,19 @@ def weight_file_problems(path: str) -> Iterator[str]:
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        yield f'model.path = "{path}": {_INDEX} is no index of weights: {error}'
+        yield f'model.path = "{path}": {_INDEX} is not an index of weights: {error}'
         return
     if absent := sorted(str(name) for name in named if not (folder / str(name)).is_file()):
         yield (
-            f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are not there; the '
+            f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are missing; the '
             f"first is {absent[0]}"
         )
 
 
 def read_model_config(cfg: ModelConfig) -> Any:
-    """The directory's model config, checked for what cannot be trained here; needs no GPU and no weights.
+    """Read the directory's model config and check that the model can be trained here; needs no GPU and no weights.
 
-    Raises UserError when the path is not a model, or holds one whose attention or logits are not supported.
+    Raises UserError when the path holds no model, or a model that is not supported.
     """
     if not Path(cfg.path).exists():
         raise UserError(f'model.path = "{cfg.path}" does not exist; set it to a directory: models are not downloaded')
@@ -102,7 +102,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
         refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
-    except Exception as error:  # whatever a config.json can hold: transformers' own checks raise all kinds
+    except Exception as error:  # transformers raises many types for a bad config.json
         reason = " ".join(str(error).split())
         raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
     if refusal:
@@ -111,12 +111,12 @@ def read_model_config(cfg: ModelConfig) -> Any:
 
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
-    """(the shape of each parameter, tied ones once; the parameters of each decoder layer); takes no memory."""
+    """Return (shape of each parameter, tied ones once; names of each decoder layer's parameters), without memory."""
     return _shapes(model_without_memory(model_config, cfg))
 
 
 def critic_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
-    """The same of a critic, but for its head's one row."""
+    """Return what `parameter_shapes` returns, for a critic and without its value head."""
     model = model_without_memory(model_config, cfg)
     _drop_head(model)
     return _shapes(model)
@@ -129,24 +129,24 @@ def _shapes(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]], list[se
 
 
 def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Sentences about settings of [parallel] that the model cannot follow; takes no memory."""
+    """Yield a sentence for each setting of [parallel] that this model does not support; takes no memory."""
     dtype = compute_dtype(cfg.compute_dtype, default_device_type())
     model = model_without_memory(model_config, cfg)
     yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:
         if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
             yield (
-                f"parallel.cp = {parallel.cp}, but {model_config.model_type} has layers that carry a state from token "
-                "to token, which cannot be cut into chunks; set cp = 1"
+                f"parallel.cp = {parallel.cp}, but {model_config.model_type} has recurrent layers, whose sequences "
+                "cannot be split into chunks; set cp = 1"
             )
         heads = model_config.num_attention_heads
         kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-        heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # of a rank
+        heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # on each rank
         yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
 
 
 def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device, its weights tied, whether it ships with transformers or with the directory."""
+    """Build the model on the meta device with tied weights, from transformers' code or the directory's own."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
     model.tie_weights()
@@ -161,11 +161,11 @@ def load_policy(
     trainable: bool = True,
     kernel: Kernel | None = None,
 ) -> Policy:
-    """Load the directory's model, laid out over `meshes`, with float32 master weights.
+    """Load the directory's model, sharded over `meshes`, with float32 master weights.
 
-    A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has
-    no gradients. `kernel` is what `cfg` means when it is None. Raises UserError as `load_model_config` does, and for
-    weights the architecture needs but are missing.
+    A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has no
+    gradients. `kernel` overrides `cfg.attention`. Raises UserError like `load_model_config`, and for weights that the
+    architecture needs but the directory lacks.
     """
 
     def policy_of(model: PreTrainedModel, chosen: Kernel) -> Policy:
@@ -183,9 +183,9 @@ def load_policy(
 
 
 def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
-    """Load the directory's model without its head, laid out as a policy is; the head of values begins at 0.
+    """Load the directory's model as a critic: sharded like a policy, its language head replaced by a value head of 0.
 
-    Raises UserError as `load_policy` does, about `critic.path`.
+    Raises UserError like `load_policy`, about `critic.path`.
     """
 
     def critic_of(model: PreTrainedModel, chosen: Kernel) -> Critic:
@@ -198,24 +198,24 @@ def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
             context_style=meshes.cp_style,
         )
 
-    with _about_the_critic():
+    with _errors_about_critic():
         return _load(cfg, meshes, critic_of, trainable=True, kernel=None)
 
 
 def load_critic_config(cfg: ModelConfig) -> Any:
-    """As `load_model_config`, with errors about `critic.path`."""
-    with _about_the_critic():
+    """Call `load_model_config`, with errors about `critic.path`."""
+    with _errors_about_critic():
         return load_model_config(cfg)
 
 
 def read_critic_config(cfg: ModelConfig) -> Any:
-    """As `read_model_config`, with errors about `critic.path`."""
-    with _about_the_critic():
+    """Call `read_model_config`, with errors about `critic.path`."""
+    with _errors_about_critic():
         return read_model_config(cfg)
 
 
 @contextmanager
-def _about_the_critic() -> Iterator[None]:
+def _errors_about_critic() -> Iterator[None]:
     try:
         yield
     except UserError as error:
@@ -223,11 +223,11 @@ def _about_the_critic() -> Iterator[None]:
 
 
 def _drop_head(model: PreTrainedModel) -> None:
-    """Take the language head off a model that has no weights yet; those of a file are passed over."""
+    """Remove the language head of a model without weights, and ignore the head's weights in files."""
     head = model.get_output_embeddings()
     (name,) = (name for name, module in model.named_modules() if module is head)
     model.set_output_embeddings(None)
-    model.config.tie_word_embeddings = False  # nothing is left that could be tied
+    model.config.tie_word_embeddings = False  # nothing is left to be tied
     model.all_tied_weights_keys = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     model._keys_to_ignore_on_load_unexpected = {*ignored, rf"^{re.escape(name)}\."}
@@ -241,7 +241,7 @@ def _load(
     trainable: bool,
     kernel: Kernel | None,
 ) -> ModelT:
-    """What `build` makes of the model on the meta device, sharded, with the directory's weights."""
+    """Build the model on the meta device, shard it, and load the directory's weights."""
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
@@ -253,7 +253,7 @@ def _load(
             chosen = "flash_attn_2"
         policy = build(model, chosen)
         restart_at_every_sequence(model)
-        model.tie_weights()  # before sharding, so that FSDP sees one parameter where there is one
+        model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         split_model(model, meshes)
         operators_of(chosen).install(model)
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
@@ -271,14 +271,14 @@ def _load(
     model, problems = _from_pretrained(cfg, shard)
     if missing := sorted(problems["missing_keys"]):
         raise UserError(
-            f'model.path = "{cfg.path}" lacks {len(missing)} of the weights its config.json asks for, '
+            f'model.path = "{cfg.path}" lacks {len(missing)} of the weights that its config.json requires; '
             f"the first is {missing[0]}"
         )
     if mismatched := sorted((name, list(held), list(wanted)) for name, held, wanted in problems["mismatched_keys"]):
         name, held, wanted = mismatched[0]
         raise UserError(
-            f'model.path = "{cfg.path}" holds {len(mismatched)} weights of another shape than its config.json asks '
-            f"for, the first is {name}: {held} instead of {wanted}"
+            f'model.path = "{cfg.path}" holds {len(mismatched)} weights of another shape than its config.json '
+            f"requires; the first is {name}: {held} instead of {wanted}"
         )
     (policy,) = built
     own_memory(policy, torch.device("cpu") if offload else device)
@@ -296,7 +296,7 @@ def _load(
 def load_reference(
     cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, kernel: Kernel | None = None
 ) -> Policy:
-    """Load the frozen model that KL is taken to: a second sharded model, in host memory between forward passes."""
+    """Load the frozen model that KL is taken to, sharded like the policy, in host memory between forward passes."""
     return load_policy(cfg, meshes, temperature=temperature, trainable=False, kernel=kernel)
 
 
@@ -310,9 +310,9 @@ def _from_pretrained(
         shard(model)
         return model
 
-    # transformers calls this hook between building a model and reading its weights, and reads by shard
-    # whatever parameter it then finds to be a DTensor. Its own hook cannot do fp16, offload without a GPU,
-    # one rank, or a subset of the ranks (5.19).
+    # transformers calls this hook after it has built a model and before it reads weights. Parameters that are then
+    # DTensors it reads shard by shard. Its own hook (5.19) does not support fp16, offload without a GPU, a single rank,
+    # or a subset of the ranks.
     hooked: Any = type(model_class.__name__, (model_class,), {"maybe_distribute_model": classmethod(distribute)})
     hooked.__module__ = model_class.__module__
     try:
@@ -323,7 +323,7 @@ def _from_pretrained(
             attn_implementation=IMPLEMENTATION,
             distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be named by us, instead of a traceback
+            ignore_mismatched_sizes=True,  # `_load` names them, without a traceback
             trust_remote_code=cfg.trust_remote_code,
         )
     except (SafetensorError, OSError) as error:
@@ -339,24 +339,24 @@ def shard_policy(
     reshard_root: bool,
     reshard_layers: bool = True,
 ) -> None:
-    """Apply FSDP2: one unit for each decoder layer, one for its experts where they are dealt to ranks, one for a
-    critic's head, which computes in float32, one for everything else.
+    """Apply FSDP2, with a unit for each decoder layer, its distributed experts, a critic's head, and the rest.
 
-    Gradients are reduced in float32 and only summed: the loss already carries the one global denominator.
+    Gradients are reduced in float32 and only summed: the loss is already divided by the global denominator. A critic's
+    head computes in float32.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=operators_of(policy.kernel).casts_inputs
     )
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
-    for experts in dealt_experts(policy.model):
-        assert meshes.expert is not None, "experts were dealt to ranks without a mesh"
-        # Inside a layer activations have their dtype; a router may weigh its experts in float32 on purpose.
-        as_they_come = dataclasses.replace(precision, cast_forward_inputs=False)
+    for experts in distributed_experts(policy.model):
+        assert meshes.expert is not None, "experts were distributed without a mesh"
+        # Activations inside a layer already have their dtype, and a router may weigh experts in float32 on purpose.
+        without_casts = dataclasses.replace(precision, cast_forward_inputs=False)
         fully_shard(
             experts,
             mesh=_sharding_axes(meshes.expert, "expert_shard"),
             reshard_after_forward=reshard_layers,
-            **options | {"mp_policy": as_they_come},
+            **options | {"mp_policy": without_casts},
         )
     options["mesh"] = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
@@ -373,41 +373,45 @@ def shard_policy(
 
 
 def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
-    """The axis that weights are sharded over, and before it that of their copies where there are several."""
+    """Return the axis that weights are sharded over, preceded by the replicate axis when there are several copies."""
     return mesh["replicate", shard] if mesh["replicate"].size() > 1 else mesh[shard]
 
 
 def reshard(policy: PackedModel) -> None:
-    """Let every parameter be its shard again: a forward pass without gradients leaves whole what a backward needs."""
+    """Free gathered parameters: a forward pass without gradients leaves some gathered for a backward pass."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that the architecture says must stay whole: its decoder layers."""
+    """Return the model's decoder layers: the modules that its architecture declares as not to be split."""
     names = set(model._no_split_modules or ())
-    # By its bases: FSDP gives a sharded module a class of its own.
-    layers = [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
+
+    def is_layer(module: nn.Module) -> bool:
+        # Base classes count too: FSDP gives a sharded module a class of its own.
+        return any(base.__name__ in names for base in type(module).__mro__)
+
+    layers = [module for module in model.modules() if is_layer(module)]
     if not layers:
-        raise UserError(f"model.path: {type(model).__name__} does not say which modules are its layers")
+        raise UserError(f"model.path: {type(model).__name__} does not declare its layers in _no_split_modules")
     return layers
 
 
 @torch.no_grad()
 def own_memory(policy: PackedModel, device: torch.device) -> None:
-    """Give every shard memory of its own on `device`.
+    """Copy every shard into new memory on `device`.
 
-    safetensors maps files lazily: without this, weights would be read at first use, and change when someone
-    overwrites the directory they were loaded from.
+    safetensors maps files lazily. Without the copy, weights would be read at first use, and would change when someone
+    overwrites the directory.
     """
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}  # tied weights have several and stay one parameter
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}  # tied weights have several holders and stay one parameter
     for module in policy.modules():
         for name, parameter in module.named_parameters(recurse=False):
             holders.setdefault(id(parameter), []).append((module, name))
     for places in holders.values():
         module, name = places[0]
-        # The only reference besides the holders': each old shard is freed before the next is copied.
+        # No reference to the old shard is kept here, so it is freed before the next one is copied.
         copied = _copied_shard(getattr(module, name), device)
         for module, name in places:
             setattr(module, name, copied)
@@ -417,7 +421,7 @@ def own_memory(policy: PackedModel, device: torch.device) -> None:
 
 
 def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The same sharded parameter in new memory on `device`."""
+    """Copy a sharded parameter into new memory on `device`."""
     assert isinstance(parameter, DTensor), "a parameter was not sharded"
     local = parameter.to_local()
     copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
@@ -426,6 +430,6 @@ def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to a model's weights: those its state dict holds."""
-    names = model.state_dict(keep_vars=True).keys()  # no tensor is touched: parameters may be asleep (offload.py)
+    """Return the buffers that are part of a model's weights: those in its state dict."""
+    names = model.state_dict(keep_vars=True).keys()  # keep_vars touches no tensor: parameters may be asleep
     return {name: buffer for name, buffer in model.named_buffers() if name in names}

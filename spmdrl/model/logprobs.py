@@ -1,4 +1,4 @@
-"""Log-probability and entropy of each next token, without ever holding [T, V].
+"""Log-probability and entropy of each next token, without ever holding logits [T, V].
 
 The shift by one between hidden states and the tokens they predict happens here and nowhere else.
 """
@@ -18,25 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import gather_flat, sum_over
 from spmdrl.model.linear import linear, outer
 
-# Logits of a tile. On a CPU a tile stays in the cache, and in memory that the process keeps: what the allocator gets
-# back of larger ones it hands on to the kernel, and with tiles twice as large new pages took up to half of the time.
+# Logits in a tile. On a CPU a tile this small stays in the cache, and the allocator reuses its memory. Larger ones are
+# returned to the operating system: with tiles twice as large, page faults took up to half of the time.
 TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [..., D], weight [V, D], bias [V] give [..., V]
 
-# Stands in for -inf, the logit of a forbidden token: its exp is 0 as well, but 0 times it is 0 and not nan.
+# Replaces -inf, the logit of a forbidden token. Its exp is 0 as well, but 0 times it is 0 instead of nan.
 _FORBIDDEN = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How hidden states become logits."""
+    """The linear layer that turns hidden states into logits, and how it is tiled."""
 
     linear: Linear
-    columns: int | None = None  # of the vocabulary in a tile of logits; None: as many as a tile has room for
+    columns: int | None = None  # vocabulary entries in a tile of logits; None: as many as a tile has room for
 
     def slabs(self, vocabulary: int, chunk: int, device_type: str) -> list[slice]:
-        """The parts of the vocabulary that are computed one after the other, for tiles of `chunk` tokens."""
+        """Split the vocabulary into the parts that are computed one after the other, for tiles of `chunk` tokens."""
         return _slices(vocabulary, self.columns or max(1, TILE_ELEMENTS[device_type] // chunk))
 
 
@@ -44,30 +44,33 @@ FAST_HEAD = Head(linear)
 
 
 def predicting_rows(positions: Tensor, chunk: slice) -> Tensor:
-    """Rows of a chunk's hidden states that predict a token of their own sequence, also one after the chunk.
+    """Find the rows of a chunk's hidden states that predict a token of their own sequence.
 
     positions is [T], of all tokens, restarting at 0 in every sequence; the result is [N] int64, counted from the
-    chunk's start: row i predicts token chunk.start + i + 1.
+    chunk's start. Row i predicts token chunk.start + i + 1, which may be the first one after the chunk.
     """
     return torch.nonzero(positions[chunk.start + 1 : chunk.stop + 1] != 0).flatten()
 
 
-def scores_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """logprobs [N] of targets [N] under softmax of logits [N, V], as `next_token_scores` computes them with that head
-    when its tiles have a fixed number of columns."""
+def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """Return logprobs [N] of targets [N] under softmax of logits [N, V].
+
+    They have the bits of `next_token_logprobs` with the same head, when its tiles have a fixed number of columns.
+    """
     slabs = head.slabs(logits.shape[1], 1, logits.device.type)
-    parts = [
-        _summary(logits[:, slab].clone(memory_format=torch.contiguous_format), targets - slab.start) for slab in slabs
-    ]
-    return _scores(_merged(parts))[0]
+
+    def summary(slab: slice) -> Tensor:
+        return _summary(logits[:, slab].clone(memory_format=torch.contiguous_format), targets - slab.start)
+
+    return _from_summary(_merged([summary(slab) for slab in slabs]))[0]
 
 
 def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:
-    """[size] with values [N] at places [N] and 0 elsewhere."""
+    """Return [size] with values [N] at places [N] and 0 elsewhere."""
     return values.new_zeros(size).index_copy(0, places, values)
 
 
-def next_token_scores(
+def next_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -80,20 +83,20 @@ def next_token_scores(
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs [N], entropy [N]), float32 nats: of token targets[i], and of the distribution it came from.
 
-    hidden is [N, D], weight [V, D], bias [V]. Logits are divided by `temperature` in float32. They exist in tiles, of
-    at most `chunk` tokens and as much of the vocabulary as a tile holds, in the forward and in the backward pass (where
-    they are computed again).
+    hidden is [N, D], weight [V, D], bias [V]. Logits are divided by `temperature` in float32. Only one tile of them
+    exists at a time: at most `chunk` tokens by as much of the vocabulary as fits. Backward computes them again.
 
-    Each of the R ranks of a `vocabulary` mesh brings its rows of the head, weight [V/R, D] and bias [V/R] in mesh
-    order, and the same hidden states and targets; all of them must call this, and go backward, together. Scores and the
-    gradient of hidden are then whole on every rank; the gradients of weight and bias are those of its rows.
+    With a `vocabulary` mesh of R ranks, each rank passes its own rows of the head in mesh order, weight [V/R, D] and
+    bias [V/R], and the same hidden states and targets. All of its ranks must call this, and its backward pass,
+    together. The results and the gradient of hidden are then complete on every rank; the gradients of weight and bias
+    are those of the rank's own rows.
     """
     first_row = 0 if vocabulary is None else vocabulary.get_local_rank() * len(weight)
     return _TiledHead.apply(hidden, weight, bias, targets - first_row, temperature, chunk, vocabulary, head)
 
 
 class _TiledHead(torch.autograd.Function):
-    """Scores of [N, D] hidden states. Targets count from the first row of `weight`, and may lie outside of it.
+    """`next_token_logprobs`, with targets counted from the first row of `weight`; they may lie outside of it.
 
     With z the logits and p = softmax(z): d logp_target / dz = onehot - p, and dH / dz = -p (log p + H).
     """
@@ -113,19 +116,17 @@ class _TiledHead(torch.autograd.Function):
         chunk = max(1, min(chunk, len(hidden)))
         chunks = _slices(len(hidden), chunk)
         slabs = head.slabs(len(weight), chunk, hidden.device.type)
+
+        def tile_summary(rows: slice, slab: slice) -> Tensor:
+            logits = _logits(hidden[rows], weight[slab], _part(bias, slab), temperature, head)
+            return _summary(logits, targets[rows] - slab.start)
+
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
-            parts = [
-                _summary(
-                    _logits(hidden[rows], weight[slab], _part(bias, slab), temperature, head),
-                    targets[rows] - slab.start,
-                )
-                for slab in slabs
-            ]
-            summary[:, rows] = _merged(parts)
+            summary[:, rows] = _merged([tile_summary(rows, slab) for slab in slabs])
         if vocabulary is not None:
             summary = _merged(_gathered(vocabulary, summary).unbind())
-        logprobs, entropy, log_normalizer = _scores(summary)
+        logprobs, entropy, log_normalizer = _from_summary(summary)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
         ctx.temperature, ctx.chunks, ctx.slabs, ctx.vocabulary = temperature, chunks, slabs, vocabulary
@@ -139,7 +140,7 @@ class _TiledHead(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # Sums over tiles are kept in float32, those of the head for one slab at a time.
+        # Gradients are summed over tiles in float32; for the head, only those of one slab exist at a time.
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -182,15 +183,15 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _inside(places: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which of the places [N] are columns of a tile [N, width], and columns [N, 1] to look at, which always exist."""
+    """Return (which of places [N] are columns of a tile [N, width], places clamped to valid columns [N, 1])."""
     return (places >= 0) & (places < width), places.clamp(0, width - 1)[:, None]
 
 
 def _summary(logits: Tensor, places: Tensor) -> Tensor:
-    """What a tile [N, W] of logits z adds to each token's scores: [4, N], as `_merged` takes it. Overwrites the logits.
+    """Reduce a tile [N, W] of logits z to four numbers per token, [4, N]. Overwrites the logits.
 
-    The rows are: the largest z; the sums of exp(z - largest) and of exp(z - largest) (z - largest); the target's z, 0
-    where places [N] point outside of the tile.
+    The rows are: the largest z; the sums of exp(z - largest) and of exp(z - largest) (z - largest); the target's z, or
+    0 where places [N] point outside the tile.
     """
     is_inside, columns = _inside(places, logits.shape[1])
     target = logits.gather(-1, columns)[:, 0].where(is_inside, 0.0)
@@ -201,9 +202,9 @@ def _summary(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def _merged(parts: Sequence[Tensor]) -> Tensor:
-    """Summaries [4, N] of parts of the vocabulary as one of them all.
+    """Merge the summaries [4, N] of parts of the vocabulary into one.
 
-    One after the other: torch's sum over many parts takes them in an order that depends on N.
+    In pairs, from left to right: torch's sum over many parts adds them in an order that depends on N.
     """
     return functools.reduce(_merged_pair, parts)
 
@@ -219,24 +220,24 @@ def _merged_pair(one: Tensor, other: Tensor) -> Tensor:
     return torch.stack([top, total, weighted, one[3] + other[3]])
 
 
-def _scores(summary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability of the target, entropy, log of the normalizer), each [N], of a summary [4, N]."""
+def _from_summary(summary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn a summary [4, N] into (logprobs of the targets, entropy, log of the normalizer), each [N]."""
     largest, total, weighted, target = summary
     log_total = total.log()
     return (target - largest) - log_total, log_total - weighted / total, largest + log_total
 
 
 def _gathered(mesh: DeviceMesh, summary: Tensor) -> Tensor:
-    """The summaries [4, N] of all R ranks, [R, 4, N]. A few numbers per token, and all ranks merge them alike."""
-    everyones = summary.new_empty(mesh.size(), *summary.shape)
-    gather_flat(mesh, everyones.view(-1), summary.view(-1))
-    return everyones
+    """Gather the summaries [4, N] of all R ranks into [R, 4, N]; every rank then merges them in the same order."""
+    by_rank = summary.new_empty(mesh.size(), *summary.shape)
+    gather_flat(mesh, by_rank.view(-1), summary.view(-1))
+    return by_rank
 
 
 def _grad_logits(
     log_p: Tensor, places: Tensor, entropy: Tensor, by_logprob: Tensor, by_entropy: Tensor | None
 ) -> Tensor:
-    """The gradient of a tile of logits, [N, W], given that of the scores. Overwrites log_p [N, W]."""
+    """Gradient of a tile of logits [N, W], from those of logprobs and entropy. Overwrites log_p [N, W]."""
     if by_entropy is None:
         grad = log_p.exp_().mul_(-by_logprob[:, None])
     else:

@@ -1,10 +1,10 @@
-"""The trainer's memory leaves the device while the engine samples, and comes back bit for bit.
+"""Moving the trainer's tensors to the host while the engine samples, and back, bit for bit.
 
-What moves is the memory behind tensors, never the tensors: parameters, FSDP's own views of them, and the optimizer's
-state keep their identity, so nothing that holds one has to be told. The storage of a sleeping tensor is empty; its
-bytes are in a host buffer that is kept from one sleep to the next. `to_local()` of a sleeping parameter, without
-gradients, gives the host's copy, which is how a refit reads it. Nothing else can be done with it: a DTensor that says
-it is on the device, with its shard on the host, fails in operations as small as `detach`.
+Only the memory behind the tensors moves. The tensors themselves (parameters, FSDP's views of them, optimizer state)
+stay the same objects, so references to them remain valid. The storage of a sleeping tensor is empty; its bytes are in a
+host buffer that is reused at every sleep. `to_local()` of a sleeping parameter, without gradients, returns the host's
+copy; a refit reads it so. No other operation works: a DTensor that claims to be on the device but has its shard on the
+host fails even in `detach`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Moves = Literal["none", "optimizer", "all"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asleep:
-    """One storage whose bytes are on the host."""
+class _SleepingStorage:
+    """A storage of the device whose bytes are on the host."""
 
     storage: torch.UntypedStorage
     host: Tensor  # [number of bytes] uint8
 
     def bytes_on_device(self) -> Tensor:
-        """The storage itself as [number of bytes] uint8; it must not be empty."""
+        """View the storage itself as [number of bytes] uint8; it must not be empty."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
 class Trained(Protocol):
-    """A sharded model and what trains it."""
+    """A sharded model and its optimizer."""
 
     @property
     def model(self) -> PackedModel: ...
@@ -48,10 +48,10 @@ class Trained(Protocol):
 
 
 class TrainerMemory:
-    """Weights, gradients and optimizer state of all that is trained, on the device or asleep on the host.
+    """Weights, gradients and optimizer state of all trained models, on the device or asleep on the host.
 
-    `moves` says what leaves: nothing, the optimizer's state, or all three. On a CPU everything is in host memory
-    already, and moves there all the same.
+    `moves` is what leaves the device: "none", the "optimizer" state, or "all" three. When the device is a CPU the same
+    moves take place within host memory.
     """
 
     def __init__(self, trained: Sequence[Trained], device: torch.device, *, moves: Moves) -> None:
@@ -59,33 +59,28 @@ class TrainerMemory:
         self._device = device
         self._moves = moves
         self._host = HostBuffers(pinned=device.type == "cuda")
-        self._asleep: list[_Asleep] = []
+        self._asleep: list[_SleepingStorage] = []
         self._awake_locals: list[tuple[DTensor, Tensor]] = []
         self._guards: list[RemovableHandle] = []
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory that is kept for sleeping, whether the trainer sleeps or not."""
-        return self._host.num_bytes
-
-    @property
     def asleep_bytes(self) -> int:
-        """Device memory that waking will take; 0 while the trainer is awake."""
+        """Bytes of device memory that waking will take; 0 while the trainer is awake."""
         return sum(asleep.host.numel() for asleep in self._asleep)
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether each optimizer has taken its first step, or a checkpoint's state was loaded."""
-        return all(one.optimizer.state for one in self._trained)
+        """True once every optimizer has taken its first step, or a checkpoint's state was loaded."""
+        return all(trained.optimizer.state for trained in self._trained)
 
     @torch.no_grad()
     def sleep(self) -> None:
-        """Leave the device, and let go of what torch's allocator holds without need. Does nothing when asleep."""
+        """Move to the host and free the memory that torch's allocator caches. Does nothing when asleep."""
         if self._asleep:
             return
-        # First: while a module is gathered its parameters are the gathered ones, which FSDP frees here.
-        for one in self._trained:
-            reshard(one.model)
+        # First: the parameters of a gathered module are the whole ones, which FSDP frees here.
+        for trained in self._trained:
+            reshard(trained.model)
         if self._moves != "none":
             self._move_to_host()
         if self._device.type == "cuda":
@@ -93,7 +88,7 @@ class TrainerMemory:
 
     @torch.no_grad()
     def wake(self) -> None:
-        """Take the device memory back, with what it held. Does nothing when awake."""
+        """Move everything back to the device. Does nothing when awake."""
         for asleep in self._asleep:
             asleep.storage.resize_(asleep.host.numel())
             asleep.bytes_on_device().copy_(asleep.host, non_blocking=True)
@@ -118,7 +113,7 @@ class TrainerMemory:
             if isinstance(tensor, DTensor):
                 holders[storage._cdata].append(tensor)
         places = self._host.take({name: storage.nbytes() for name, storage in storages.items()})
-        self._asleep = [_Asleep(storage, places[name]) for name, storage in storages.items()]
+        self._asleep = [_SleepingStorage(storage, places[name]) for name, storage in storages.items()]
         for asleep in self._asleep:
             asleep.host.copy_(asleep.bytes_on_device(), non_blocking=True)
         self._synchronize()
@@ -128,23 +123,23 @@ class TrainerMemory:
                 self._awake_locals.append((holder, local))
                 holder._local_tensor = _same_view(local, asleep.host)
             asleep.storage.resize_(0)
-        for one in self._trained:
+        for trained in self._trained:
             self._guards += [
-                one.model.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP's own, which gathers
-                one.optimizer.register_step_pre_hook(_refuse),
+                trained.model.register_forward_pre_hook(_refuse, prepend=True),  # before FSDP's own, which gathers
+                trained.optimizer.register_step_pre_hook(_refuse),
             ]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What moves, under names that are the same at every sleep; tied weights once."""
-        for place, one in enumerate(self._trained):
-            parameters = {f"{place}.{name}": parameter for name, parameter in one.model.named_parameters()}
+        """Yield all tensors that move, under names that are the same at every sleep; tied weights once."""
+        for place, trained in enumerate(self._trained):
+            parameters = {f"{place}.{name}": parameter for name, parameter in trained.model.named_parameters()}
             if self._moves == "all":
                 yield from parameters.items()
                 yield from ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
-            if isinstance(one.optimizer, StateOnHost):
+            if isinstance(trained.optimizer, StateOnHost):
                 continue
             for name, parameter in parameters.items():
-                for key, value in one.optimizer.state.get(parameter, {}).items():
+                for key, value in trained.optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         yield f"{name}.{key}", value
 
@@ -154,10 +149,10 @@ class TrainerMemory:
 
 
 def _same_view(local: Tensor, host: Tensor) -> Tensor:
-    """The tensor that `local` is of its storage, of the storage's copy `host` [number of bytes] uint8."""
+    """View `host` [number of bytes] uint8, the copy of a storage, as `local` views the storage."""
     copy = host.view(local.dtype)
     return copy.as_strided(local.size(), local.stride(), copy.storage_offset() + local.storage_offset())
 
 
 def _refuse(*_: Any) -> NoReturn:
-    raise AssertionError("the trainer sleeps: its weights or its optimizer's state are on the host; wake it first")
+    raise AssertionError("the trainer sleeps: its weights or its optimizer state are on the host; wake it first")

@@ -1,4 +1,4 @@
-"""Which operators a model computes with: the fast ones, or those of true_on_policy. The kernel's name decides."""
+"""The operators that a model computes with: the fast ones, or exact ones. The attention kernel's name decides."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from spmdrl.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """What belongs to an attention kernel."""
+    """The operators that go with an attention kernel."""
 
     install: Callable[[nn.Module], None]  # into a model that is not sharded yet
-    score: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_scores`, without its `head`
-    casts_inputs: bool = True  # whether what enters a decoder layer gets the dtype of its weights
-    switches: tuple[str, ...] = ()  # what they do otherwise than the fast ones, to be shown
+    token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
+    casts_inputs: bool = True  # whether FSDP casts a decoder layer's inputs to the dtype of its weights
+    switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators
 
 
-_FAST = Operators(use_fast_linears, logprobs.next_token_scores)
+_FAST = Operators(use_fast_linears, logprobs.next_token_logprobs)
 _INVARIANT = Operators(
     invariant.use_invariant_operators,
-    functools.partial(logprobs.next_token_scores, head=invariant.HEAD),
+    functools.partial(logprobs.next_token_logprobs, head=invariant.HEAD),
     switches=invariant.SWITCHES,
 )
 
 
 def operators_of(kernel: Kernel) -> Operators:
-    """The operators that go with the kernel."""
+    """Return the operators that go with the kernel."""
     if kernel == "invariant":
         return _INVARIANT
     if kernel == "sglang_fa3" or kernel == "sglang_triton":
         return Operators(
             sglang_operators.use_engine_operators,
-            sglang_operators.next_token_scores,
+            sglang_operators.next_token_logprobs,
             casts_inputs=False,
             switches=sglang_operators.switches("fa3" if kernel == "sglang_fa3" else "triton"),
         )
@@ -50,8 +50,7 @@ def operators_of(kernel: Kernel) -> Operators:
 
 
 def kernel_of_run(cfg: Config | SftConfig, device_type: str, dtype: torch.dtype) -> Kernel:
-    """The kernel of the trainer, and of an engine of ours, that the settings mean. Raises UserError when it cannot be
-    had."""
+    """Choose the attention kernel of the trainer and of the torch engine. Raises UserError when it cannot run here."""
     if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
         return choose_kernel(cfg.model.attention, device_type, dtype)
     here, exact = ("a CUDA device", "sglang") if device_type == "cuda" else ("a CPU", "torch")

@@ -1,4 +1,4 @@
-"""Models as training sees them: packed tokens in, something about each of them out."""
+"""The models that are trained: a packed micro-batch in, one value or two for each of its tokens out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from spmdrl.model.attention import Attend, Kernel, packed_attention
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens
+from spmdrl.model.kernels import Kernel
 from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
 from spmdrl.model.tensor_parallel import own_weight
@@ -19,28 +21,28 @@ from spmdrl.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
-    """What a forward pass says about each token of a micro-batch; entry t is about token t."""
+class TokenLogprobs:
+    """The policy's result for each token of a micro-batch; entry t is about token t."""
 
     logprobs: Tensor  # [T] float32, nats; 0 for the first token of a sequence
-    entropy: Tensor  # [T] float32, nats, of the distribution token t was drawn from
+    entropy: Tensor  # [T] float32, nats, of the distribution that token t was sampled from
 
 
 @dataclass(frozen=True, slots=True)
-class _Predicting:
-    """The rows of this rank's chunk from which a token of their own sequence is predicted."""
+class _PredictingRows:
+    """The rows of this rank's chunk that predict a token of their own sequence."""
 
-    hidden: Tensor  # [N, D], of the last layer
-    rows: Tensor  # [N] int64, their places in the chunk
-    tokens: Tensor  # [N] int64, the places in the micro-batch of what they predict
+    hidden: Tensor  # [N, D], output of the last layer
+    rows: Tensor  # [N] int64, places of the rows in the chunk
+    tokens: Tensor  # [N] int64, places in the micro-batch of the tokens they predict
     chunk_tokens: int
 
 
 class PackedModel(nn.Module):
-    """A causal language model of transformers whose forward says something about each token of a micro-batch.
+    """A causal language model of transformers that runs on packed micro-batches.
 
-    It is the root that FSDP shards: the trunk, the final norm and the head are used together inside one forward. Every
-    rank of a context-parallel mesh is given the whole micro-batch, computes its chunk, and is told about all tokens.
+    It is the root module that FSDP shards: trunk, final norm and head run inside one forward pass. Under context
+    parallelism every rank takes the whole micro-batch, computes its own chunk, and returns the values of all tokens.
     """
 
     def __init__(
@@ -51,14 +53,14 @@ class PackedModel(nn.Module):
         context: DeviceMesh | None = None,
         context_style: Style = "all_gather",
     ) -> None:
-        """`context`: ranks that share a micro-batch's tokens; None stands for this rank alone."""
+        """`context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone."""
         super().__init__()
         self.model = model
         self.kernel: Kernel = kernel
         self.context = context
         self.context_style: Style = context_style
 
-    def _predict(self, micro_batch: MicroBatch) -> _Predicting:
+    def _predict(self, micro_batch: MicroBatch) -> _PredictingRows:
         """Run the layers on this rank's chunk."""
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
         hidden = self.model.base_model(
@@ -69,20 +71,20 @@ class PackedModel(nn.Module):
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
         rows = predicting_rows(micro_batch.positions, chunk)
-        return _Predicting(hidden[rows], rows, chunk.start + rows + 1, len(hidden))
+        return _PredictingRows(hidden[rows], rows, chunk.start + rows + 1, len(hidden))
 
-    def _of_tokens(self, values: Tensor, of: _Predicting) -> Tensor:
-        """What predicting rows say, [N], as [T]: what is known about each token, 0 where nothing predicts it."""
-        placed = place_at(of.rows, values, of.chunk_tokens)
+    def _per_token(self, values: Tensor, predicting: _PredictingRows) -> Tensor:
+        """Move values [N] from the rows that predict to the tokens they predict: [T], 0 for first tokens."""
+        placed = place_at(predicting.rows, values, predicting.chunk_tokens)
         whole = placed if self.context is None else gather_tokens(placed, self.context)
         return F.pad(whole[:-1], (1, 0))
 
     def _chunk(self, num_tokens: int) -> slice:
-        """This rank's tokens of a micro-batch."""
+        """Return this rank's tokens of a micro-batch."""
         if self.context is None:
             return slice(0, num_tokens)
         length, rest = divmod(num_tokens, self.context.size())
-        assert not rest, f"{num_tokens} tokens were not filled up to a multiple of {self.context.size()}"
+        assert not rest, f"{num_tokens} tokens were not padded to a multiple of {self.context.size()}"
         start = self.context.get_local_rank() * length
         return slice(start, start + length)
 
@@ -94,7 +96,7 @@ class PackedModel(nn.Module):
 
 
 class Policy(PackedModel):
-    """The model that samples: its forward scores every token given what precedes it in its own sequence."""
+    """The policy: its forward pass gives every token's logprob given the tokens before it in its own sequence."""
 
     def __init__(
         self,
@@ -107,17 +109,17 @@ class Policy(PackedModel):
         context_style: Style = "all_gather",
         vocabulary: DeviceMesh | None = None,
     ) -> None:
-        """`vocabulary`: ranks over which the head is split; None stands for this rank alone."""
+        """`vocabulary` is the mesh of ranks over which the head is split; None is this rank alone."""
         super().__init__(model, kernel=kernel, context=context, context_style=context_style)
         self.temperature = temperature
         self.logits_chunk_tokens = logits_chunk_tokens
         self.vocabulary = vocabulary
-        self.score_tokens = operators_of(kernel).score
+        self.token_logprobs = operators_of(kernel).token_logprobs
 
-    def forward(self, micro_batch: MicroBatch) -> TokenScores:
-        """Score every token."""
+    def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Compute logprobs and entropy of every token."""
         head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch)
-        scores = self.score_tokens(
+        logprobs, entropy = self.token_logprobs(
             predicting.hidden,
             own_weight(head.weight),
             None if head.bias is None else own_weight(head.bias),
@@ -126,25 +128,23 @@ class Policy(PackedModel):
             chunk=self.logits_chunk_tokens,
             vocabulary=self.vocabulary,
         )
-        logprobs, entropy = (self._of_tokens(score, predicting) for score in scores)
-        return TokenScores(logprobs, entropy)
+        return TokenLogprobs(self._per_token(logprobs, predicting), self._per_token(entropy, predicting))
 
 
 class ValueHead(nn.Module):
-    """A linear map of hidden states to one number, in float32; 0 for all of them at first."""
+    """A linear map from hidden states to one number, in float32. Its weights start at 0."""
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[N, 1] float32 of hidden [N, D]."""
+        """Map hidden [N, D] to values [N, 1] float32."""
         return F.linear(hidden.float(), self.weight)
 
 
 class Critic(PackedModel):
-    """A model without its language head: its forward estimates, for every token, the return that is still to come
-    before that token is chosen."""
+    """The critic: a model with a value head, which estimates the return to come before each token is chosen."""
 
     def __init__(
         self,
@@ -155,11 +155,11 @@ class Critic(PackedModel):
         context: DeviceMesh | None = None,
         context_style: Style = "all_gather",
     ) -> None:
-        """`device`: where the head is made, which no file holds."""
+        """`device` is where the value head is created; no file holds its weights."""
         super().__init__(model, kernel=kernel, context=context, context_style=context_style)
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, device)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Values [T] float32, in units of the reward; 0 for the first token of a sequence."""
+        """Compute values [T] float32, in units of the reward; 0 for the first token of a sequence."""
         predicting = self._predict(micro_batch)
-        return self._of_tokens(self.value_head(predicting.hidden).squeeze(-1), predicting)
+        return self._per_token(self.value_head(predicting.hidden).squeeze(-1), predicting)

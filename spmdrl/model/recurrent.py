@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token, started afresh at every packed sequence.
+"""Recurrent layers over packed sequences: their state is reset at the start of every sequence.
 
-A gated delta net of transformers takes [batch, tokens] and starts with an empty state in each row of the batch. Whoever
-calls a packed model passes `seqlens`, and each run of sequences of equal length becomes such a batch.
+A gated delta net of transformers takes [batch, tokens] and starts every row of the batch with an empty state. The
+caller of a packed model passes `seqlens`, and each run of sequences of equal length becomes one such batch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ class _RestartsAtEverySequence(nn.Module):
         **others: Any,
     ) -> Tensor:
         """hidden_states is [1, T, D], as is the result."""
-        assert seqlens is not None, "this layer has a state: its caller must say where sequences begin"
+        assert seqlens is not None, "a recurrent layer needs `seqlens` to know where sequences begin"
         assert cache_params is None and attention_mask is None, "packed sequences have no cache and no padding"
-        outputs = [
-            # The others are for attention; the kernels that this module may use do not know them.
-            super(_RestartsAtEverySequence, self)
-            .forward(hidden_states[0, tokens].unflatten(0, (count, length)))
-            .flatten(0, 1)
-            for tokens, count, length in runs_of_equal_length(seqlens)
-        ]
+        outputs = []
+        for tokens, count, length in runs_of_equal_length(seqlens):
+            batch = hidden_states[0, tokens].unflatten(0, (count, length))
+            # Without `others`: they are for attention, and this layer's kernels do not accept them.
+            outputs.append(super().forward(batch).flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0)
 
 
 def restart_at_every_sequence(model: nn.Module) -> None:
-    """Let the model's recurrent layers obey `seqlens`. Call it before the model is sharded."""
+    """Make the model's recurrent layers restart at every sequence. Call it before the model is sharded."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in _MIXERS:
@@ -48,5 +46,5 @@ def restart_at_every_sequence(model: nn.Module) -> None:
 
 
 def restartable_layers(model: nn.Module) -> int:
-    """The number of layers that `restart_at_every_sequence` reaches."""
+    """Count the layers that `restart_at_every_sequence` can change."""
     return sum(type(module).__name__ in _MIXERS for module in model.modules())

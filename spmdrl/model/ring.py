@@ -1,4 +1,4 @@
-"""Attention under context parallelism by the package ring_flash_attn, where it is installed."""
+"""Attention under context parallelism by the ring_flash_attn package, where it is installed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.model.attention import Attend
-from spmdrl.model.kernels import refuse_sinks, sees
+from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.kernels import refuse_sinks, window_size
 from spmdrl.types import UserError
 
 
 def has_ring_attention() -> bool:
-    """Whether the package is installed."""
+    """Return True when ring_flash_attn is installed."""
     return importlib.util.find_spec("ring_flash_attn") is not None
 
 
 def is_for_ring_attention(model: nn.Module, meshes: ModelMeshes) -> bool:
-    """Whether the keys of this model come to the queries, and the package, with the kernels it needs, can do that."""
+    """Return True when ring_flash_attn can be used: cp_style = "all_gather", both packages, and no attention sinks."""
     has_kernels = has_ring_attention() and importlib.util.find_spec("flash_attn") is not None
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     return meshes.cp.size() > 1 and meshes.cp_style == "all_gather" and has_kernels and not has_sinks
@@ -35,29 +35,20 @@ def is_for_ring_attention(model: nn.Module, meshes: ModelMeshes) -> bool:
 def ring_attention(
     cu_seqlens: Tensor, seqlens: list[int], mesh: DeviceMesh, *, heads_per_group: Callable[[Tensor], int]
 ) -> Attend:
-    """The keys of all tokens come to each rank's queries, and the backward need not attend again.
+    """All-gather attention by ring_flash_attn, whose backward pass does not attend again.
 
-    `heads_per_group` says of a key [1, K, n, D] how many of its heads come at a time.
+    `heads_per_group` returns how many heads of a key [1, K, n, D] are gathered at a time.
     """
     ring = _load_ring()
-    # On the host, where its lengths are read without waiting for the device.
+    # On the host, so that reading its lengths does not wait for the device.
     on_host = torch.tensor([*accumulate(seqlens, initial=0)], dtype=torch.int32)
     cu_queries, cu_keys, max_queries, max_keys, key_slice = ring.llama3_flash_attn_prepare_cu_seqlens(
         on_host, causal=True, rank=mesh.get_local_rank(), world_size=mesh.size()
     )
     cu_queries, cu_keys = cu_queries.to(cu_seqlens.device), cu_keys.to(cu_seqlens.device)
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        refuse_sinks("flash_attn_2", sinks)
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        refuse_sinks("flash_attn_2", layer)
         out: Tensor = ring.llama3_flash_attn_varlen_func(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
             cu_queries,
@@ -66,9 +57,9 @@ def ring_attention(
             max_keys,
             heads_k_stride=heads_per_group(key),
             local_k_slice=key_slice,
-            softmax_scale=scale,
+            softmax_scale=layer.scale,
             causal=True,
-            window_size=sees(window),
+            window_size=window_size(layer),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             group=mesh.get_group(),
         )
@@ -79,9 +70,9 @@ def ring_attention(
 
 @functools.cache
 def _load_ring() -> ModuleType:
-    """The one module of ring_flash_attn that is used, without the package's `__init__`.
+    """Import the one module of ring_flash_attn that is used, without running the package's `__init__`.
 
-    ring_flash_attn 0.1.8 imports, for an adapter that is not used here, a name that transformers 5 has moved.
+    The `__init__` of ring_flash_attn 0.1.8 imports a name that transformers 5 has moved, for an adapter not used here.
     """
     found = importlib.util.find_spec("ring_flash_attn")
     assert found is not None and found.submodule_search_locations is not None

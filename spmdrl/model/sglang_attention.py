@@ -1,22 +1,24 @@
-"""Attention over packed sequences by SGLang's kernels, to whom the pack is a cache with one token on each page.
+"""Attention over packed sequences by SGLang's kernels, with the bits of the engine.
 
-FlashAttention 3 takes the same steps for a query whether it is one of many or decoded alone. SGLang's Triton kernels do
-not: one is for prompts, and one for tokens that are decoded, so every query goes to the one that its token went to.
+FlashAttention 3 computes a query in the same steps whether it is one of many or decoded alone; it reads the micro-batch
+as a cache with one token on each page. SGLang's Triton backend has one kernel for prompts and another for decoded
+tokens, so every query goes to the kernel that its token went to in the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spmdrl.model import sglang_kernels as kernels
+from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
 from spmdrl.model.two_passes import with_gradient_of
 
 Backend = Literal["fa3", "triton"]
-_SEEN = 2**24  # most keys, counted once for each query that sees them, that decoded tokens are given at the same time
+_MAX_PAIRS = 2**24  # pairs of a decoded token and a key it sees that one kernel call may have
 
 
 def causal_as_engine(
@@ -24,29 +26,27 @@ def causal_as_engine(
     seqlens: Sequence[int],
     cu_seqlens: Tensor,
     sampled: Tensor,
-    plain: Callable[..., Tensor],
+    plain: CausalAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    layer: AttentionLayer,
 ) -> Tensor:
-    """`CausalAttention` within each of the sequences that lie end to end; its gradient is that of `plain`, another.
+    """`CausalAttention` with the engine's bits; gradients are those of `plain`.
 
-    cu_seqlens is [S+1] int32, the offsets of seqlens; sampled [T] bool says which tokens an engine decoded one by one.
+    cu_seqlens is [S+1] int32, the offsets of seqlens; sampled [T] bool marks the tokens that the engine decoded.
     """
-    assert sinks is None and window is None, "no model that true_on_policy = true accepts has sinks or windows"
+    has_extras = layer.sinks is not None or layer.window is not None
+    assert not has_extras, "no model that true_on_policy = true accepts has sinks or windows"
 
     def differentiable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plain(q, k, v, scale=scale, window=None, sinks=None)
+        return plain(q, k, v, layer)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         if backend == "fa3":
-            return _on_pages(seqlens, cu_seqlens, q, k, v, scale=scale)
-        return _prompts_and_responses(cu_seqlens, sampled, q, k, v, scale=scale)
+            return _on_pages(seqlens, cu_seqlens, q, k, v, scale=layer.scale)
+        return _prompts_and_responses(cu_seqlens, sampled, q, k, v, scale=layer.scale)
 
     out: Tensor = with_gradient_of(differentiable, exact, q, k, v)
     return out
@@ -76,20 +76,20 @@ def _prompts_and_responses(
     if len(prompt):
         out[prompt] = _at_once(prompt, _counts(~sampled, cu_seqlens), q[prompt], k, v, scale=scale)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, response, right=True) - 1].long()
-    for some in _as_many_as_fit((response - starts + 1).tolist()):
-        places = response[some]
-        out[places] = _one_by_one(starts[some], places + 1, q[places], k, v, scale=scale)
+    for part in _parts_within_limit((response - starts + 1).tolist()):
+        places = response[part]
+        out[places] = _one_by_one(starts[part], places + 1, q[places], k, v, scale=scale)
     return out
 
 
 def _counts(chosen: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How many tokens of each sequence are `chosen` [T] bool: [S] int64."""
+    """Count the tokens of each sequence that `chosen` [T] bool marks: [S] int64."""
     running = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
     return running[cu_seqlens.long()].diff()
 
 
 def _at_once(places: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """The first tokens of each sequence, lengths [S] of them, at places [n] of the pack; q is [n, H, D]."""
+    """Attend with the first lengths [S] tokens of each sequence, at places [n] of the micro-batch; q is [n, H, D]."""
     out = torch.empty_like(q)
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     kernels.attend_at_once(
@@ -108,7 +108,7 @@ def _at_once(places: Tensor, lengths: Tensor, q: Tensor, k: Tensor, v: Tensor, *
 
 
 def _one_by_one(starts: Tensor, ends: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Tokens that see the keys from starts [n] to ends [n] of the pack; q is [n, H, D]."""
+    """Attend with tokens that see the keys from starts [n] to ends [n] of the micro-batch; q is [n, H, D]."""
     out = torch.empty_like(q)
     lengths = ends - starts
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -125,13 +125,13 @@ def _one_by_one(starts: Tensor, ends: Tensor, q: Tensor, k: Tensor, v: Tensor, *
     return out
 
 
-def _as_many_as_fit(seen: Sequence[int]) -> Iterator[slice]:
-    """Neighbouring tokens that together see no more keys than there should be at once, or one token alone."""
+def _parts_within_limit(num_keys: Sequence[int]) -> Iterator[slice]:
+    """Split tokens that see `num_keys` keys each into runs within _MAX_PAIRS; a single token may exceed it."""
     start, total = 0, 0
-    for token, keys in enumerate(seen):
-        if token > start and total + keys > _SEEN:
+    for token, keys in enumerate(num_keys):
+        if token > start and total + keys > _MAX_PAIRS:
             yield slice(start, token)
             start, total = token, 0
         total += keys
-    if seen:
-        yield slice(start, len(seen))
+    if num_keys:
+        yield slice(start, len(num_keys))

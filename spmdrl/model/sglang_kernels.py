@@ -1,8 +1,8 @@
-"""SGLang's own kernels, for a trainer that is to compute what its engine computes, to the bit. Forward passes only.
+"""SGLang's own kernels, for a trainer whose forward pass must have the bits of its engine's.
 
-The functions are those that the pinned SGLang calls itself under `rl_on_policy_target = "fsdp"`; what it calls them
-with, see sglang_operators.py. They need a CUDA device. Nothing of the engine is imported for them, and torch's own
-operators stay what they are in this process, while SGLang replaces them in its own.
+These are the functions that the pinned SGLang calls under `rl_on_policy_target = "fsdp"`; sglang_operators.py calls
+them with the same arguments. They need a CUDA device. Nothing of the engine itself is imported, and torch's own
+operators are not replaced in this process, as SGLang replaces them in its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What an engine computes with, in its processes' environment: products by the kernel whose tiles are the same for every
-# shape, and a decoded token's keys summed in one go, not in parts that follow from the longest context. The others are
-# SGLang's defaults, said so that nothing which a user exports for another engine changes this one.
+# The environment of the engine's processes. Products use the kernel whose tiles are the same for every shape, and a
+# decoded token's keys are summed in one go, not in parts whose size depends on the longest context. The other values
+# are SGLang's defaults, set here so that variables which the user exports for another engine do not change this one.
 ENVIRONMENT = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0",
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
@@ -37,19 +37,19 @@ def _operators() -> ModuleType:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b in the dtype of x [N, D]: weight is [V, D], bias [V], the result [N, V]. Sums are float32."""
-    # The one of SGLang's two kernels that does not choose its tiles by shape.
+    # SGLang has two kernels; this one does not choose its tiles by shape.
     out: Tensor = _operators()._matmul_persistent_triton(x.contiguous(), weight.t(), x.dtype, bias)
     return out
 
 
 def mean(x: Tensor) -> Tensor:
-    """Over the last dimension, which is kept with size 1: x [..., N] gives [..., 1]."""
+    """Mean over the last dimension, which is kept with size 1: x [..., N] gives [..., 1]."""
     out: Tensor = _operators().mean_dim(x.contiguous(), -1, keepdim=True)
     return out
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension of logits [N, V], computed in float32 and rounded to their dtype."""
+    """log_softmax over the last dimension of logits [N, V], computed in float32 and rounded to their dtype."""
     out: Tensor = _operators().log_softmax(logits, -1)
     return out
 
@@ -63,9 +63,9 @@ def _rotate() -> Callable[..., Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, H, D], halves against each other, by cos and sin [T, D / 2]."""
-    # Detached, since torch compiles once more for an input that requires gradients, and nothing at all after the eighth
-    # time: what is not compiled rounds otherwise.
+    """Rotary embedding of x [T, H, D], rotating its two halves against each other by cos and sin [T, D / 2]."""
+    # Detached: torch recompiles for inputs that require gradients, and stops compiling after eight times. Code that is
+    # not compiled rounds differently.
     return _rotate()(x.detach(), cos, sin, True)
 
 
@@ -89,7 +89,7 @@ def attend_one_by_one(q: Tensor, out: Tensor, k: Tensor, v: Tensor, *, scale: fl
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 
     num_tokens, num_heads, head_dim = q.shape
-    # Of each token's one part, which the kernel has room for before it merges them.
+    # Workspace: the kernel stores the result of each part of the keys before it merges them, and there is one part.
     weighted = torch.empty(num_tokens, num_heads, 1, head_dim, dtype=torch.float32, device=q.device)
     normalizers = torch.empty(num_tokens, num_heads, 1, dtype=torch.float32, device=q.device)
     num_parts = torch.ones(num_tokens, dtype=torch.int32, device=q.device)

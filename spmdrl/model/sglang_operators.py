@@ -1,12 +1,12 @@
-"""A Qwen3 of transformers that computes what SGLang's does under `rl_on_policy_target = "fsdp"`, to the bit.
+"""transformers' Qwen3 with the forward pass of SGLang's under `rl_on_policy_target = "fsdp"`, equal to the bit.
 
-SGLang keeps the stream between its layers in float32, and rounds to bfloat16 what goes into a matrix product and into
-attention. Norms have float32 weights and end in float32, rotary embeddings are float32, activation functions are
-bfloat16. So are logits, their quotient by the temperature, and log-probabilities, which are therefore coarse: those
-around -3 are multiples of 1/64. Everything that sums goes through SGLang's own kernels; what works element by
-element is the same in torch. Weights are bfloat16 in both, where SGLang needs float32 ones by conversion.
+SGLang keeps the residual stream in float32 and rounds the inputs of matrix products and of attention to bfloat16. Norms
+have float32 weights and float32 results, rotary embeddings are float32, activation functions are bfloat16. Logits,
+logits over the temperature, and log-probabilities are bfloat16 too, which is coarse: log-probabilities around -3 are
+multiples of 1/64. Every sum uses SGLang's own kernels; elementwise operations are the same in torch. Weights are
+bfloat16 in both; where SGLang needs them in float32 it converts them.
 
-Forward passes only: gradients come from ordinary kernels.
+Only the forward pass is exact: gradients come from ordinary kernels.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from spmdrl.model import logprobs
 from spmdrl.model import sglang_kernels as kernels
+from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.two_passes import linear_by, with_gradient_of
 
-MODEL_TYPES = ("qwen3",)  # those whose layers know `rl_on_policy_target`
-CAPABILITY = (9, 0)  # of the devices whose kernels were read; SGLang takes others on newer ones
-# FlashAttention 3 goes through the keys of heads up to this size in tiles of 192 where there are few queries, as of
-# decoded tokens, and of 128 where there are many. Those of larger heads do not depend on it.
+MODEL_TYPES = ("qwen3",)  # those whose layers support `rl_on_policy_target`
+CAPABILITY = (9, 0)  # SGLang uses other kernels on newer devices, which were not compared
+# For heads up to this size, FlashAttention 3 sums keys in tiles of 192 when there are few queries (decoding) and in
+# tiles of 128 when there are many (prompts). For larger heads the tile does not depend on the number of queries.
 _FA3_HEAD_DIM_WITH_TWO_TILES = 64
 
 SWITCHES = (
@@ -38,14 +39,14 @@ SWITCHES = (
     "engine: log-probabilities by log_softmax of bfloat16 logits over the temperature, in bfloat16",
     "trainer: matrix products, means of squares and log_softmax by the same Triton kernels, with the same casts; "
     "torch's own operators are not replaced",
-    "trainer: rotary embeddings by the engine's function, compiled like there",
-    "trainer: FSDP does not cast what enters a layer",
-    "trainer: backward passes as without it",
+    "trainer: rotary embeddings by the engine's function, compiled as in the engine",
+    "trainer: FSDP does not cast the inputs of layers",
+    "trainer: backward passes are unchanged",
 )
 
 
 def switches(backend: str) -> tuple[str, ...]:
-    """All that `true_on_policy = true` changes with attention by this backend, for those who want to see it."""
+    """List all that `true_on_policy = true` changes with this attention backend, as lines for the user."""
     kernel = {
         "fa3": "FlashAttention 3 over pages of one token, one split",
         "triton": "Triton: one kernel for prompts, another for sampled tokens, each over all keys in one go",
@@ -54,14 +55,14 @@ def switches(backend: str) -> tuple[str, ...]:
 
 
 def use_engine_operators(model: nn.Module) -> None:
-    """Let the model compute as SGLang's does. Call it before it is sharded."""
+    """Replace the model's layers by those of this file. Call it before the model is sharded."""
     replaced = _replaced()
     for module in model.modules():
         if type(module) in replaced:
             module.__class__ = replaced[type(module)]
 
 
-def next_token_scores(
+def next_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -71,27 +72,29 @@ def next_token_scores(
     chunk: int,
     vocabulary: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `logprobs.next_token_scores`: logprobs [N] with the bits of the engine, and entropy [N]. At most `chunk` rows
-    of logits exist at a time, and fewer where these would not fit into a tile: log_softmax needs whole ones."""
+    """`logprobs.next_token_logprobs` with the engine's bits: (logprobs [N], entropy [N]).
+
+    At most `chunk` rows of logits exist at a time, and fewer where these would exceed a tile: log_softmax needs whole
+    rows.
+    """
     assert bias is None and vocabulary is None, "true_on_policy = true was not refused with a head of another kind"
     num_rows = max(1, min(chunk, logprobs.TILE_ELEMENTS[hidden.device.type] // len(weight)))
 
     def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [
-            _scores(kernels.product(rows, weight, None), wanted, temperature)
-            for rows, wanted in zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
-        ]
+        chunks = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
+        parts = [_logprobs(kernels.product(rows, weight, None), tokens, temperature) for rows, tokens in chunks]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def differentiable(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs.next_token_scores(hidden, weight, None, targets, temperature=temperature, chunk=chunk)
+        return logprobs.next_token_logprobs(hidden, weight, None, targets, temperature=temperature, chunk=chunk)
 
-    scores: tuple[Tensor, Tensor] = with_gradient_of(differentiable, exact, hidden.to(weight.dtype), weight)
-    return scores
+    outputs: tuple[Tensor, Tensor] = with_gradient_of(differentiable, exact, hidden.to(weight.dtype), weight)
+    return outputs
 
 
-def _scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    # Divided by a tensor, as there: by a number, CUDA multiplies with its inverse.
+def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(logprobs [N], entropy [N]) of logits [N, V], rounded as the engine rounds them."""
+    # The divisor is a tensor, as in the engine: given a number, CUDA multiplies by its inverse.
     temperatures = torch.full((len(logits), 1), temperature, dtype=torch.float32, device=logits.device)
     log_p = kernels.log_softmax(logits.div(temperatures).to(logits.dtype))
     wide = log_p.float()
@@ -141,21 +144,21 @@ def _head_dim(model_config: Any) -> int:
 
 
 class _Angles(nn.Module):
-    """cos and sin [T, D / 2] float32 of what each token of a pack is turned by."""
+    """cos and sin [T, D / 2] float32 of the rotary angles of each token."""
 
     config: Any
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         head_dim = _head_dim(self.config)
         base = self.config.rope_parameters["rope_theta"]
-        # On the host, as there: powers differ between devices.
+        # On the host, as in the engine: powers differ between devices.
         frequencies = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float, device="cpu") / head_dim))
         angles = position_ids[0].float()[:, None] * frequencies.to(x.device)
         return angles.cos(), angles.sin()
 
 
 class _Attention(nn.Module):
-    """The one sequence of packed tokens that `PackedModel` hands on, [1, T, D]."""
+    """Qwen3's attention over the packed tokens [1, T, D] of a micro-batch, with the engine's casts."""
 
     head_dim: int
     layer_idx: int
@@ -168,15 +171,15 @@ class _Attention(nn.Module):
     k_norm: nn.Module
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, attend: Any, **_: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, attend: Attend, **_: Any
     ) -> tuple[Tensor, None]:
         narrow = hidden_states.to(self.v_proj.weight.dtype)
         q, k, v = (
             project(narrow)[0].unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (_rotated(x, *position_embeddings).to(v.dtype) for x in (self.q_norm(q), self.k_norm(k)))
-        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = attend(*heads_first, layer=self.layer_idx, scale=self.scaling, window=None)
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = attend(query, key, value, AttentionLayer(index=self.layer_idx, scale=self.scaling))
         return self.o_proj(out.flatten(2)), None
 
 
@@ -204,16 +207,16 @@ def _replaced() -> dict[type[nn.Module], type[nn.Module]]:
 
 
 def model_problems(model_config: Any) -> Iterator[str]:
-    """Sentences about a model that SGLang does not compute as this file does."""
+    """Yield a sentence for each property of a model that SGLang computes otherwise than this file."""
     if model_config.model_type not in MODEL_TYPES:
         yield (
-            f"true_on_policy = true with SGLang is for {', '.join(MODEL_TYPES)}, whose layers it can keep exact, not "
-            f"for {model_config.model_type}; set it to false, or train one of those"
+            f"true_on_policy = true with SGLang supports {', '.join(MODEL_TYPES)}, not {model_config.model_type}; set "
+            "it to false, or train one of those"
         )
         return
     if model_config.hidden_act != "silu":
         yield (
-            "true_on_policy = true with SGLang has SiLU as its only activation function, and this model uses "
+            "true_on_policy = true with SGLang supports SiLU as the only activation function, and this model uses "
             f"{model_config.hidden_act}; set it to false"
         )
     if (rope := (model_config.rope_parameters or {}).get("rope_type", "default")) != "default":
@@ -222,26 +225,29 @@ def model_problems(model_config: Any) -> Iterator[str]:
             "false"
         )
     if "sliding_attention" in (model_config.layer_types or ()):
-        yield "true_on_policy = true with SGLang has no sliding windows, and this model uses them; set it to false"
+        yield (
+            "true_on_policy = true with SGLang does not support sliding windows, and this model uses them; set it to "
+            "false"
+        )
 
 
 def attention_problems(model_config: Any, backend: str) -> Iterator[str]:
-    """Sentences about a model whose attention that backend does not compute alike for prompts and decoded tokens."""
+    """Yield a sentence when the backend sums the keys of this model's prompts and decoded tokens differently."""
     if backend == "fa3" and (head_dim := _head_dim(model_config)) <= _FA3_HEAD_DIM_WITH_TWO_TILES:
         yield (
             'true_on_policy = true with rollout.attention_backend = "fa3" needs heads of more than '
-            f"{_FA3_HEAD_DIM_WITH_TWO_TILES} channels, and those of this model have {head_dim}: their decoded tokens "
-            'are summed in other tiles than prompts; set it to "triton"'
+            f"{_FA3_HEAD_DIM_WITH_TWO_TILES} channels, and this model's have {head_dim}: FlashAttention 3 sums the "
+            'keys of such heads differently for decoded tokens than for prompts; set it to "triton"'
         )
 
 
 def device_problems(backend: str) -> Iterator[str]:
-    """Sentences about the CUDA device at hand."""
+    """Yield a sentence for each reason why the CUDA device at hand is not supported."""
     if (found := torch.cuda.get_device_capability()) != CAPABILITY:
         yield (
-            "true_on_policy = true with SGLang is for devices of compute capability "
+            "true_on_policy = true with SGLang supports devices of compute capability "
             f"{'.'.join(map(str, CAPABILITY))} (Hopper), and this one has {'.'.join(map(str, found))}, for which "
-            "SGLang may take other kernels; set it to false"
+            "SGLang may use other kernels; set it to false"
         )
     if backend == "fa3":
         try:

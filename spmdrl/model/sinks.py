@@ -1,7 +1,8 @@
-"""Attention sinks for kernels that know nothing of them.
+"""Attention sinks for kernels that do not implement them.
 
-A head's sink is one more score in each of its softmaxes, and has no value. A kernel that returns its output alone is
-given the sink as a key; one that also returns its normalizer needs no other input.
+A head's sink is one more logit in each of its softmaxes. It takes probability away from the keys and has no value of
+its own. A kernel that returns only its output is given the sink as one more key. For a kernel that also returns its
+normalizer, the output is rescaled afterwards.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def behind_a_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with one more token in front and one more component: q [n, H, 1 + L, D + 1], k and v likewise.
+def prepend_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the sink as a first token and one more component: q [n, H, 1 + L, D + 1], k and v likewise.
 
-    Of the component, q holds its head's entry of scores [H] and k holds 0, but 1 in the new token: each q's product
-    with that token is the score. Its value is 0. So any kernel and its backward do sinks without knowing them.
+    In the new component q holds its head's entry of scores [H], and k holds 1 in the new token and 0 elsewhere, so that
+    the product of any query with that token is the score. The token's value is 0. Any kernel and its backward pass
+    then compute sinks without knowing it.
     """
     column = scores.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
     q = F.pad(torch.cat([q, column], dim=-1), (0, 0, 1, 0))
@@ -44,17 +46,17 @@ class NormalizerKernel(Protocol):
 
 
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: NormalizerKernel) -> Tensor:
-    """What `kernel` computes, [T, H, D], with the sinks [H] in its softmaxes; differentiable in all four tensors."""
+    """Attention [T, H, D] by `kernel` with sinks [H] in its softmaxes; differentiable in all four tensors."""
     out: Tensor = _AttentionWithSinks.apply(q, k, v, sinks, kernel)
     return out
 
 
 class _AttentionWithSinks(torch.autograd.Function):
-    """A sink enlarges a softmax's denominator and nothing else, so the output only shrinks.
+    """Shrink the output of attention without sinks: a sink only enlarges the denominator of its softmax.
 
-    Backward needs no other kernel either: it takes its probabilities from lse, p = exp(score - lse), and then
-    d score = p * (grad . v - grad . out), which hold with the enlarged lse and the shrunk out. A sink's own value is 0:
-    d sink = -p_sink * (grad . out).
+    The kernel's own backward pass works unchanged. It computes p = exp(score - lse) and
+    d score = p * (grad . v - grad . out), which stay true with the enlarged lse and the smaller out. The value of a
+    sink is 0, hence d sink = -p_sink * (grad . out).
     """
 
     @staticmethod

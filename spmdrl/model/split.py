@@ -1,4 +1,4 @@
-"""Which layers of a model are split over tp and ep, and how: as the plans say that transformers has of each model."""
+"""Splitting a model's layers over tp and ep, by the plans that transformers has for each architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.model.experts import deal_experts, split_experts
+from spmdrl.model.experts import distribute_experts, split_experts
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
     ColwiseLinear,
@@ -36,9 +36,9 @@ _LINEARS = {
     "rowwise": RowwiseLinear,
     "rowwise_split_input": RowwiseSplittingLinear,
 }
-_NORM, _SPLIT_EXPERTS, _DEALT_EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts", "ep_dispatch_experts"
-# Weights of experts are [experts, outputs, inputs]; the outputs of "packed_colwise" are those of two layers, one after
-# the other.
+_NORM, _SPLIT_EXPERTS, _DISTRIBUTED_EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts", "ep_dispatch_experts"
+# Weights of experts are [experts, outputs, inputs]; "packed_colwise" holds the outputs of two layers, one after the
+# other.
 _EXPERT_WEIGHTS: dict[str, Placement] = {
     "grouped_gemm": Shard(0),
     "packed_colwise": _StridedShard(1, split_factor=2),
@@ -49,7 +49,7 @@ _EXPERT_WEIGHTS: dict[str, Placement] = {
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a plan says about one module, or about one parameter of a module of experts."""
+    """A plan's rule for one module, or for one parameter of a module of experts."""
 
     axis: Literal["tp", "ep"]
     style: str
@@ -60,19 +60,19 @@ class _Rule:
 
     @property
     def is_supported(self) -> bool:
-        """Whether there is code for it."""
+        """True when this module implements the rule."""
         if self.parameter:
             weight = self.module.get_parameter(self.parameter)
             return self.style == "grouped_gemm" or (self.style in _EXPERT_WEIGHTS and weight.ndim == 3)
         if self.style in _LINEARS:
             return type(self.module).forward is nn.Linear.forward
-        if self.style == _SPLIT_EXPERTS:  # weights that lie the other way round would be split along the wrong side
+        if self.style == _SPLIT_EXPERTS:  # transposed weights would be split along the wrong dimension
             return not getattr(self.module, "is_transposed", False)
-        return self.style == _NORM or (self.style == _DEALT_EXPERTS and hasattr(self.module, "num_experts"))
+        return self.style == _NORM or (self.style == _DISTRIBUTED_EXPERTS and hasattr(self.module, "num_experts"))
 
     @property
     def size(self) -> tuple[int, str] | None:
-        """(how many, of what) it splits; None when it splits nothing by itself."""
+        """(number, of what) that the rule splits; None when it splits nothing by itself."""
         if self.parameter:
             weight, placement = self.module.get_parameter(self.parameter), _EXPERT_WEIGHTS[self.style]
             assert isinstance(placement, Shard | _StridedShard)
@@ -91,9 +91,10 @@ class _Rule:
 
 
 def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
-    """Split a model that is on the meta device, its weights tied, over `meshes.tp` and the ep axis of `meshes.expert`.
+    """Split a model over `meshes.tp` and the ep axis of `meshes.expert`.
 
-    Call it before the model's layers are changed otherwise. Raises UserError with what `split_problems` finds.
+    The model is on the meta device, its weights tied and its layers not yet changed. Raises UserError with the
+    sentences of `split_problems`.
     """
     tp, ep = meshes.tp, meshes.expert["ep"] if meshes.expert else None
     sizes = {"tp": tp.size(), "ep": ep.size() if ep else 1}
@@ -108,8 +109,8 @@ def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
             sum_weight_gradients(rule.module, tp)
         elif rule.style == _SPLIT_EXPERTS:
             split_experts(rule.module, tp)
-        elif ep and rule.style == _DEALT_EXPERTS:
-            deal_experts(rule.module, ep, tp)
+        elif ep and rule.style == _DISTRIBUTED_EXPERTS:
+            distribute_experts(rule.module, ep, tp)
         elif isinstance(rule.module, nn.Linear):
             if rule.parent not in shared_copies:
                 shared_copies[rule.parent] = SharedCopy(rule.parent, tp)
@@ -119,8 +120,7 @@ def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
 
 
 def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
-    """Split the embedding and the head, where there is one, by rows, whatever the plan says: the head's forward is
-    never called."""
+    """Split the embedding and the head (if any) by rows, whatever the plan says: the head's forward is never called."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     split_embedding(embedding, tp)
@@ -135,17 +135,22 @@ def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
 
 
 def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: int = _ALIGNED_BYTES) -> Iterator[str]:
-    """Sentences about parallel.tp and parallel.ep that this model, which may be on the meta device, cannot follow when
-    it computes with elements of so many bytes."""
+    """Yield a sentence for each reason why this model cannot be split by parallel.tp and parallel.ep.
+
+    `element_bytes` is the size of an element of the compute dtype. The model may be on the meta device.
+    """
     name = type(model).__name__
     rules = list(_rules(model, tp=tp, ep=ep))
     unknown = list(dict.fromkeys((rule.axis, rule.style, rule.pattern) for rule in rules if not rule.is_supported))
     for axis, num_ranks in (("tp", tp), ("ep", ep)):
         instead = "set tp = 1; cp and dp_shard split every model" if axis == "tp" else "set ep = 1"
         if num_ranks > 1 and not any(rule.axis == axis for rule in rules):
-            yield f"parallel.{axis} = {num_ranks}, but transformers has no plan of how to split {name} so; {instead}"
+            yield f"parallel.{axis} = {num_ranks}, but transformers has no {axis} plan for {name}; {instead}"
         for _, style, where in (rule for rule in unknown if rule[0] == axis):
-            yield f'parallel.{axis} = {num_ranks}, but {name} asks for "{style}" of {where}, not known here; {instead}'
+            yield (
+                f'parallel.{axis} = {num_ranks}, but {name} needs "{style}" for {where}, which is not supported; '
+                f"{instead}"
+            )
     if not unknown:
         vocabulary = (model.get_input_embeddings().num_embeddings, "tokens of the vocabulary")
         yield from _indivisible("tp", tp, [vocabulary, *(rule.size for rule in rules if rule.axis == "tp")])
@@ -154,18 +159,18 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: i
 
 
 def _unaligned(rules: Sequence[_Rule], *, tp: int, element_bytes: int) -> Iterator[str]:
-    """A sentence when a rank's part of an expert is not as wide as grouped products want: a multiple of 16 bytes."""
+    """Yield a sentence when a rank's part of an expert is not a multiple of 16 bytes wide, as grouped_mm requires."""
     widths = {rule.size[0] for rule in rules if rule.axis == "tp" and rule.style == "packed_colwise" and rule.size}
     for width in sorted(widths):
         if width % tp == 0 and width // tp * element_bytes % _ALIGNED_BYTES:
             yield (
                 f"parallel.tp = {tp} gives a rank {width // tp} of an expert's {width} features, but grouped products "
-                f"want a multiple of {_ALIGNED_BYTES // element_bytes}; lower tp, or deal experts to ranks with ep"
+                f"need a multiple of {_ALIGNED_BYTES // element_bytes}; lower tp, or distribute experts with ep"
             )
 
 
 def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | None]) -> Iterator[str]:
-    """A sentence when some of these cannot be split over so many ranks."""
+    """Yield a sentence when some of these sizes cannot be divided by the number of ranks."""
     known = dict.fromkeys(size for size in sizes if size)
     wrong = [f"the {count} {what}" for count, what in known if count % num_ranks]
     if wrong:
@@ -175,7 +180,7 @@ def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | No
 
 
 def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
-    """The rules that apply to the model's layers; the embedding and the head have none, see `_split_vocabulary`."""
+    """Yield the rules for the model's layers; `_split_vocabulary` handles the embedding and the head."""
     ep_plan = model.ep_plan if ep > 1 else {}
     tp_plan = model.tp_plan if tp > 1 else {}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

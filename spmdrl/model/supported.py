@@ -1,4 +1,4 @@
-"""Which models can be trained here, and why others cannot; docs/models.md is the same as a table."""
+"""The models that can be trained here, and why others cannot; docs/models.md shows the same as a table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spmdrl.model.recurrent import restartable_layers
 
-# Settings of a model's config that change its logits after the head, when the policy computes logits from the head
-# alone, or attention's scores in ways no kernel here implements.
+# Settings of a model's config that change logits after the head, which the policy would miss, or attention scores in
+# ways that no kernel here implements.
 _CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -19,18 +19,18 @@ _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}
 
 
 def refusal_of_config(config: Any) -> str | None:
-    """Why a model with this config cannot be trained here, or None when the config alone does not tell."""
+    """Give the reason why a model with this config cannot be trained here; None when the config shows none."""
     text = config.get_text_config()
     if text is not config:
         way_out = (
             "save its text model by itself with python -m spmdrl.tools.text_model, and train that"
             if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-            else "transformers has no model of its text alone"
+            else "transformers has no text model for it"
         )
         return f"{config.model_type} is a model of more than text, and only text models can be trained here; {way_out}"
     try:
         getattr(config, "head_dim", None)
-    except RuntimeError:  # transformers names none where layers differ
+    except RuntimeError:  # transformers raises where layers differ
         return f"{config.model_type} has layers whose heads differ in size, which is not supported"
     if quantization := getattr(config, "quantization_config", None):
         method = getattr(quantization, "quant_method", None) or dict(quantization).get("quant_method", "an unknown way")
@@ -46,7 +46,10 @@ def refusal_of_config(config: Any) -> str | None:
 
 
 def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
-    """Why this model, which needs no weights, cannot be trained with `model.attention` = `attention`; or None."""
+    """Give the reason why this model cannot be trained with `model.attention` = `attention`; None when it can.
+
+    The model may be on the meta device.
+    """
     name = type(model).__name__
     num_layers = getattr(model.config, "num_hidden_layers", None)
     layers = list(getattr(model.config, "layer_types", None) or ())[:num_layers]
@@ -54,14 +57,14 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
         return f"{name} has layers of type {', '.join(sorted(unknown))}, which are not supported"
     num_recurrent = layers.count(_RECURRENT_LAYER)
     if (model._is_stateful or num_recurrent) and not restartable_layers(model) == num_recurrent > 0:
-        return f"{name} has layers with a state that would leak from each packed sequence into the next"
+        return f"{name} has recurrent layers whose state would leak from one packed sequence into the next"
     if not (model._supports_attention_backend or num_recurrent):
-        return f"{name} does not let its attention be replaced, so sequences cannot be packed"
+        return f"{name} does not support transformers' attention interface, so sequences cannot be packed"
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         return f"{name} lets tokens see those that come after them (bidirectional attention)"
     if attention not in _KERNELS_WITH_SINKS and any(hasattr(module, "sinks") for module in model.modules()):
         return (
-            f'{name} has attention sinks, which model.attention = "{attention}" does not compute; '
+            f'{name} has attention sinks, which model.attention = "{attention}" does not support; '
             'set it to "auto", "varlen" or "sdpa"'
         )
     return None

@@ -1,8 +1,8 @@
 """Layers split over a tp mesh, whose ranks compute the same tokens with a part of each weight.
 
-A split weight is a DTensor on that mesh: FSDP shards it further, and transformers reads into each rank only its part.
-Layers compute with the plain parts. Where the ranks meet is explicit: `copy_to` and `reduce_from` begin and end the
-stretch of a layer in which they differ.
+A split weight is a DTensor on that mesh: FSDP shards it further, and transformers loads into each rank only its part.
+Layers compute with the plain local parts. Communication is explicit: `copy_to` begins and `reduce_from` ends the
+stretch of a layer in which activations differ between ranks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from spmdrl.model.linear import linear
 
 
 def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, which all ranks of the mesh have alike, as each goes on with it by itself; its gradient is their sum."""
+    """Return x, which is equal on all ranks of the mesh; in backward, sum the ranks' gradients of it."""
     return _Copy.apply(x, mesh)
 
 
 def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' x, on all of them; what follows is the same on all, and so is its gradient."""
+    """Sum x over the ranks of the mesh; in backward, pass on the gradient, which is equal on all ranks."""
     return _Reduce.apply(x, mesh)
 
 
 def own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part of an x that all ranks have alike: equal slices along `dim`, but for the last ones."""
+    """Return this rank's slice along `dim` of x, which is equal on all ranks; the last slices may be shorter."""
     return _Own.apply(x, mesh, dim) if mesh.size() > 1 else x
 
 
 def gather_parts(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-    """What `own_part` took apart, of `size` along `dim` in all, on every rank."""
+    """Join the parts that `own_part` made, of `size` along `dim` in all, on every rank."""
     return _Gather.apply(x, mesh, dim, size) if mesh.size() > 1 else x
 
 
@@ -99,29 +99,29 @@ def _slice(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 def _joined(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     rows = x.movedim(dim, 0)
     each = math.ceil(size / mesh.size())
-    mine = rows.new_zeros(each, *rows.shape[1:])
-    mine[: rows.shape[0]] = rows
-    everyone = mine.new_empty(each * mesh.size(), *rows.shape[1:])
-    gather_flat(mesh, everyone, mine)
-    # Not a view: FSDP hangs a hook on what its modules return, and models may add to it in place.
-    return everyone[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    padded = rows.new_zeros(each, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    gathered = padded.new_empty(each * mesh.size(), *rows.shape[1:])
+    gather_flat(mesh, gathered, padded)
+    # Not a view: FSDP registers hooks on the outputs of its modules, and models may add to them in place.
+    return gathered[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Let a parameter of the module be a DTensor on the mesh; nothing is sent."""
+    """Turn a parameter of the module into a DTensor on the mesh, without communication."""
     whole = module.get_parameter(name)
     part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 def own_weight(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, for use in a layer; its gradient is that part's."""
+    """Return this rank's part of a parameter, for use in a layer; gradients flow to that part."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager
 def parameters_as(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """In this block the module computes with what `transform` makes of each of its own parameters."""
+    """Replace each of the module's own parameters by `transform(parameter)` inside this block."""
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     module._parameters.update({name: transform(parameter) for name, parameter in held.items()})  # type: ignore[misc]
     try:
@@ -131,16 +131,17 @@ def parameters_as(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> I
 
 
 class SharedCopy:
-    """`copy_to` for those layers of a parent module that read the same tensor, as q, k and v projections do.
+    """`copy_to` for layers of one parent module that read the same tensor, such as q, k and v projections.
 
-    They share one copy of it, so that backward sums its gradient over the ranks once instead of once for each.
+    The layers share one copy, so that backward sums its gradient over the ranks once instead of once for each layer.
     """
 
     def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._source: Tensor | None = None
         self._copy: Tensor | None = None
-        # Also when the parent raises: recomputing a checkpointed layer is broken off as soon as it has what it needs.
+        # Also when the parent raises: recomputation of a checkpointed layer stops with an exception once it has the
+        # tensors it needs.
         parent.register_forward_hook(self._forget, always_call=True)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class _SplitLinear(nn.Linear):
 
 
 class ColwiseLinear(_SplitLinear):
-    """A rank computes its part of the output features from all input features."""
+    """A linear layer of which each rank computes its part of the output features, from all input features."""
 
     shared_copy: SharedCopy
 
@@ -171,22 +172,22 @@ class ColwiseLinear(_SplitLinear):
 
 
 class ColwiseGatheringLinear(ColwiseLinear):
-    """As `ColwiseLinear`; every rank then has all output features."""
+    """A `ColwiseLinear` that gathers all output features on every rank."""
 
     def forward(self, input: Tensor) -> Tensor:
         return gather_parts(super().forward(input), self.tp, -1, self.out_features)
 
 
 class RowwiseLinear(_SplitLinear):
-    """A rank has its part of the input features; what they contribute to the output is summed over the ranks."""
+    """A linear layer of which each rank has its part of the input features; the outputs are summed over the ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         y = reduce_from(self.product(input, None), self.tp)
-        return y if self.bias is None else y + self.bias  # once, and not once for each rank
+        return y if self.bias is None else y + self.bias  # after the sum, so that it is added once
 
 
 class RowwiseSplittingLinear(RowwiseLinear):
-    """As `RowwiseLinear`, where every rank has all input features."""
+    """A `RowwiseLinear` that takes all input features and uses this rank's part of them."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(own_part(input, self.tp, -1))
@@ -206,7 +207,10 @@ def split_linear(module: nn.Linear, kind: type[_SplitLinear], mesh: DeviceMesh, 
 
 
 def sum_weight_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """For a layer with whole weights that sees only this rank's part of the features, such as a norm of each head."""
+    """Sum the weights' gradients over the ranks, for a layer with whole weights that sees a part of the features.
+
+    Norms of each head are such layers.
+    """
     compute = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -217,14 +221,14 @@ def sum_weight_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def split_embedding(module: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Split the vocabulary: a rank looks up its own tokens, and the ranks' results are summed."""
+    """Split the vocabulary: each rank looks up its own tokens, and the results are summed over the ranks."""
     split_parameter(module, "weight", mesh, Shard(0))
     num_rows = module.num_embeddings // mesh.size()
     first = mesh.get_local_rank() * num_rows
-    if module.padding_idx is not None:  # the row without gradient: this rank's number of it, if it is here
+    if module.padding_idx is not None:  # the row without gradient; renumbered, or None on ranks without it
         here = first <= module.padding_idx < first + num_rows
         module.padding_idx = module.padding_idx - first if here else None
-    look_up = module.forward  # of a subclass that scales, with the scale
+    look_up = module.forward  # a subclass may scale what it looks up
 
     def forward(input: Tensor) -> Tensor:
         rows = input - first

@@ -1,7 +1,7 @@
-"""Functions whose forward pass is one kernel's and whose backward pass is another's, which differs only in rounding.
+"""Functions with the forward pass of one kernel and the backward pass of another, which differ only in rounding.
 
-What must have the bits of another program has no gradient of its own; and needs none, since gradients need not agree
-with anything.
+Kernels that reproduce the bits of another program have no backward pass of their own. They need none: only forward
+results must agree to the bit.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch.autograd.function import once_differentiable
 from spmdrl.model import linear as fast
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [N, D], weight [V, D], bias [V] give [N, V]
-Function = Callable[..., Any]  # of tensors; gives a tensor, or several
+Function = Callable[..., Any]  # from tensors to a tensor, or to several
 
 
 def with_gradient_of(differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
-    """`exact(*inputs)`, with the gradient that `differentiable(*inputs)` has."""
+    """Return `exact(*inputs)` with the gradient of `differentiable(*inputs)`."""
     return _WithGradient.apply(differentiable, exact, *inputs)
 
 
 def linear_by(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` by `product`, differentiated by the fast layers: x [..., D], weight [V, D] give
-    [..., V]."""
+    """`torch.nn.functional.linear` by `product`, with the gradient of the fast layers.
+
+    x [..., D] and weight [V, D] give [..., V].
+    """
     rows = x.flatten(0, -2)
-    # A decode step has many small products: without a gradient to go for, autograd would cost as much as they do.
-    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    y: Tensor = _Linear.apply(product, rows, weight, bias) if learns else product(rows, weight, bias)
+    # A decode step has many small products, for which autograd would cost as much as the products themselves.
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    y: Tensor = _Linear.apply(product, rows, weight, bias) if needs_grad else product(rows, weight, bias)
     return y.view(*x.shape[:-1], -1)
 
 

@@ -1,4 +1,4 @@
-"""What a sequence costs to train on, from the shapes of a model."""
+"""The FLOPs of training on a sequence, from the shapes of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdrl.model.load import parameter_shapes
 
 
 def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any) -> Plan:
-    """The plan, with what sequences cost where work is not balanced by tokens."""
+    """Add the cost of sequences to the plan, unless work is balanced by tokens."""
     if pack.balance == "tokens":
         return plan
     shapes, _ = parameter_shapes(model_config, cfg)
@@ -23,16 +23,16 @@ def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any
 
 
 def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """(linear, quadratic) coefficients of a sequence's tokens, in a unit that all sequences share.
+    """Return the (linear, quadratic) coefficients of a sequence's cost in its tokens, in an arbitrary common unit.
 
-    `shapes` are those of the model's parameters. Attention counts as if every layer saw the whole sequence.
+    `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence.
     """
     text = model_config.get_text_config()
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     parameters = 0
     for name, shape in shapes.items():
-        if len(shape) > 1 and ("embed_tokens" not in name or text.tie_word_embeddings):  # tied, it is the head too
+        if len(shape) > 1 and ("embed_tokens" not in name or text.tie_word_embeddings):  # a tied one is also the head
             parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
     linear, quadratic = flop_coefficients(
         matmul_parameters=parameters,

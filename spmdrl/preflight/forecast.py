@@ -1,4 +1,4 @@
-"""From the settings and the model's config to what each phase will hold; needs no GPU, no ranks and no weights."""
+"""Predicts the memory of each phase from the settings and the model's config; needs no GPU, no ranks, no weights."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from spmdrl.memory.device import (
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
-from spmdrl.preflight.shapes import cut_by_tp, decoder_of, expert_names
+from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is known of a model before its weights are read."""
+    """A model before its weights are loaded: its config and the shapes of its parameters."""
 
     config: Any  # transformers'
     shapes: dict[str, tuple[int, ...]]  # of each parameter, tied ones once
     layers: list[set[str]]  # the parameters of each decoder layer
-    critic: Model | None = None  # that is trained beside it
+    critic: Model | None = None  # trained together with it
 
     @classmethod
     def read(cls, config: Any, cfg: ModelConfig, *, critic: Model | None = None) -> Model:
-        """Of the model that `config` describes."""
+        """Derive a policy's shapes from transformers' `config`."""
         return cls(config, *parameter_shapes(config, cfg), critic)
 
     @classmethod
     def read_critic(cls, config: Any, cfg: ModelConfig) -> Model:
-        """Of the model that `config` describes as a critic."""
+        """Derive a critic's shapes from transformers' `config`."""
         return cls(config, *critic_shapes(config, cfg))
 
     def size(self, parallel: ParallelConfig, *, num_training: int) -> ModelSize:
-        """The parameters of one of so many ranks that train."""
+        """Count the parameters on one of `num_training` ranks."""
         in_layers = set().union(*self.layers)
         vocabulary = {name for name in self.shapes.keys() - in_layers if len(self.shapes[name]) == 2}
         layout = ShardLayout(
             copy_ranks=num_training // parallel.dp_replicate,
             tp=parallel.tp,
             ep=parallel.ep,
-            cut_by_tp=cut_by_tp(self.config, in_layers) | vocabulary,
+            split_by_tp=split_by_tp(self.config, in_layers) | vocabulary,
             experts=expert_names(self.shapes),
         )
         return model_size(self.shapes, self.layers, layout=layout)
@@ -64,17 +64,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a run takes on each rank."""
+    """The predicted memory of a run on each rank."""
 
     rank: Rank
-    plan: MemoryPlan | None  # what its engine leaves room for; None for a run without one
+    plan: MemoryPlan | None  # None for a run without an engine
     phases: list[PhaseMemory]
-    problems: list[str]  # sentences about what cannot fit, whatever is computed
+    problems: list[str]  # sentences about what cannot fit even without activations
 
 
 def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Prediction:
-    """Of a run on `num_ranks` ranks whose devices have so much memory. Raises UserError when the settings do not make
-    a run."""
+    """Predict the memory of a run on `num_ranks` ranks. Raises UserError when the settings do not form a valid run."""
     rank = describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
     if isinstance(cfg, SftConfig):
         problems = [*training_problems(rank.memory, device_bytes=device_bytes)]
@@ -95,10 +94,10 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
 
 
 def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Prediction:
-    """On this machine's kind of device."""
+    """Predict the memory of a run on this machine's kind of device."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        # The rank's own device first: asking for another one's properties may open a context there, which takes memory.
+        # First the rank's own device: reading another one's properties may open a context there, which takes memory.
         torch.cuda.set_device(local_rank())
         device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
     else:
@@ -107,8 +106,7 @@ def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Pr
 
 
 def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Rank:
-    """One of `num_ranks` ranks whose devices have so much memory. Raises UserError when the settings do not make a
-    run."""
+    """Describe one of `num_ranks` ranks of a run. Raises UserError when the settings do not form a valid run."""
     run = plan_run(cfg, num_ranks=num_ranks)
     size = model.size(cfg.parallel, num_training=run.training_ranks)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
@@ -136,5 +134,5 @@ def _critic(model: Model | None, parallel: ParallelConfig, *, num_training: int)
 
 
 def _attention(setting: str, *, on_gpu: bool, compute_bytes: int) -> str:
-    """As `attention.choose_kernel`, which asks the device itself, would choose on a GPU of today."""
+    """Choose as `attention.choose_kernel` would on a GPU of today, without looking at a device."""
     return ("varlen" if on_gpu and compute_bytes == 2 else "sdpa") if setting == "auto" else setting

@@ -1,4 +1,4 @@
-"""What the memory's arithmetic must know of a model: its widths, and which weights parallelism cuts."""
+"""The inputs of the memory arithmetic: a model's widths, and the weights that parallelism splits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from spmdrl.memory.activations import Decoder
 
-# Styles of a tensor-parallel plan whose weights every rank holds whole.
+# Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
 
 
 def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
-    """The widths of the model of transformers' `config` whose parameters have these shapes."""
+    """Read a model's widths from transformers' `config` and the shapes of its parameters."""
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or hidden // heads
@@ -31,13 +31,13 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         mlp_width=expert_width * experts_per_token or mlp_width,
         experts_per_token=experts_per_token,
         norms=sum("norm" in name and shapes[name] == (hidden,) for name in first_layer),
-        norms_heads=any(name.endswith("q_norm.weight") for name in first_layer),
+        has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,
     )
 
 
-def cut_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
-    """Of these parameters, those that the model's tensor-parallel plan divides."""
+def split_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
+    """Select the parameters that the model's tensor-parallel plan divides."""
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     patterns = [
         re.compile(re.escape(module).replace(r"\*", r"\d+") + r"(\.(weight|bias))?$")
@@ -48,5 +48,5 @@ def cut_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
 
 
 def expert_names(names: Iterable[str]) -> frozenset[str]:
-    """Of these parameters, those that hold one slice for each expert."""
+    """Select the parameters that hold one slice for each expert."""
     return frozenset(name for name in names if ".experts." in name)

@@ -1,1 +1,1 @@
-"""Refit: the policy's weights go to the engine, whole parameters at a time, bucket by bucket."""
+"""Refit: sending the policy's weights to the engine, as whole parameters in buckets."""

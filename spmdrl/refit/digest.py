@@ -1,19 +1,19 @@
-"""A number for the bits of a tensor: equal tensors have equal digests, on every device."""
+"""Digests of tensors: tensors with equal bits have equal digests, on every device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22  # elements whose 8-byte copies exist at the same time
+_CHUNK = 1 << 22  # elements converted to 8 bytes at a time
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> str:
-    """Sum of the elements' bits, each times its odd place 2i + 1, modulo 2^64; 16 hexadecimal digits.
+    """Sum the bits of each element i times 2i + 1, modulo 2^64, and return 16 hexadecimal digits.
 
-    Any one changed element, and any two that were exchanged, change it. It is not made to withstand an adversary.
+    Changing one element, or exchanging two different ones, changes the digest. It is not cryptographic.
     """
     words = tensor.contiguous().view(-1).view(_WORDS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

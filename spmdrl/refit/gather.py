@@ -1,4 +1,4 @@
-"""Whole weights from their shards: one all-gather a bucket, into flat memory that the caller owns."""
+"""Gathering whole weights from their shards: one all-gather per bucket, into flat memory that the caller owns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
-from spmdrl.refit.layout import cuts_of
+from spmdrl.refit.layout import splits_of
 from spmdrl.refit.sink import Naming
 
 
 class Gatherer:
     """Fills flat buckets with a sharded policy's weights, as full tensors of `dtype`.
 
-    Under `naming` "model" tensors have the names of the model's own parameters and buffers, under "checkpoint" those
-    of its files: experts that transformers fuses are taken apart again, by transformers' own conversion.
+    With `naming` "model" tensors have the names of the model's parameters and buffers. With "checkpoint" they have the
+    names of its files: transformers' own conversion unfuses the experts that transformers fused.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Gatherer:
         reshard(policy)
         # Parameters (tied ones once) and the buffers that belong to the weights.
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
-        # Where they are, not what they are: asking for all of them anew takes longer than copying a small bucket.
+        # Parameters are looked up by (module, attribute): listing all of them takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
         weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
         self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
@@ -46,7 +46,7 @@ class Gatherer:
     def fill(self, bucket: Bucket, flat: Tensor) -> None:
         """Write the bucket's tensors into `flat` [bucket.num_bytes] uint8; every rank of the mesh must call this.
 
-        Into the mesh's device as that gets to it; into host memory, before this returns.
+        Host memory is complete when this returns; device memory is complete in the order of the current stream.
         """
         reshard(self._policy)
         tensors = {weight.name: self._local(weight.name) for weight in bucket.weights}
@@ -63,10 +63,10 @@ class Gatherer:
                 for entry in entries:
                     entry.view(flat).copy_(parts[entry.name], non_blocking=True)
         if self._mesh.device_type == "cuda" and not flat.is_cuda:
-            torch.cuda.current_stream().synchronize()  # whoever reads host memory does not wait for the device
+            torch.cuda.current_stream().synchronize()  # readers of host memory do not wait for the device
 
     def whole_tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Each bucket's (name, full tensor) pairs, on the mesh's device; they are valid until the next bucket."""
+        """Yield each bucket's (name, full tensor) pairs, on the mesh's device; valid until the next bucket."""
         memory = torch.empty(self.largest_bytes, dtype=torch.uint8, device=self._mesh.device_type)
         for bucket in self.buckets:
             flat = memory[: bucket.num_bytes]
@@ -77,21 +77,21 @@ class Gatherer:
         return torch.empty(weight.shape, dtype=weight.dtype, device=self._mesh.device_type)
 
     def _local(self, name: str) -> Tensor:
-        """This rank's part of a weight."""
+        """Return this rank's part of a weight."""
         module, attribute = self._owners[name]
         tensor = getattr(module, attribute)
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _gather(self, bucket: Bucket, tensors: dict[str, Tensor]) -> dict[Weight, Tensor]:
-        """All ranks' parts of each sharded weight, [R, n] in the dtype to send; padded where ranks have less."""
+        """Gather all ranks' parts of each sharded weight: [R, n] in the dtype to send, padded where ranks have less."""
         num_ranks = self._mesh.size()
         if num_ranks == 1:
             return {}
         slots, num_bytes = _slots(bucket)
         send, receive = self._staging(num_bytes)
         for weight, (start, end) in slots.items():
-            # Cast before the gather: the engine's dtype is often half as wide. Shards may be on the host, pinned:
-            # a copy that does not wait casts them on the device instead of on the host, which is much slower.
+            # Cast before the gather: the engine's dtype is often half as wide. Shards may be in pinned host memory: a
+            # non-blocking copy casts them on the device, which is much faster than on the host.
             local = tensors[weight.name].flatten()
             send[start:end].view(weight.dtype)[: local.numel()].copy_(local, non_blocking=True)
         gather_flat(self._mesh, receive, send)
@@ -99,7 +99,7 @@ class Gatherer:
         return {weight: by_rank[:, start:end].view(weight.dtype) for weight, (start, end) in slots.items()}
 
     def _staging(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """What this rank sends and what it receives; the memory is kept from one bucket and one refit to the next."""
+        """Return memory to send and to receive; the same memory serves all buckets and all refits."""
         num_ranks = self._mesh.size()
         if self._send is None or self._receive is None:
             largest = max(_slots(bucket)[1] for bucket in self.buckets)
@@ -109,27 +109,27 @@ class Gatherer:
 
 
 def _slots(bucket: Bucket) -> tuple[dict[Weight, tuple[int, int]], int]:
-    """Where each sharded weight's shard lies in what one rank sends, as (first byte, end), and the bytes in all.
+    """Return (first byte and end of each weight's shard in the memory that a rank sends, bytes of that memory).
 
-    FSDP gives the last ranks less, or nothing; every slot has room for the first rank's.
+    FSDP gives the last ranks smaller shards, or empty ones; every slot has room for the first rank's.
     """
     slots, start = {}, 0
     for weight in bucket.weights:
-        if weight.cuts:
+        if weight.splits:
             size = weight.layout.max_numel * weight.dtype.itemsize
             slots[weight] = (start, start + size)
             start += size
-    return slots, math.ceil(start / 16) * 16  # so that a rank's part begins where every type may
+    return slots, math.ceil(start / 16) * 16  # aligns the next rank's part for every dtype
 
 
 def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming, num_ranks: int) -> Weight:
-    sent_dtype = dtype if isinstance(tensor, DTensor) else tensor.dtype  # a buffer is what it is
+    sent_dtype = dtype if isinstance(tensor, DTensor) else tensor.dtype  # buffers keep their dtype
     sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
     if naming == "checkpoint":
-        blueprint = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")
-        parts = revert_weight_conversion(policy.model, {name: blueprint})
+        on_meta = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")
+        parts = revert_weight_conversion(policy.model, {name: on_meta})
         sent_as = tuple((part, value.shape) for part, value in parts.items())
-    return Weight(name, tensor.shape, sent_dtype, cuts_of(tensor, num_ranks=num_ranks), sent_as)
+    return Weight(name, tensor.shape, sent_dtype, splits_of(tensor, num_ranks=num_ranks), sent_as)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,4 +1,4 @@
-"""One refit: after it the engine samples with exactly the weights the trainer holds, and it has been shown to."""
+"""A refit gives the engine exactly the weights that the trainer holds, and verifies it by digests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RefitMismatch(RuntimeError):
 
 
 class Refit:
-    """Puts a policy's weights into an engine. Built once: the manifest and a pair of flat buffers are kept.
+    """Puts a policy's weights into an engine. Built once for a run, with the bucket plan and two flat buffers.
 
-    While the engine copies one bucket, the ranks gather the next into the other buffer.
+    While the engine copies one bucket, the ranks gather the next one into the other buffer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Refit:
     def __call__(self, *, version: int) -> None:
         """Load the policy's weights of this version; every rank that trains must call this.
 
-        Raises RefitMismatch on every rank, naming the first tensors that differ, when digests are compared and do.
+        Raises RefitMismatch on every rank, naming the first tensors that differ, when a comparison of digests fails.
         """
         verifies = self._verifies()
         expected: dict[str, str] = {}
@@ -79,7 +79,7 @@ class Refit:
 
 
 def load_whole(engine: WeightSink, tensors: dict[str, torch.Tensor], *, version: int) -> None:
-    """Load tensors that are whole already, such as those of a model that is not sharded."""
+    """Load tensors that are not sharded into an engine."""
     bucket = bucket_of(list(tensors.items()))
     buffer = engine.allocate(bucket.num_bytes)
     for entry in bucket.flat_entries:

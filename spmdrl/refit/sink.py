@@ -1,4 +1,4 @@
-"""The receiving side of a refit, whatever engine is behind it."""
+"""The interface of an engine that receives a refit."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ Naming = Literal["model", "checkpoint"]  # whose tensor names: the model's own, 
 
 
 class WeightSink(Protocol):
-    """The receiving side of a refit. Every rank that holds a part of the engine makes the same calls, in order:
+    """The receiving side of a refit.
 
-    `begin_update`, then for each bucket `wait` and `load`, `end_update`, and now and then `differing`.
+    Every rank that holds a part of the engine makes the same calls in the same order: `begin_update`; `wait` and `load`
+    for each bucket; `wait` and `end_update`; and, when the refit is verified, `differing`.
     """
 
     version: int  # optimizer steps behind the weights now loaded; -1 before the first refit
     naming: Naming  # whose tensor names it loads
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory [num_bytes] uint8 that buckets can be handed over in."""
+        """Allocate memory [num_bytes] uint8 for buckets."""
         ...
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
-        """Open a refit to `version`: the loaded weights count for nothing until `end_update`.
+        """Open a refit to `version`: the engine's weights are invalid until `end_update`.
 
-        Bucket i will lie in buffers[i % len(buffers)]; all of them come from `allocate`.
+        Bucket i will be in buffers[i % len(buffers)]; all of them come from `allocate`.
         """
         ...
 
@@ -37,18 +38,20 @@ class WeightSink(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when the bucket last given to `load` has been copied, if there was one."""
+        """Return when the bucket last given to `load`, if any, has been copied."""
         ...
 
     def end_update(self) -> None:
-        """Close the refit. Raises when a parameter was not loaded; drops every cache of the old weights."""
+        """Close the refit and drop every cache of the old weights. Raises when a parameter was not loaded."""
         ...
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
-        """Digests, under the engine's own names, of what this rank's part must hold once the bucket is loaded."""
+        """Digest what this rank's part of the engine must hold after the bucket is loaded, under the engine's names."""
         ...
 
     def differing(self, expected: dict[str, str]) -> list[str]:
-        """Names of the engine's weights whose digests are not the expected ones, with those it holds and nobody
-        expected; empty on ranks that do not lead the engine."""
+        """Return the names of weights whose digests differ from `expected` or are missing in it.
+
+        Ranks that do not lead the engine return an empty list.
+        """
         ...

@@ -1,6 +1,6 @@
-"""`python -m spmdrl.tools.doctor`: what is installed here, and what is missing for what.
+"""`python -m spmdrl.tools.doctor`: reports what is installed here, and what is missing to train or sample.
 
-It must answer on machines where nothing works yet, so it imports nothing of spmdrl that needs another package.
+It must run on machines where nothing works yet, so it imports no part of spmdrl that needs another package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PACKAGES = (
 
 
 def main() -> None:
-    """Print the report. What is found to be wrong is said, never raised."""
+    """Print the report. Problems are printed, never raised."""
     torch, torch_problem = _import("torch")
     for title, lines in (
         ("Software", _software()),
@@ -60,11 +60,11 @@ def main() -> None:
 
 
 def _import(name: str) -> tuple[Any, str]:
-    """(module, ""), or (None, why not)."""
+    """Return (module, ""), or (None, reason)."""
     try:
         return importlib.import_module(name), ""
     except ImportError as error:
-        # A package that is there but broken says more than "No module named ...".
+        # A broken installation is not the same as a missing one.
         installed = _version(name) is not None
         return None, f"{name} is installed but cannot be imported: {error}" if installed else f"{name} is not installed"
     except Exception as error:
@@ -116,7 +116,7 @@ def _gpu(torch: ModuleType, index: int) -> str:
 
 
 def _meminfo() -> dict[str, int]:
-    """Bytes by name; empty where /proc is not Linux's."""
+    """Read /proc/meminfo as bytes by name; empty on systems without it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _shm() -> tuple[float, float] | None:
-    """(free, total) GiB of the shared-memory file system."""
+    """Return (free, total) GiB of the shared-memory file system."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -134,7 +134,7 @@ def _shm() -> tuple[float, float] | None:
 
 
 def _driver_devices() -> str | None:
-    """What nvidia-smi finds, which may be more than torch can use."""
+    """Describe the GPUs that nvidia-smi finds, which may be more than torch can use."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20.0)
@@ -188,7 +188,7 @@ def _verdicts(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
 
 
 def _stubs_remark() -> str:
-    """Without its CUDA kernels SGLang computes with torch, and spmdrl stands in for what it only imports."""
+    """Say that SGLang runs on a CPU here, with torch operators and stand-ins for its CUDA kernels."""
     return ", on a CPU: spmdrl.engine.sglang.cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
 
 
@@ -204,7 +204,7 @@ def _missing_for_training(torch: ModuleType | None, torch_problem: str) -> Itera
 
 
 def _unmet_requirements() -> Iterator[str]:
-    """What the installed spmdrl asks for and does not find."""
+    """Yield a sentence for each requirement of the installed spmdrl that is not met."""
     if _import("packaging")[0] is None:
         return
     from packaging.requirements import Requirement
@@ -217,18 +217,17 @@ def _unmet_requirements() -> Iterator[str]:
         if version is None:
             yield f"{requirement.name} is not installed: pip install '{requirement.name}{requirement.specifier}'"
         elif not requirement.specifier.contains(version, prereleases=True):
-            yield f"{requirement.name} {version} is installed, but spmdrl is made for {requirement.specifier}"
+            yield f"{requirement.name} {version} is installed, but spmdrl needs {requirement.specifier}"
 
 
 def _missing_for_gpus(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
     if torch is None:
         yield torch_problem
     elif torch.version.cuda is None:
-        # The driver tells a machine without a GPU from one with the wrong torch.
+        # The driver shows whether this machine has no GPU or the wrong torch.
         seen = _driver_devices()
-        yield f"torch {torch.__version__} is built without CUDA" + (
-            f", but there is {seen}: make setup TORCH=cuda" if seen else ", and there is no NVIDIA GPU"
-        )
+        remedy = f"but there is {seen}: make setup TORCH=cuda" if seen else "and there is no NVIDIA GPU"
+        yield f"torch {torch.__version__} is built without CUDA, {remedy}"
     elif not _num_gpus(torch):
         yield "torch finds no CUDA device: see CUDA_VISIBLE_DEVICES and the driver above"
     elif not torch.distributed.is_nccl_available():

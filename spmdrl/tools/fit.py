@@ -1,8 +1,8 @@
 """`python -m spmdrl.tools.fit CONFIG.toml --ranks 8 --gpu-gib 80 [section.key=value ...]`: will it fit?
 
-It predicts what each phase of a run holds on each rank's GPU and on the host, from the settings and the model's
-config.json alone: no GPU, no weights. What does not fit is told with the settings that would make it fit, and the exit
-code is 2.
+It predicts the memory of each phase of a run, on each rank's GPU and on the host, from the settings and the model's
+config.json alone: no GPU, no weights. If a phase does not fit, it suggests settings that make it fit, and the exit code
+is 2.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MAX_REMEDIES = 3
 WIDTH_OF_FILES = 140
 _MIB = 2**20
 
-Shortage = tuple[int, int]  # problems, and the bytes that all phases together have too much
+Shortage = tuple[int, int]  # number of problems, bytes that all phases together exceed their device by
 _FITS: Shortage = (0, 0)
 
-# Settings that save memory of the device, cheapest first: (setting, values from mild to strong).
+# Settings that save device memory, cheapest first: (setting, values from mild to strong).
 _LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("offload.engine", (("kv_cache", "weights"),)),
     ("model.gradient_checkpointing", ("selective", "full")),
@@ -51,7 +51,7 @@ _LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; returns the exit code, 0 when everything fits."""
+    """Print the plan and return the exit code, 0 when everything fits."""
     arguments = _parse(argv)
     try:
         cfg = read_run_config(arguments.config, arguments.override)
@@ -88,7 +88,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_model(cfg: Config | SftConfig) -> Model:
-    """The run's policy, and its critic if it has one. Raises UserError for settings that they cannot follow."""
+    """Read the shapes of the run's policy and critic. Raises UserError for settings that they do not support."""
     model_config, critic = read_model_config(cfg.model), None
     refusals = [*parallel_model_problems(model_config, cfg.model, cfg.parallel)]
     if isinstance(cfg, Config) and cfg.has_critic:
@@ -101,7 +101,7 @@ def _read_model(cfg: Config | SftConfig) -> Model:
 
 
 def _problems(prediction: Prediction) -> Iterator[str]:
-    """What a launch would refuse, and the phases that are too large with what a launch does not count."""
+    """Yield the problems that a launch would refuse, and the phases that are too large with activations and logits."""
     device_bytes = prediction.rank.device_bytes
     yield from prediction.problems
     for phase in _too_large(prediction.phases, device_bytes):
@@ -114,7 +114,7 @@ def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMe
 
 
 def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
-    """Sentences about settings with which everything fits: levers that are enough alone, else some of them together."""
+    """Yield sentences about settings that make everything fit: single levers, or several together."""
 
     def shortage(settings: Config | SftConfig) -> Shortage:
         prediction = predict(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
@@ -122,42 +122,44 @@ def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_b
         too_much = sum(phase.device_bytes + CONTEXT_BYTES - device_bytes for phase in too_large)
         return len([*_problems(prediction)]), too_much
 
-    moves = [*_moves(cfg, num_ranks=num_ranks)]
-    alone = [move for move in moves if (changed := _with(cfg, dict([move]))) and shortage(changed) == _FITS]
+    levers = [*_levers(cfg, num_ranks=num_ranks)]
+    alone = [lever for lever in levers if (changed := _with(cfg, dict([lever]))) and shortage(changed) == _FITS]
     for setting, value in alone[:MAX_REMEDIES]:
         yield f"it fits with {setting} = {_toml(value)}"
     if alone:
         return
-    together, left = _together(cfg, moves, shortage)
-    levers = " and ".join(f"{setting} = {_toml(value)}" for setting, value in together.items())
-    if left == _FITS:
-        yield f"it fits with {levers}"
+    together, remaining = _combined(cfg, levers, shortage)
+    settings = " and ".join(f"{setting} = {_toml(value)}" for setting, value in together.items())
+    if remaining == _FITS:
+        yield f"it fits with {settings}"
     else:
         yield (
-            f"the levers of docs/memory.md are not enough{f' ({levers} come nearest)' if levers else ''}; lower "
+            f"the levers of docs/memory.md are not enough{f' ({settings} come nearest)' if settings else ''}; lower "
             "pack.max_tokens_per_micro_batch, raise parallel.cp or parallel.tp, or use more ranks"
         )
 
 
-def _moves(cfg: Config | SftConfig, *, num_ranks: int) -> Iterator[tuple[str, Any]]:
-    """(setting, value) of every lever that this kind of run has."""
+def _levers(cfg: Config | SftConfig, *, num_ranks: int) -> Iterator[tuple[str, Any]]:
+    """Yield (setting, value) for every lever that this kind of run has."""
     engine_ranks = cfg.rollout.num_ranks or num_ranks if isinstance(cfg, Config) else 0
     for setting, values in _LEVERS:
-        for value in values if setting.partition(".")[0] in type(cfg).model_fields else ():
+        if setting.partition(".")[0] not in type(cfg).model_fields:
+            continue
+        for value in values:
             if setting != "rollout.tp_size" or engine_ranks % value == 0:
                 yield setting, value
 
 
-def _together(
-    cfg: Config | SftConfig, moves: Sequence[tuple[str, Any]], shortage: Callable[[Config | SftConfig], Shortage]
+def _combined(
+    cfg: Config | SftConfig, levers: Sequence[tuple[str, Any]], shortage: Callable[[Config | SftConfig], Shortage]
 ) -> tuple[dict[str, Any], Shortage]:
-    """Levers that make it fit, or nearly, and what is short then: each that helps, less those not needed."""
+    """Combine the levers that reduce the shortage, drop those not needed, and return them with the shortage left."""
     taken: dict[str, Any] = {}
     least = shortage(cfg)
-    for setting, value in moves:
+    for setting, value in levers:
         changed = _with(cfg, taken | {setting: value})
-        if changed and least > _FITS and (left := shortage(changed)) < least:
-            taken, least = taken | {setting: value}, left
+        if changed and least > _FITS and (remaining := shortage(changed)) < least:
+            taken, least = taken | {setting: value}, remaining
     for setting in tuple(taken):
         others = {name: value for name, value in taken.items() if name != setting}
         changed = _with(cfg, others)
@@ -167,7 +169,7 @@ def _together(
 
 
 def _with(cfg: Config | SftConfig, changes: Mapping[str, Any]) -> Config | SftConfig | None:
-    """The settings with these changes; None where one changes nothing or they do not go together."""
+    """Apply these changes to the settings; None when one changes nothing or the result is not valid."""
     values = cfg.model_dump()
     for setting, value in changes.items():
         table, _, key = setting.partition(".")
@@ -189,8 +191,8 @@ def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, pro
     rank, phases = prediction.rank, prediction.phases
     run, parallel, size = rank.run, cfg.parallel, rank.size
     console.print(
-        f"{size.whole / 1e9:.2f} billion parameters, {size.shard / 1e9:.2f} on each of {run.training_ranks} ranks that "
-        f"train (dp_replicate {parallel.dp_replicate}, cp {parallel.cp}, tp {parallel.tp}, ep {parallel.ep}); "
+        f"{size.whole / 1e9:.2f} billion parameters, {size.shard / 1e9:.2f} on each of {run.training_ranks} training "
+        f"ranks (dp_replicate {parallel.dp_replicate}, cp {parallel.cp}, tp {parallel.tp}, ep {parallel.ep}); "
         f"{micro_batch_tokens(cfg, run)} tokens of a micro-batch on a rank"
     )
     too_large = _too_large(phases, rank.device_bytes)
@@ -214,14 +216,14 @@ def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, pro
         )
     console.print(table)
     console.print(
-        f"of {gib(rank.device_bytes)}; {gib(CONTEXT_BYTES)} of each phase is CUDA's own and NCCL's", style="dim"
+        f"of {gib(rank.device_bytes)}; {gib(CONTEXT_BYTES)} of each phase belongs to CUDA and NCCL", style="dim"
     )
     for problem in problems:
         console.print(f"- {problem}", soft_wrap=True, markup=False)
 
 
 def _largest(parts: Parts) -> str:
-    """The largest parts, those that show in a table of GiB."""
+    """Format the largest parts, without those too small to show in GiB."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in ordered[:PARTS_SHOWN] if size >= 50 * _MIB)
 

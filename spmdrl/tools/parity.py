@@ -1,8 +1,8 @@
-"""`python -m spmdrl.tools.parity CONFIG`: whether every layout of the work gives the gradients of one rank.
+"""`python -m spmdrl.tools.parity CONFIG`: does every parallel layout give the same gradients as one rank?
 
-A batch of random sequences is trained on in float32 on 1, 2 and 4 ranks of this machine, in every way that the model
-can be laid out, by the loss of the configuration, whether it is for spmdrl.train or spmdrl.sft. What differs by more
-than rounding is a mistake, in spmdrl or in the model's code.
+It trains on a batch of random sequences in float32, on 1, 2 and 4 ranks of this machine, in every layout that the model
+supports, with the loss of the configuration (for spmdrl.train or spmdrl.sft). A difference larger than rounding is a
+bug, in spmdrl or in the model's code.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from spmdrl.tools.parity_cases import (
     ONE_RANK,
     UPDATES,
     Case,
+    CaseResult,
     Imitation,
-    Outcome,
     Reinforcement,
     Settings,
     cases,
     deviation,
-    outcome,
     own_case,
     random_batch,
+    train_case,
 )
 from spmdrl.types import UserError
 
@@ -48,14 +48,14 @@ _RANKS = (1, 2, 4)
 
 
 def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
-    """The cases of a configuration; the first is what the others are compared with."""
+    """List the cases of a configuration; the others are compared with the first."""
     own = own_case(cfg.parallel)
     every = [ONE_RANK, *cases(settings)]
     return every if own.parallel in [case.parallel for case in every] else [*every, own]
 
 
 def compute(arguments: argparse.Namespace, folder: Path) -> None:
-    """On each rank of a torchrun: the outcomes of the cases with so many ranks, into the folder."""
+    """Compute the cases with this number of ranks and save their results in the folder; called on each rank."""
     transformers_logging.disable_progress_bar()
     cfg = read_run_config(arguments.config, arguments.override)
     settings = _settings(cfg)
@@ -70,8 +70,8 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
             if case.num_ranks != world.num_ranks:
                 continue
             try:
-                found = outcome(case, settings, batch, world)
-            except UserError as error:  # on every rank
+                found = train_case(case, settings, batch, world)
+            except UserError as error:  # raised on every rank
                 if world.is_main:
                     (folder / f"{number}.refused").write_text(str(error), encoding="utf-8")
                 continue
@@ -80,7 +80,7 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> bool:
-    """Run the matrix and print it; whether all of it agrees. Raises UserError when one rank cannot train the model."""
+    """Run all cases, print them, and return True when all agree. Raises UserError when one rank cannot train."""
     transformers_logging.disable_progress_bar()
     cfg = read_run_config(arguments.config, arguments.override)
     budget = cfg.pack.max_tokens_per_micro_batch
@@ -88,7 +88,7 @@ def compare(arguments: argparse.Namespace) -> bool:
         raise UserError(
             f"--tokens {arguments.tokens} is more than pack.max_tokens_per_micro_batch = {budget}; lower it"
         )
-    load_model_config(cfg.model)  # what is wrong with it is told once, and not by every rank
+    load_model_config(cfg.model)  # here an error is printed once, and not by every rank
     every = matrix(cfg, _settings(cfg))
     with tempfile.TemporaryDirectory(prefix="spmdrl-parity-") as temporary:
         folder = Path(temporary)
@@ -97,7 +97,7 @@ def compare(arguments: argparse.Namespace) -> bool:
         if (refused := folder / "0.refused").exists():
             raise UserError(refused.read_text(encoding="utf-8"))
         if not (folder / "0.safetensors").exists():
-            raise UserError("one rank could not train on the batch; its words are above")
+            raise UserError("one rank could not train on the batch; its error is printed above")
         return _print(every, folder, most_ranks=arguments.ranks)
 
 
@@ -109,14 +109,14 @@ def _settings(cfg: Config | SftConfig) -> Settings:
 
 
 def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None:
-    """Compute the cases of so many ranks, on CUDA devices where there are enough of them."""
+    """Compute the cases of `num_ranks` ranks, on CUDA devices where there are enough of them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    own = ["--sequences", str(arguments.sequences), "--tokens", str(arguments.tokens), "--worker", str(folder)]
-    enough = torch.cuda.device_count() >= num_ranks
+    options = ["--sequences", str(arguments.sequences), "--tokens", str(arguments.tokens), "--worker", str(folder)]
+    has_devices = torch.cuda.device_count() >= num_ranks
     subprocess.run(
-        [*torchrun, "-m", "spmdrl.tools.parity", arguments.config, *arguments.override, *own],
-        env=os.environ | ({} if enough else {"CUDA_VISIBLE_DEVICES": ""}),
-        check=False,  # what has no outcome failed, and the rest is shown
+        [*torchrun, "-m", "spmdrl.tools.parity", arguments.config, *arguments.override, *options],
+        env=os.environ | ({} if has_devices else {"CUDA_VISIBLE_DEVICES": ""}),
+        check=False,  # cases without a result are shown as failed
     )
 
 
@@ -124,13 +124,13 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
     table = Table(title=f"relative to 1 rank; allowed: {BOUND:g}, after AdamW {ADAMW_BOUND_OF_MOST:g} of most weights")
     for column in ("layout", "ranks", "loss", "gradient", "of", "SGD", "AdamW", ""):
         table.add_column(column, justify="left" if column in ("layout", "of", "") else "right")
-    one = _load(folder / "0.safetensors")
+    one_rank = _load(folder / "0.safetensors")
     agrees = True
     for number, case in enumerate(every):
         if (refused := folder / f"{number}.refused").exists():
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", refused.read_text(encoding="utf-8"))
         elif (path := folder / f"{number}.safetensors").exists():
-            found = deviation(_load(path), one)
+            found = deviation(_load(path), one_rank)
             agrees &= found.is_within
             sizes = [f"{value:.1e}" for value in (found.loss, found.gradient, found.sgd, found.adamw_of_most)]
             verdict = "same" if found.is_within else "[red]different[/red]"
@@ -144,24 +144,24 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
     return agrees
 
 
-def _save(found: Outcome, path: Path) -> None:
+def _save(found: CaseResult, path: Path) -> None:
     groups = {"gradients": found.gradients, "after_sgd": found.after_sgd, "after_adamw": found.after_adamw}
     tensors = {f"{group}/{name}": x.contiguous() for group, named in groups.items() for name, x in named.items()}
     save_file({"loss": torch.tensor(found.loss, dtype=torch.float64), **tensors}, path)
 
 
-def _load(path: Path) -> Outcome:
+def _load(path: Path) -> CaseResult:
     tensors = load_file(path)
     groups: dict[str, dict[str, torch.Tensor]] = {"gradients": {}, "after_sgd": {}, "after_adamw": {}}
     loss = float(tensors.pop("loss"))
     for key, tensor in tensors.items():
         group, _, name = key.partition("/")
         groups[group][name] = tensor
-    return Outcome(loss, **groups)
+    return CaseResult(loss, **groups)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 1 when a layout differs, 2 when the user must change something."""
+    """Run the program and return its exit code: 1 when a layout differs, 2 when the user must change something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file")
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
@@ -171,9 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.ranks < 1:
-        parser.error("--ranks is at least 1")
+        parser.error("--ranks must be at least 1")
     if arguments.tokens < 4 or arguments.sequences < UPDATES:
-        parser.error(f"--tokens is at least 4, and --sequences at least {UPDATES}: there are as many updates")
+        parser.error(f"--tokens must be at least 4, and --sequences at least {UPDATES}, the number of updates")
     try:
         if arguments.worker is not None:
             compute(arguments, arguments.worker)

@@ -1,6 +1,6 @@
-"""One batch, trained on in different layouts: loss, gradients and weights must come out the same.
+"""Training on one batch in different layouts, which must give the same loss, gradients and weights.
 
-`spmdrl.tools.parity` prints the matrix for a user's model; the tests run it on tiny ones.
+`spmdrl.tools.parity` prints the comparison for a user's model; the tests run it on tiny ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmdrl.dist.session import World
 from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
-from spmdrl.model.logprobs import next_token_scores
+from spmdrl.model.logprobs import next_token_logprobs
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.flops import with_costs
 from spmdrl.refit.gather import Gatherer
@@ -35,20 +35,20 @@ from spmdrl.types import MicroBatch, Sequence, UserError
 UPDATES = 3  # of SGD, and of AdamW
 SGD = OptimConfig(name="sgd", lr=0.1)
 ADAMW = OptimConfig(name="adamw", lr=1e-4, weight_decay=0.1)
-# A weight whose true gradient is 0 gets rounding noise, which AdamW divides by its own size: it then moves by up to lr
-# an update, in a direction of its own, so that two layouts may end up twice as far apart. Such weights are few.
+# Where the true gradient of a weight is 0, rounding noise remains, which AdamW divides by its own size. Such a weight
+# moves by up to lr per update in a random direction, so two layouts may differ by twice that. Such weights are few.
 ADAMW_BOUND = 2 * ADAMW.lr * UPDATES
 ADAMW_BOUND_OF_MOST = ADAMW.lr / 10  # root of the mean square over all weights
 
-# What float32 sums in another order differ by; each case says why its sums are in another order.
+# Allowed difference of float32 sums in another order; each case gives the reason for its order.
 BOUND = 1e-5
-# Of the norm of all gradients: a parameter with less has a gradient of 0, and what is left of it is noise.
+# Fraction of the norm of all gradients: a parameter whose gradient is smaller has a true gradient of 0, and noise.
 NEGLIGIBLE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reinforcement:
-    """Learning by a policy loss, as `spmdrl.train` does it."""
+    """Training with a policy loss, as in `spmdrl.train`."""
 
     loss: LossConfig
     temperature: float
@@ -73,7 +73,7 @@ class Reinforcement:
 
 
 class Imitation:
-    """Learning responses by heart, as `spmdrl.sft` does it."""
+    """Supervised training on responses, as in `spmdrl.sft`."""
 
     temperature = 1.0
     aggregation = "token_mean"
@@ -86,7 +86,7 @@ class Imitation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all cases share, but for what each changes."""
+    """Settings that all cases share; a case may change some."""
 
     model: ModelConfig
     pack: PackConfig
@@ -95,20 +95,20 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to lay the work out."""
+    """One layout of the work."""
 
     name: str
-    reason: str  # for the difference that is allowed
+    reason: str  # why a difference is allowed
     num_ranks: int = 1
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    pack: dict[str, Any] = field(default_factory=dict)  # instead of the settings'
-    model: dict[str, Any] = field(default_factory=dict)  # changes of the settings'
-    score_tokens: Callable[..., tuple[Tensor, Tensor]] = next_token_scores
+    pack: dict[str, Any] = field(default_factory=dict)  # replaces [pack] of the settings
+    model: dict[str, Any] = field(default_factory=dict)  # changes to [model] of the settings
+    token_logprobs: Callable[..., tuple[Tensor, Tensor]] = next_token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one case computed; tensors are whole, float32 and on the host."""
+class CaseResult:
+    """The results of one case; tensors are whole, float32 and on the host."""
 
     loss: float  # mean of the SGD updates
     gradients: dict[str, Tensor]
@@ -118,30 +118,30 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far one outcome is from another."""
+    """The differences between two results."""
 
     loss: float  # relative
     gradient: float  # the largest of any parameter, relative to its norm
-    worst: str  # that parameter
-    sgd: float  # weights, the same way
+    worst: str  # the parameter with that gradient
+    sgd: float  # of weights: the largest of any parameter, relative to its norm
     adamw: float  # the largest absolute difference of a weight
     adamw_of_most: float  # root of the mean square over all weights
 
     @property
     def is_within(self) -> bool:
-        """Whether it is no more than rounding."""
+        """True when the differences are no more than rounding."""
         is_exact = max(self.loss, self.gradient, self.sgd) <= BOUND
         return is_exact and self.adamw <= ADAMW_BOUND and self.adamw_of_most <= ADAMW_BOUND_OF_MOST
 
 
-ONE_RANK = Case(name="1 rank", reason="what the others are compared with")
+ONE_RANK = Case(name="1 rank", reason="the others are compared with it")
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    """The matrix: layouts on 1, 2 and 4 ranks, and other ways to cut the same work."""
+    """Yield layouts on 1, 2 and 4 ranks, and other divisions of the same work."""
     order = "gradients are summed over ranks, and micro-batches hold other sequences"
     chunks = "keys come in chunks, and gradients are summed over them"
-    parts = "a layer's sums are made of partial sums of ranks"
+    parts = "a layer's sums are sums of the ranks' partial sums"
     for name, num_ranks, reason, parallel in (
         ("dp 2", 2, order, {}),
         ("dp 4", 4, order, {}),
@@ -165,7 +165,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     kernels = "kernels sum matrices of other shapes in another order"
     yield Case(name="one sequence at a time", reason=kernels, pack=alone)
     yield Case(name="one micro-batch", reason=kernels, pack=whole)
-    yield Case(name="plain head", reason=kernels, score_tokens=plain_scores)
+    yield Case(name="plain head", reason=kernels, token_logprobs=plain_logprobs)
     yield Case(name="head in small chunks", reason=kernels, model={"logits_chunk_tokens": 7})
     for level in ("none", "full", "selective"):
         if level != settings.model.gradient_checkpointing:
@@ -184,19 +184,19 @@ def cases(settings: Settings) -> Iterator[Case]:
 
 
 def own_case(parallel: ParallelConfig) -> Case:
-    """The layout of a configuration, on as few ranks as it can have."""
-    in_a_copy = math.lcm((parallel.dp_shard or 1) * parallel.cp * parallel.tp, parallel.ep)
+    """Return the configuration's own layout, on as few ranks as possible."""
+    copy_ranks = math.lcm((parallel.dp_shard or 1) * parallel.cp * parallel.tp, parallel.ep)
     written = ", ".join(f"{name} = {value}" for name, value in parallel.model_dump(exclude_defaults=True).items())
     return Case(
         name=f"[parallel] {written}",
         reason="the configuration's own layout",
-        num_ranks=parallel.dp_replicate * in_a_copy,
+        num_ranks=parallel.dp_replicate * copy_ranks,
         parallel=parallel,
     )
 
 
 def random_batch(*, vocabulary: int, num_sequences: int, max_tokens: int, seed: int = 0) -> list[Sequence]:
-    """Prompts and responses of random lengths and tokens, with plausible log-probabilities and rewards."""
+    """Make prompts and responses of random lengths and tokens, with plausible logprobs and rewards."""
     rng = random.Random(seed)
     batch = []
     for index in range(num_sequences):
@@ -213,10 +213,10 @@ def random_batch(*, vocabulary: int, num_sequences: int, max_tokens: int, seed: 
     return batch
 
 
-def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World) -> Outcome | None:
-    """Train on the batch as the case says; every rank must call this, and the first gets the outcome.
+def train_case(case: Case, settings: Settings, batch: list[Sequence], world: World) -> CaseResult | None:
+    """Train on the batch in the case's layout; every rank must call this, and only the first gets the result.
 
-    Raises UserError, on every rank, where the model cannot be laid out so.
+    Raises UserError, on every rank, when the model does not support the layout.
     """
     model = settings.model.model_copy(update={**case.model, "compute_dtype": "float32"})
     model_config = load_model_config(model)
@@ -232,7 +232,7 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
         policy = load_policy(model, meshes.model, temperature=learning.temperature)
-        policy.score_tokens = case.score_tokens
+        policy.token_logprobs = case.token_logprobs
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
@@ -243,13 +243,13 @@ def outcome(case: Case, settings: Settings, batch: list[Sequence], world: World)
         return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
 
     _, gradients = trained(OptimConfig(name=f"{__name__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30), 1)
-    loss, after_sgd = trained(SGD, UPDATES)  # before the first update the ratio is 1 whatever the log-probabilities
+    loss, after_sgd = trained(SGD, UPDATES)  # several updates: in the first one the ratio is always 1
     _, after_adamw = trained(ADAMW, UPDATES)
-    return Outcome(loss, gradients, after_sgd, after_adamw) if world.rank == 0 else None
+    return CaseResult(loss, gradients, after_sgd, after_adamw) if world.rank == 0 else None
 
 
-def deviation(one: Outcome, other: Outcome) -> Deviation:
-    """How far `one` is from `other`."""
+def deviation(one: CaseResult, other: CaseResult) -> Deviation:
+    """Measure how far `one` is from `other`."""
     gradient, worst = _largest(one.gradients, other.gradients)
     apart = [one.after_adamw[name] - x for name, x in other.after_adamw.items()]
     return Deviation(
@@ -263,7 +263,7 @@ def deviation(one: Outcome, other: Outcome) -> Deviation:
 
 
 def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
-    """Every weight of the model, whole, on the host of the first rank of a copy; every rank must call this."""
+    """Gather every weight of the model on the host of a copy's first rank; every rank must call this."""
     gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**28, naming="model")
     weights: dict[str, Tensor] = {}
     for bucket in gatherer.whole_tensors():
@@ -272,16 +272,16 @@ def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
     return weights
 
 
-def plain_scores(
+def plain_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """`next_token_scores` of one rank as torch writes it: all logits at once, and autograd."""
+    """`next_token_logprobs` of one rank in plain torch: all logits at once, differentiated by autograd."""
     log_p = (F.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 class GradientAsWeight(torch.optim.Optimizer):
-    """Leaves every gradient where its weight was, so that it can be gathered as weights are."""
+    """Replaces every weight by its gradient, so that gradients can be gathered like weights."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -295,14 +295,14 @@ class GradientAsWeight(torch.optim.Optimizer):
 
 
 def _largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference of a tensor, and its name."""
+    """Return (the largest relative difference of a tensor, its name)."""
     norms = {name: float(x.norm()) for name, x in other.items()}
     floor = NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max((float((one[name] - x).norm()) / max(norms[name], floor), name) for name, x in other.items())
 
 
 def plan_of(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_updates: int) -> Plan:
-    """The plan of one step on this batch, cut into so many updates."""
+    """Make the plan of one step on this batch with `num_updates` updates."""
     longest = max(len(sequence.token_ids) for sequence in batch)
     return Plan(
         num_ranks=meshes.world.size(),

@@ -1,4 +1,4 @@
-"""`python -m spmdrl.tools.text_model SOURCE DIR`: the text model of a checkpoint of text and images, by itself."""
+"""`python -m spmdrl.tools.text_model SOURCE DIR`: extracts the text model from a checkpoint for text and images."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from spmdrl.types import UserError
 
 
 def save_text_model(source: Path, destination: Path) -> int:
-    """Write the text model and its tokenizer in the dtype of the source; returns the number of parameters.
+    """Write the text model and its tokenizer in the dtype of the source, and return the number of parameters.
 
-    Raises UserError when the source is a text model already, or transformers has none for its text.
+    Raises UserError when the source is a text model already, or transformers has no text model for it.
     """
     if not (source / "config.json").is_file():
         raise UserError(f"{source} is not a model directory: it has no config.json")
@@ -26,13 +26,13 @@ def save_text_model(source: Path, destination: Path) -> int:
     if text_config is config:
         raise UserError(f"{source} holds a text model already ({config.model_type})")
     if text_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"{source}: transformers has no model of the text alone of {config.model_type}")
+        raise UserError(f"{source}: transformers has no text model for {config.model_type}")
     if destination.exists():
         raise UserError(f"{destination} exists; name a new directory")
     tokenizer = load_tokenizer(str(source), trust_remote_code=False)
     whole = AutoModelForImageTextToText.from_pretrained(source, dtype="auto")
     head = whole.get_output_embeddings()
-    # Said by the outer config, which is left behind.
+    # Only the outer config, which is not saved, says whether they are tied.
     text_config.tie_word_embeddings = head.weight is whole.get_input_embeddings().weight
     text = AutoModelForCausalLM.from_config(text_config, dtype=whole.dtype)
     text.base_model.load_state_dict(whole.get_decoder().state_dict())
@@ -44,7 +44,7 @@ def save_text_model(source: Path, destination: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a directory that holds a model of text and images")
     parser.add_argument("dir", type=Path, help="a new directory")

@@ -1,6 +1,6 @@
-"""`python -m spmdrl.tools.tiny_model DIR`: a small random Qwen3 with a character tokenizer, made on the spot.
+"""`python -m spmdrl.tools.tiny_model DIR`: makes a small random Qwen3 with a character tokenizer.
 
-It needs no download, learns simple text tasks in minutes on a CPU, and goes through the same code as any other model.
+It needs no download, learns simple text tasks in minutes on a CPU, and runs through the same code as any other model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; anything that is not printable ASCII is an error of the data, and becomes <unk>."""
+    """Make a tokenizer with one token per printable ASCII character; any other character becomes <unk>."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, "<unk>", *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -37,8 +37,10 @@ def save_tiny_model(
     spare_tokens: int = 0,
     seed: int = 0,
 ) -> int:
-    """Write the model and its tokenizer; returns the number of parameters. Spare tokens stand for nothing, and make a
-    vocabulary that can be split over ranks: there are 99 others."""
+    """Write the model and its tokenizer, and return the number of parameters.
+
+    The vocabulary has 99 tokens; unused spare tokens can make it divisible by a number of ranks.
+    """
     tokenizer = character_tokenizer()
     tokenizer.add_tokens([f"<spare {number}>" for number in range(spare_tokens)])
     torch.manual_seed(seed)
@@ -65,7 +67,7 @@ def save_tiny_model(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--hidden-size", type=int, default=128)

@@ -75,7 +75,7 @@ def mismatches(path: str) -> dict[str, float]:
                 found[f"version {version}"] = largest_mismatch(rank, sequences)
             for name, attribute, broken in (
                 ("embedding in bfloat16", "_Embedding.forward", torch.nn.Embedding.forward),
-                ("head in float32", "_scores", _wide_scores),
+                ("head in float32", "_logprobs", _wide_logprobs),
             ):
                 with pytest.MonkeyPatch.context() as other:
                     other.setattr(f"{sglang_operators.__name__}.{attribute}", broken)
@@ -83,7 +83,9 @@ def mismatches(path: str) -> dict[str, float]:
     return found
 
 
-def _wide_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _wide_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     log_p = (logits.float() / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import lay_end_to_end
@@ -46,7 +47,7 @@ def output_and_gradients(
     q, k, v, sinks = leaves
     cu_seqlens = torch.tensor([0, *SEQLENS], device=device).cumsum(0).to(torch.int32)
     causal = causal_attention(SequenceLayout(SEQLENS, cu_seqlens, len(k) - len(q)), kernel)
-    out = causal(q, k, v, scale=0.2, window=window, sinks=sinks if has_sinks else None)
+    out = causal(q, k, v, AttentionLayer(index=0, scale=0.2, window=window, sinks=sinks if has_sinks else None))
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out.float() * slope.to(device)).sum().backward()
     return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]

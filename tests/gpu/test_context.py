@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.dist.collectives import sum_over
-from spmdrl.model.attention import Attend, Kernel, choose_kernel, packed_attention
+from spmdrl.model.attention import Kernel, choose_kernel, packed_attention
+from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.context import context_attention, gather_tokens
 from spmdrl.types import UserError
 from tests.helpers.context import STYLES, local_part, offsets_of, with_gradients, world_mesh
@@ -26,7 +27,8 @@ def _attended(attend: Attend, leaves: list[Tensor], grad: Tensor, window: int | 
     """The result, and the gradients of query, key, value and, if they are given, sinks."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     query, key, value, *sinks = leaves
-    out = attend(query, key, value, layer=0, scale=HEAD_DIM**-0.5, window=window, sinks=sinks[0] if sinks else None)
+    layer = AttentionLayer(index=0, scale=HEAD_DIM**-0.5, window=window, sinks=sinks[0] if sinks else None)
+    out = attend(query, key, value, layer)
     return with_gradients(out, grad, leaves)
 
 

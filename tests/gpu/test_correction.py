@@ -12,7 +12,7 @@ from spmdrl.algo.metrics import Metrics
 from spmdrl.config import CorrectionConfig, LossConfig
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.model.policy import TokenScores
+from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch
 from tests.helpers.corrections import CORRECTIONS, batch, random_columns, settled
 
@@ -22,7 +22,7 @@ def _objective(
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Loss, gradient and the metrics that look at tokens one by one."""
     micro_batch, logprobs = micro_batch.to(device), now.to(device).requires_grad_()
-    scores = TokenScores(logprobs, torch.zeros_like(logprobs))
+    scores = TokenLogprobs(logprobs, torch.zeros_like(logprobs))
     result = PolicyObjective(LossConfig(), correction=correction)(scores, micro_batch)
     result.loss_sum.backward()
     assert logprobs.grad is not None

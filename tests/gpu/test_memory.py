@@ -69,7 +69,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
             assert allocated() <= awake - memory.asleep_bytes + MIB
             assert allocated() < (0 if moves == "all" else weights) + 16 * MIB
             free.append(torch.cuda.mem_get_info()[0])
-            pinned.add(memory.host_bytes)
+            pinned.add(memory._host.num_bytes)
             with torch.no_grad():
                 shards = [parameter.to_local() for parameter in learner.model.parameters()]
             assert all(shard.is_pinned() for shard in shards) == (moves == "all")

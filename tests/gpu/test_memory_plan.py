@@ -15,7 +15,7 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
-from spmdrl.memory.activations import Kept, kept_bytes
+from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
@@ -54,8 +54,8 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     scores = policy(batch)
     measured = allocated() - before
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
-    kept = Kept(level=level, every_layers=1, compute_bytes=2, repeats_keys=True)
-    predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=512 * 8)
+    kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, repeats_keys=True)
+    predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=512 * 8)
     assert 0.85 < predicted / measured < 1.15
     with Watch() as watch:
         scores.logprobs.sum().backward()

@@ -18,6 +18,7 @@ from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.learn.objective import PolicyObjective, ValueObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.load import load_critic, load_policy, load_reference
 from spmdrl.refit.refit import Refit
 from spmdrl.step.batch import build_batch
@@ -51,9 +52,10 @@ def test_the_varlen_kernel_equals_sdpa(window: int | None) -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(1, heads, tokens, 32, device=CUDA, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     results = []
+    layer = AttentionLayer(index=0, scale=0.2, window=window)
     for kernel in ("varlen", "sdpa"):
         q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
-        out = packed_attention(cu_seqlens, seqlens, kernel)(q, k, v, layer=0, scale=0.2, window=window)
+        out = packed_attention(cu_seqlens, seqlens, kernel)(q, k, v, layer)
         out.float().square().sum().backward()
         results.append([out, q.grad, k.grad, v.grad])
     for one, other in zip(*results, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.model import invariant, sglang_attention, sglang_kernels
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import SequenceLayout, causal_attention
 
 
@@ -114,11 +115,11 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hl,lhd->hd", weights, v).to(q.dtype)
 
 
-def _varlen(offsets: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _varlen(offsets: Any, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
     seqlens = offsets.cu_queries.diff().tolist()
-    return causal_attention(SequenceLayout(seqlens, offsets.cu_queries), "sdpa")(q, k, v, **options)
+    return causal_attention(SequenceLayout(seqlens, offsets.cu_queries), "sdpa")(q, k, v, layer)
 
 
 def in_portions_of(patch: pytest.MonkeyPatch, num_keys: int) -> None:
     """Let decoded tokens be given to their kernel a few at a time."""
-    patch.setattr(sglang_attention, "_SEEN", num_keys)
+    patch.setattr(sglang_attention, "_MAX_PAIRS", num_keys)

@@ -24,7 +24,7 @@ from spmdrl.learn.limits import Guard
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
-from spmdrl.model.policy import TokenScores
+from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import Batch, build_batch, to_sequences
 from spmdrl.step.choice import choose_tokens
@@ -219,7 +219,7 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
 
 def gradient(m: MicroBatch, objective: PolicyObjective) -> Tensor:
     now = torch.cat([sampled(i, n, 3) for i, n in zip(m.sequence_index, m.seqlens, strict=True)]).requires_grad_()
-    loss = objective(TokenScores(now, torch.zeros_like(now)), m).loss_sum
+    loss = objective(TokenLogprobs(now, torch.zeros_like(now)), m).loss_sum
     return torch.autograd.grad(loss, now)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from spmdrl.dist.collectives import sum_over
 from spmdrl.model import context
 from spmdrl.model.attention import Kernel, packed_attention
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.context import Style, context_attention, context_problems, gather_tokens
 from spmdrl.types import UserError
 from tests.helpers import flash_on_cpu  # noqa: F401
@@ -66,17 +68,17 @@ def _equal(
     mesh: DeviceMesh,
 ) -> None:
     (*qkv, logits), grad = _random(seqlens, kv_heads)
-    cu, options = offsets_of(seqlens), {"layer": 0, "scale": HEAD_DIM**-0.5, "window": window}
+    cu, layer = offsets_of(seqlens), AttentionLayer(index=0, scale=HEAD_DIM**-0.5, window=window)
     local = [local_part(x.detach(), 2, mesh).requires_grad_() for x in qkv]
     attend: Any = context_attention(cu, seqlens, kernel, mesh, style=style)
     if sinks:
         wanted = with_gradients(_dense(*qkv, logits, seqlens, window), grad, [*qkv, logits])
-        out = attend(*local, **options, sinks=logits)
+        out = attend(*local, replace(layer, sinks=logits))
         *found, of_sinks = with_gradients(out, local_part(grad, 1, mesh), [*local, logits])
         torch.testing.assert_close(sum_over(mesh, of_sinks), wanted.pop(), rtol=1e-5, atol=1e-5)
     else:
-        wanted = with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, **options), grad, qkv)
-        found = with_gradients(attend(*local, **options), local_part(grad, 1, mesh), local)
+        wanted = with_gradients(packed_attention(cu, seqlens, "sdpa")(*qkv, layer), grad, qkv)
+        found = with_gradients(attend(*local, layer), local_part(grad, 1, mesh), local)
     for one, whole, dim in zip(found, wanted, (1, 2, 2, 2), strict=True):
         torch.testing.assert_close(one, local_part(whole, dim, mesh), rtol=1e-5, atol=2e-6)
 
@@ -109,7 +111,7 @@ def _head_by_head(seqlens: list[int]) -> list[int]:
         attend = context_attention(offsets_of(seqlens), seqlens, "sdpa", mesh, style="all_gather")
 
         def run(*inputs: Tensor) -> Tensor:
-            return attend(*inputs, layer=0, scale=0.3, window=None)
+            return attend(*inputs, AttentionLayer(index=0, scale=0.3))
 
         together = with_gradients(run(*local), local_part(grad, 1, mesh), local)
         context.HEAD_GROUP_BYTES = 1
@@ -159,4 +161,4 @@ def test_heads_that_cannot_be_split_are_refused() -> None:
     x = torch.zeros(1, 3, 2, 8)
     attend = context_attention(offsets_of([4]), [4], "sdpa", two_ranks, style="ulysses")
     with pytest.raises(UserError, match=r"parallel\.cp = 2 .* the model has 3"):
-        attend(x, x, x, layer=0, scale=1.0, window=None)
+        attend(x, x, x, AttentionLayer(index=0, scale=1.0))

@@ -13,14 +13,14 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.tools.parity_cases import (
     ONE_RANK,
     Case,
+    CaseResult,
     Imitation,
-    Outcome,
     Reinforcement,
     Settings,
     cases,
     deviation,
-    outcome,
     random_batch,
+    train_case,
 )
 from spmdrl.types import Sequence
 from tests.helpers.configs import loss_config, model_config
@@ -32,9 +32,9 @@ VOCABULARY = 96  # tp divides it
 PACK = PackConfig(max_tokens_per_micro_batch=64)
 
 
-def _outcomes(some: list[Case], settings: Settings, batch: list[Sequence]) -> list[Outcome | None]:
+def _outcomes(some: list[Case], settings: Settings, batch: list[Sequence]) -> list[CaseResult | None]:
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        return [outcome(case, settings, batch, world) for case in some]
+        return [train_case(case, settings, batch, world) for case in some]
 
 
 def by_reward(path: str) -> Settings:
@@ -42,7 +42,7 @@ def by_reward(path: str) -> Settings:
     return Settings(model=model_config(path), pack=PACK, learning=learning)
 
 
-def matrix(settings: Settings, wanted: Callable[[Case], bool]) -> dict[str, tuple[Case, Outcome]]:
+def matrix(settings: Settings, wanted: Callable[[Case], bool]) -> dict[str, tuple[Case, CaseResult]]:
     """The outcome of every wanted case by its name; all cases of as many ranks share their processes."""
     batch = random_batch(vocabulary=VOCABULARY, num_sequences=24, max_tokens=40)
     every = [ONE_RANK, *filter(wanted, cases(settings))]
@@ -54,7 +54,7 @@ def matrix(settings: Settings, wanted: Callable[[Case], bool]) -> dict[str, tupl
     return found
 
 
-def require_same(found: dict[str, tuple[Case, Outcome]]) -> None:
+def require_same(found: dict[str, tuple[Case, CaseResult]]) -> None:
     _, one = found["1 rank"]
     assert max(float(x.norm()) for x in one.gradients.values()) > 1e-2, "gradients of 0 prove nothing"
     for name, (case, result) in found.items():

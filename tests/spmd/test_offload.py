@@ -111,7 +111,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
             memory.sleep()  # nothing is left to do
             found["asleep_bytes"] = memory.asleep_bytes
             found["weights_left"] = sum(storage.nbytes() for storage in storages)
-            found["host"].append(memory.host_bytes)
+            found["host"].append(memory._host.num_bytes)
             found["readable"] = all(
                 torch.equal(p.to_local(), x) for p, x in zip(parameters, locals_before, strict=True)
             )

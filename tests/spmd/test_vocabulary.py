@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import spmdrl.model.logprobs
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.logprobs import next_token_scores
+from spmdrl.model.logprobs import next_token_logprobs
 from tests.helpers.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 70, 16, 24
@@ -50,7 +50,7 @@ def _scores_and_gradients(
     leaves = [whole.hidden, whole.weight[mine]] + ([] if whole.bias is None else [whole.bias[mine]])
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     hidden, weight, bias = (*leaves, None)[:3]
-    logprobs, entropy = next_token_scores(
+    logprobs, entropy = next_token_logprobs(
         hidden, weight, bias, whole.targets, temperature=0.7, chunk=chunk, vocabulary=mesh
     )
     per_token = torch.linspace(-1, 1, TOKENS)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmdrl.engine.torch_engine import _attend_to_cache
 from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.types import UserError
 from tests.helpers import flash_on_cpu
@@ -38,6 +39,10 @@ def inputs(earlier: int = 0) -> tuple[Tensor, ...]:
     tokens = sum(SEQLENS)
     shapes = [(tokens, HEADS), (earlier + tokens, KV_HEADS), (earlier + tokens, KV_HEADS)]
     return *(torch.randn(*shape, HEAD_DIM) for shape in shapes), torch.randn(HEADS)
+
+
+def layer(window: int | None = None, sinks: Tensor | None = None) -> AttentionLayer:
+    return AttentionLayer(index=0, scale=SCALE, window=window, sinks=sinks)
 
 
 def written_out(
@@ -82,7 +87,7 @@ def test_kernels_equal_the_written_out_softmax(
     causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, earlier), kernel)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return causal(q, k, v, scale=SCALE, window=window, sinks=sinks if has_sinks else None)
+        return causal(q, k, v, layer(window, sinks if has_sinks else None))
 
     expected = functools.partial(written_out, earlier=earlier, window=window, has_sinks=has_sinks)
     leaves = inputs(earlier)
@@ -94,7 +99,7 @@ def test_packed_attention_is_that_of_as_many_keys_as_queries(kernel: Kernel) -> 
     q, k, v, sinks = inputs()
     as_in_models = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
     attend = packed_attention(CU_SEQLENS, SEQLENS, kernel)
-    found = attend(*as_in_models, layer=0, scale=SCALE, window=4, sinks=sinks)
+    found = attend(*as_in_models, layer(4, sinks))
     expected = written_out(q, k, v, sinks, earlier=0, window=4, has_sinks=True)
     torch.testing.assert_close(found, expected.unsqueeze(0), rtol=0, atol=1e-5)
 
@@ -110,13 +115,11 @@ def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: p
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     q, k, v, sinks = inputs(earlier=5)
     for given, window in ((None, None), (sinks, 14)):
-        causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), "sdpa")(
-            q, k[5:], v[5:], scale=SCALE, window=window, sinks=given
-        )
+        causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), "sdpa")(q, k[5:], v[5:], layer(window, given))
         assert calls == [(3, True), (1, True), (1, True), (2, True)]
         calls.clear()
     # The first of three equal lengths sees more.
-    causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, 5), "sdpa")(q, k, v, scale=SCALE, window=None, sinks=None)
+    causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, 5), "sdpa")(q, k, v, layer())
     assert calls == [(1, False), (2, True), (1, True), (1, True), (2, True)]
 
 
@@ -124,14 +127,14 @@ def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: p
 def test_flash_attn_is_asked_to_be_deterministic_and_refuses_sinks(kernel: Kernel) -> None:
     causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), kernel)
     q, k, v, sinks = inputs()
-    usual = causal(q, k, v, scale=SCALE, window=None, sinks=None)
+    usual = causal(q, k, v, layer())
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.equal(causal(q, k, v, scale=SCALE, window=None, sinks=None), usual)
+        assert torch.equal(causal(q, k, v, layer()), usual)
     finally:
         torch.use_deterministic_algorithms(False)
     with pytest.raises(UserError, match=f'model.attention = "{kernel}" has no attention sinks'):
-        causal(q, k, v, scale=SCALE, window=None, sinks=sinks)
+        causal(q, k, v, layer(None, sinks))
 
 
 @pytest.mark.parametrize("kernel", FLASH_ATTN)

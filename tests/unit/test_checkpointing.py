@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
-from spmdrl.memory.activations import Kept, kept_bytes
+from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import decoder_of
 from tests.helpers import kernels_on_cpu
@@ -101,8 +101,10 @@ def test_what_is_kept_is_what_the_formula_says(model: str, dtype: torch.dtype) -
             scores = policy(tokens(*seqlens))
             measured = watch.live_bytes
         shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
-        kept = Kept(level=level, every_layers=every_layers, compute_bytes=dtype.itemsize, repeats_keys=False)
-        predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
+        kept = ActivationSettings(
+            level=level, every_layers=every_layers, compute_bytes=dtype.itemsize, repeats_keys=False
+        )
+        predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
         assert 0.85 < predicted / measured < 1.15, (level, every_layers)
         del scores
 
@@ -116,7 +118,7 @@ def test_what_is_kept_with_a_float32_stream(monkeypatch: pytest.MonkeyPatch) -> 
             scores = policy(tokens(100, 60, 40))
             measured = watch.live_bytes
         shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
-        kept = Kept(level=level, every_layers=1, compute_bytes=2, repeats_keys=False, wide_stream=True)
-        predicted = kept_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=200)
+        kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, repeats_keys=False, wide_stream=True)
+        predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=200)
         assert 0.85 < predicted / measured < 1.25, (level, predicted / measured)
         del scores

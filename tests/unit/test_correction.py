@@ -22,7 +22,7 @@ from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.learn.correction import weigh
 from spmdrl.learn.mismatch import effective_fraction, exceeded, worst_of
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.model.policy import TokenScores
+from spmdrl.model.policy import TokenLogprobs
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.types import MicroBatch
 from tests.helpers import oracle
@@ -52,7 +52,7 @@ def loss_and_gradient(
     total, slopes, effective = 0.0, [], []
     for micro_batch, now in parts:
         logprobs = now.clone().requires_grad_()
-        result = objective(TokenScores(logprobs, torch.zeros_like(logprobs)), micro_batch)
+        result = objective(TokenLogprobs(logprobs, torch.zeros_like(logprobs)), micro_batch)
         result.loss_sum.backward()
         total += float(result.loss_sum.detach())
         slopes += logprobs.grad[micro_batch.loss_mask].tolist()
@@ -178,7 +178,7 @@ def test_weights_multiply_every_policy_loss(kind: str) -> None:
     for correction in (CorrectionConfig(), CorrectionConfig(kind="tis")):
         objective = PolicyObjective(LossConfig(kind=kind, updates_per_step=2), correction=correction)
         logprobs = now.clone().requires_grad_()
-        loss = objective(TokenScores(logprobs, torch.zeros_like(logprobs)), micro_batch).loss_sum
+        loss = objective(TokenLogprobs(logprobs, torch.zeros_like(logprobs)), micro_batch).loss_sum
         outcomes.append((loss.detach(), *torch.autograd.grad(loss, logprobs)))
     for plain, weighed in zip(*outcomes, strict=True):
         torch.testing.assert_close(weighed, 1.5 * plain)

@@ -81,8 +81,8 @@ def test_no_block_brings_more_than_its_state() -> None:
     optimizer = make_optimizer(model, cfg)
     optimizer.block_bytes = 200
     seen: list[int] = []
-    bring = optimizer._bring
-    optimizer._bring = lambda group, block: (seen.append(len(block)), bring(group, block))
+    bring = optimizer._copy_to_device
+    optimizer._copy_to_device = lambda group, block: (seen.append(len(block)), bring(group, block))
     for _ in range(2):
         model(torch.randn(5, 8)).sum().backward()
         optimizer.step()

@@ -17,10 +17,11 @@ from spmdrl.engine import torch_engine
 from spmdrl.engine.sampling import draw_tokens
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import SequenceLayout, causal_attention
 from spmdrl.model.load import decoder_layers
-from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_scores, scores_of_logits
+from spmdrl.model.logprobs import FAST_HEAD, Head, logprobs_of_logits, next_token_logprobs
 from spmdrl.model.policy import Policy
 from spmdrl.types import Request
 from tests.helpers.config_file import GOOD, problems, read
@@ -173,7 +174,7 @@ def test_attention_is_the_plain_one_but_for_rounding(heads: tuple[int, int], win
     results = []
     for kernel in ("invariant", "sdpa"):
         attend = causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel)
-        out = attend(*inputs, scale=0.3, window=window, sinks=None)
+        out = attend(*inputs, AttentionLayer(index=0, scale=0.3, window=window))
         results.append([out, *torch.autograd.grad((out * slope).sum(), inputs)])
     for exact, plain in zip(*results, strict=True):
         torch.testing.assert_close(exact, plain, rtol=1e-5, atol=1e-5)
@@ -187,13 +188,13 @@ def test_a_vocabulary_of_several_slabs_is_scored_alike(monkeypatch: pytest.Monke
     hidden, weight, targets = torch.randn(70, 24), torch.randn(VOCABULARY, 24), torch.randint(VOCABULARY, (70,))
 
     def scores(head: Head, chunk: int) -> torch.Tensor:
-        return next_token_scores(hidden, weight, None, targets, temperature=TEMPERATURE, chunk=chunk, head=head)[0]
+        return next_token_logprobs(hidden, weight, None, targets, temperature=TEMPERATURE, chunk=chunk, head=head)[0]
 
     logits = invariant.linear(hidden, weight) / TEMPERATURE
     for chunk in (1, 9, 70):
-        assert torch.equal(scores(head, chunk), scores_of_logits(logits, targets, head))
+        assert torch.equal(scores(head, chunk), logprobs_of_logits(logits, targets, head))
     for rows in (slice(0, 1), slice(5, 24), slice(69, 70)):
-        assert torch.equal(scores_of_logits(logits[rows], targets[rows], head), scores(head, 70)[rows])
+        assert torch.equal(logprobs_of_logits(logits[rows], targets[rows], head), scores(head, 70)[rows])
     torch.testing.assert_close(scores(head, 70), scores(FAST_HEAD, 70))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import spmdrl.model.logprobs
-from spmdrl.model.logprobs import next_token_scores, place_at, predicting_rows
+from spmdrl.model.logprobs import next_token_logprobs, place_at, predicting_rows
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -54,7 +54,7 @@ def tiled(
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
     rows = predicting_rows(positions, slice(0, TOKENS))
-    scores = next_token_scores(hidden[rows], weight, bias, token_ids[rows + 1], temperature=temperature, chunk=chunk)
+    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], temperature=temperature, chunk=chunk)
     logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
     return logprobs, entropy
 
@@ -109,7 +109,7 @@ def test_forbidden_tokens_count_as_if_they_were_not_there(chunk: int) -> None:
 
 def test_a_forbidden_target_is_impossible() -> None:
     bias = torch.tensor([0.0, -torch.inf, 0.0])
-    logprobs, _ = next_token_scores(
+    logprobs, _ = next_token_logprobs(
         torch.zeros(2, 4), torch.zeros(3, 4), bias, torch.tensor([0, 1]), temperature=1.0, chunk=2
     )
     torch.testing.assert_close(logprobs, torch.tensor([0.5, 0.0]).log())
@@ -119,7 +119,7 @@ def test_a_forbidden_target_is_impossible() -> None:
 def test_low_precision_scores_are_those_of_its_logits_in_float32(dtype: torch.dtype) -> None:
     hidden, weight, _, token_ids, _ = inputs(with_bias=False)
     hidden, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (hidden, weight))
-    logprobs, entropy = next_token_scores(hidden, weight, None, token_ids, temperature=0.7, chunk=5)
+    logprobs, entropy = next_token_logprobs(hidden, weight, None, token_ids, temperature=0.7, chunk=5)
     log_p = (torch.nn.functional.linear(hidden, weight).float() / 0.7).log_softmax(-1)
     expected = log_p.gather(-1, token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=1e-6)
@@ -134,7 +134,7 @@ def test_low_precision_scores_are_those_of_its_logits_in_float32(dtype: torch.dt
 def test_nothing_to_predict_has_gradients_of_zero() -> None:
     hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
     assert bias is not None
-    logprobs, entropy = next_token_scores(hidden[:0], weight, bias, token_ids[:0], temperature=1.0, chunk=4)
+    logprobs, entropy = next_token_logprobs(hidden[:0], weight, bias, token_ids[:0], temperature=1.0, chunk=4)
     gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight, bias))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
@@ -144,7 +144,7 @@ def test_a_frozen_head_still_passes_gradients_on() -> None:
     assert bias is not None
 
     def gradient(*head: Tensor) -> Tensor:
-        logprobs, _ = next_token_scores(hidden, *head, token_ids, temperature=1.0, chunk=4)
+        logprobs, _ = next_token_logprobs(hidden, *head, token_ids, temperature=1.0, chunk=4)
         return torch.autograd.grad(logprobs.sum(), hidden)[0]
 
     assert torch.equal(gradient(weight.detach(), bias.detach()), gradient(weight, bias))
@@ -161,7 +161,7 @@ def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(spmdrl.model.logprobs, "_logits", watched)
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", 12)
     hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
-    logprobs, _ = next_token_scores(hidden, weight, bias, token_ids, temperature=1.0, chunk=4)
+    logprobs, _ = next_token_logprobs(hidden, weight, bias, token_ids, temperature=1.0, chunk=4)
     logprobs.sum().backward()
     assert max(rows for rows, _ in seen) == 4
     assert max(rows * columns for rows, columns in seen) == 12

@@ -271,15 +271,15 @@ MODEL = {
         as_bytes(lambda held: held[: len(held) // 2], WEIGHTS), "its weights cannot be read: model.safetensors"
     ),
     "no safetensors file": Case(written(WEIGHTS, b"\xff" * 999), "its weights cannot be read: model.safetensors"),
-    "an index that is not JSON": Case(written(f"{WEIGHTS}.index.json", "{"), "is no index of weights"),
-    "an index without a map": Case(written(f"{WEIGHTS}.index.json", "{}"), "is no index of weights"),
+    "an index that is not JSON": Case(written(f"{WEIGHTS}.index.json", "{"), "is not an index of weights"),
+    "an index without a map": Case(written(f"{WEIGHTS}.index.json", "{}"), "is not an index of weights"),
     "an index of absent files": Case(
         written(f"{WEIGHTS}.index.json", json.dumps({"weight_map": {"a": "model-2.safetensors"}})),
-        "names 1 files, and 1 of them are not there; the first is model-2.safetensors",
+        "names 1 files, and 1 of them are missing; the first is model-2.safetensors",
     ),
     "a missing tensor": Case(
         tensors(lambda held: held.pop(SOME_WEIGHT)),
-        f"lacks 1 of the weights its config.json asks for, the first is {SOME_WEIGHT}",
+        f"lacks 1 of the weights that its config.json requires; the first is {SOME_WEIGHT}",
         dry_run=False,
     ),
     "a tensor of another shape": Case(

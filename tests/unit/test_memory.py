@@ -49,7 +49,7 @@ def test_a_plan_counts_every_part() -> None:
         optimizer=GIB,
         gathered=2 * (2**27 + 2**25),
         buckets=2 * 2**28 + 2**28 + 2**25,
-        asleep=GIB // 2 + GIB,
+        moved=0,
         engine_weights=2 * GIB,
         free_at_launch=79 * GIB - GIB // 2,
         engine_share=None,

@@ -10,12 +10,12 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
-from spmdrl.memory.activations import Decoder, Kept, kept_bytes, kept_per_layer
+from spmdrl.memory.activations import ActivationSettings, Decoder, activation_bytes, layer_activation_bytes
 from spmdrl.memory.device import CONTEXT_BYTES, GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
-from spmdrl.preflight.shapes import cut_by_tp, expert_names
+from spmdrl.preflight.shapes import expert_names, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
 from spmdrl.report.resources import resource_metrics
 from spmdrl.tools import fit as plan
@@ -45,12 +45,12 @@ def test_every_part_of_every_phase() -> None:
     trainer = {"weights": 4 * shard, "optimizer": 8 * shard, "refit buckets": 2 * bucket + bucket + bucket // 2}
     host = {"process": CUDA_PROCESS_BYTES}
     tokens = 64
-    kept = Kept(level="none", every_layers=1, compute_bytes=2, repeats_keys=True)
+    kept = ActivationSettings(level="none", every_layers=1, compute_bytes=2, repeats_keys=True)
     # A model this small has its fullest moment at the head.
     update = {
         "gradients": 4 * shard,
         "gathered": gathered,
-        "activations": kept_bytes(describe(QWEN3), kept, num_tokens=tokens),
+        "activations": activation_bytes(describe(QWEN3), kept, num_tokens=tokens),
         "logits": 4 * (4 * tokens * 1000 + tokens * 64),
         "whole gradients": 2 * EMBEDDING,
     }
@@ -149,21 +149,25 @@ def test_a_chunk_of_the_context_and_a_part_of_the_layers_need_less() -> None:
     runs = [describe_rank(c, model_of(QWEN3), num_ranks=2, device_bytes=GIB, on_gpu=True).run for c in (whole, chunk)]
     assert [micro_batch_tokens(c, run) for c, run in zip((whole, chunk), runs, strict=True)] == [64, 32]
     decoder = describe(QWEN3)
-    kept = Kept(level="none", every_layers=1, compute_bytes=2, repeats_keys=False)
-    half = decoder.cut(2)
-    assert kept_per_layer(decoder, kept, level="none") > kept_per_layer(half, kept, level="none")
-    assert kept_per_layer(decoder, kept, level="full") == kept_per_layer(half, kept, level="full") == 2 * 64
+    kept = ActivationSettings(level="none", every_layers=1, compute_bytes=2, repeats_keys=False)
+    half = decoder.split(2)
+    assert layer_activation_bytes(decoder, kept, level="none") > layer_activation_bytes(half, kept, level="none")
+    assert (
+        layer_activation_bytes(decoder, kept, level="full")
+        == layer_activation_bytes(half, kept, level="full")
+        == 2 * 64
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tensor_parallelism_cuts_what_the_models_plan_says(tp: int) -> None:
     shapes, layers = parameter_shapes(QWEN3, ModelConfig(path="m"))
-    cut = cut_by_tp(QWEN3, set().union(*layers))
+    cut = split_by_tp(QWEN3, set().union(*layers))
     assert {name.split(".")[-2] for name in cut} == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     }
-    size = model_size(shapes, layers, layout=ShardLayout(copy_ranks=4, tp=tp, cut_by_tp=cut))
+    size = model_size(shapes, layers, layout=ShardLayout(copy_ranks=4, tp=tp, split_by_tp=cut))
     assert size.largest_layer == (ATTENTION + MLP) // tp + NORMS
     whole = WHOLE - 4 * (ATTENTION + MLP)
     assert size.shard == (ATTENTION + MLP) + whole * tp // 4

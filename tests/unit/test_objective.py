@@ -15,7 +15,7 @@ from spmdrl.algo.aggregation import AGGREGATIONS
 from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.model.policy import TokenScores
+from spmdrl.model.policy import TokenLogprobs
 from tests.helpers import oracle
 from tests.helpers.corrections import CLIP, CUTS, MAX_RESPONSE_TOKENS, batch, random_columns
 
@@ -39,7 +39,7 @@ def with_reference(sequences: list[dict[str, Tensor]], cut: list[int], cfg: Loss
         micro_batch = dataclasses.replace(micro_batch, ref_logprobs=reference_of(micro_batch.old_logprobs))
         logprobs = now.clone().requires_grad_()
         entropy = torch.where(micro_batch.loss_mask, entropy_of(micro_batch.rollout_logprobs), 1.0).requires_grad_()
-        part = objective(TokenScores(logprobs, entropy), micro_batch).loss_sum
+        part = objective(TokenLogprobs(logprobs, entropy), micro_batch).loss_sum
         gradients = torch.autograd.grad(part, [logprobs, entropy])
         assert all((gradient[~micro_batch.loss_mask] == 0).all() for gradient in gradients)
         loss += float(part.detach())

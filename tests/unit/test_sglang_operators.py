@@ -18,11 +18,12 @@ from spmdrl.engine.sglang.layout import Share, held_weights
 from spmdrl.engine.sglang.options import launch_options
 from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import kernel_of_run, operators_of
-from spmdrl.model.policy import Policy, TokenScores
+from spmdrl.model.policy import Policy, TokenLogprobs
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, UserError
 from tests.helpers import kernels_on_cpu
@@ -58,7 +59,7 @@ def policy_of(model: PreTrainedModel, kernel: Kernel, *, dtype: torch.dtype = to
     return Policy(own, kernel=kernel, temperature=0.8, logits_chunk_tokens=chunk)
 
 
-def scored(policy: Policy, batch: MicroBatch) -> tuple[TokenScores, dict[str, torch.Tensor]]:
+def scored(policy: Policy, batch: MicroBatch) -> tuple[TokenLogprobs, dict[str, torch.Tensor]]:
     scores = policy(batch)
     (scores.logprobs[batch.loss_mask].sum() + 0.1 * scores.entropy.sum()).backward()
     return scores, {name: x.grad for name, x in policy.named_parameters() if x.grad is not None}
@@ -127,11 +128,12 @@ def test_attention_is_the_plain_one_and_has_its_gradient(
     )
     cu_seqlens = torch.tensor([0, *SEQLENS]).cumsum(0).int()
     sampled = torch.cat([torch.arange(n) >= prompt for n, prompt in zip(SEQLENS, PROMPTS, strict=True)])
-    plain = causal_attention(SequenceLayout(SEQLENS, cu_seqlens), "sdpa")(q, k, v, scale=0.3, window=None, sinks=None)
+    layer = AttentionLayer(index=0, scale=0.3)
+    plain = causal_attention(SequenceLayout(SEQLENS, cu_seqlens), "sdpa")(q, k, v, layer)
     layout = SequenceLayout(SEQLENS, cu_seqlens, sampled=sampled)
     kernels_on_cpu.in_portions_of(on_cpu, 9)
     kernel: Kernel = "sglang_fa3" if backend == "fa3" else "sglang_triton"
-    exact = causal_attention(layout, kernel)(q, k, v, scale=0.3, window=None, sinks=None)
+    exact = causal_attention(layout, kernel)(q, k, v, layer)
     torch.testing.assert_close(exact, plain, atol=1e-6, rtol=0)
     weights = torch.randn(exact.shape, generator=generator)
     for one, other in zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (exact, plain)), strict=True):
@@ -160,9 +162,9 @@ def test_rows_of_logits_fit_into_a_tile(chunk: int, on_cpu: pytest.MonkeyPatch) 
     on_cpu.setattr(sglang_kernels, "product", lambda x, *rest: (rows.append(len(x)), product(x, *rest))[1])
     on_cpu.setitem(logprobs.TILE_ELEMENTS, "cpu", 500)
     hidden, weight, targets = torch.randn(30, 16), torch.randn(100, 16), torch.arange(30)
-    scores = sglang_operators.next_token_scores(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
+    scores = sglang_operators.next_token_logprobs(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
     assert rows == [5] * 6
-    expected = logprobs.next_token_scores(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
+    expected = logprobs.next_token_logprobs(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -170,10 +172,10 @@ def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.M
     seen = [3, 1, 40, 2, 2, 9]
     for most in (1, 5, 12, 100):
         kernels_on_cpu.in_portions_of(on_cpu, most)
-        parts = list(sglang_attention._as_many_as_fit(seen))
+        parts = list(sglang_attention._parts_within_limit(seen))
         assert [i for part in parts for i in range(len(seen))[part]] == list(range(len(seen)))
         assert all(sum(seen[part]) <= most or part.stop - part.start == 1 for part in parts)
-    assert not list(sglang_attention._as_many_as_fit([]))
+    assert not list(sglang_attention._parts_within_limit([]))
 
 
 @pytest.mark.parametrize("released", ['["kv_cache"]', '["kv_cache", "cuda_graph"]'])
@@ -220,12 +222,12 @@ def test_models_that_sglang_computes_otherwise_are_refused(tmp_path: Path) -> No
         return list(sglang_operators.model_problems(AutoConfig.from_pretrained(path)))
 
     assert not refusals(save_qwen3(tmp_path / "qwen3"))
-    for save, sentence in ((save_llama, "not for llama"), (save_gemma3, "not for gemma3_text")):
+    for save, sentence in ((save_llama, "not llama"), (save_gemma3, "not gemma3_text")):
         assert [sentence in problem for problem in refusals(save(tmp_path / save.__name__))] == [True]
     scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     assert 'this model has "linear"' in refusals(save_qwen3(tmp_path / "rope", rope_parameters=scaled))[0]
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-    assert "no sliding windows" in refusals(save_qwen3(tmp_path / "sliding", **sliding))[0]
+    assert "does not support sliding windows" in refusals(save_qwen3(tmp_path / "sliding", **sliding))[0]
     assert "uses gelu" in refusals(save_qwen3(tmp_path / "gelu", hidden_act="gelu"))[0]
 
 
@@ -235,7 +237,7 @@ def test_heads_that_fa3_computes_in_two_ways_are_refused(
 ) -> None:
     config = AutoConfig.from_pretrained(save_qwen3(tmp_path, head_dim=head_dim))
     said = list(sglang_operators.attention_problems(config, backend))
-    assert len(said) == refused and all(f"those of this model have {head_dim}" in sentence for sentence in said)
+    assert len(said) == refused and all(f"this model's have {head_dim}" in sentence for sentence in said)
 
 
 def test_an_engine_without_kernels_on_a_device_has_none_there(tmp_path: Path) -> None:

@@ -72,14 +72,14 @@ def test_experts_are_dealt_evenly() -> None:
 
 def test_a_model_without_a_plan_is_refused() -> None:
     (without_tp,) = problems(OPTConfig(**SMALL), tp=2)
-    assert "no plan of how to split OPTForCausalLM" in without_tp and "set tp = 1" in without_tp
+    assert "no tp plan for OPTForCausalLM" in without_tp and "set tp = 1" in without_tp
     (without_ep,) = problems(LLAMA, ep=2)
-    assert "no plan of how to split LlamaForCausalLM" in without_ep and "set ep = 1" in without_ep
+    assert "no ep plan for LlamaForCausalLM" in without_ep and "set ep = 1" in without_ep
 
 
 def test_a_style_that_is_not_known_is_named() -> None:
     (sentence,) = problems(DeepseekV2Config(**SMALL, intermediate_size=64, n_routed_experts=4), tp=2)
-    assert 'DeepseekV2ForCausalLM asks for "mla_kv_a_proj" of model.layers.*.self_attn.kv_a_proj_with_mqa' in sentence
+    assert 'DeepseekV2ForCausalLM needs "mla_kv_a_proj" for model.layers.*.self_attn.kv_a_proj_with_mqa' in sentence
 
 
 def test_the_directory_is_asked_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ def test_linear_layers_that_compute_otherwise_are_not_split() -> None:
     model = AutoModelForCausalLM.from_config(LLAMA)
     model.model.layers[1].mlp.up_proj.__class__ = Scaled
     (sentence,) = split_problems(model, tp=2, ep=1)
-    assert '"colwise" of model.layers.*.mlp.up_proj' in sentence
+    assert '"colwise" for model.layers.*.mlp.up_proj' in sentence

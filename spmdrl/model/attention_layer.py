@@ -1,0 +1,27 @@
+"""The signature that every attention function here shares: (query, key, value, layer) -> result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """The properties of one attention layer, apart from its queries, keys and values."""
+
+    index: int  # place in the model
+    scale: float  # multiplies each product of a query and a key
+    window: int | None = None  # a token sees itself and window - 1 tokens before it; None: all before it
+    sinks: Tensor | None = None  # [H], one more logit in each softmax of a head, without a value; see sinks.py
+
+
+# Attention over the tokens that the model's caller passes, in transformers' layout: query [1, H, T, D], key and value
+# [1, K, T, D] with K dividing H; the result is [1, T, H, D].
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]
+
+# Causal attention of one rank over packed sequences: q [T, H, D], k and v [earlier + T, K, D] with K dividing H; the
+# result is [T, H, D]. `SequenceLayout` says which tokens form a sequence.
+CausalAttention = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]
