@@ -34,7 +34,8 @@ from spmdrl.checkpoint.tensors import LearnerState, num_bytes, tree_of
 from spmdrl.config import CheckpointConfig, ModelConfig, OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
+from spmdrl.learn.objective import SftObjective
 from spmdrl.model.load import load_policy
 
 SIZES: dict[str, dict[str, int]] = {
@@ -129,7 +130,7 @@ def learner_of(shape: dict[str, int], meshes: Meshes, folder: Path) -> Learner:
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     policy = load_policy(ModelConfig(path=str(folder / "model")), meshes.model, temperature=1.0)
-    learner = Learner.start(policy, OptimConfig(lr=1e-4), num_updates=1, dtype=torch.float32)
+    learner = Learner.start(policy, OptimConfig(lr=1e-4), SftObjective(), num_updates=1, dtype=torch.float32)
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     learner.optimizer.step()

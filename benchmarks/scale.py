@@ -42,8 +42,9 @@ from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.exchange import SequenceSize
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
@@ -120,7 +121,9 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
         model.save_pretrained(folder)
         meshes = build_meshes(world, parallel)
         policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
-        learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=1, dtype=torch.float32)
+        learner = Learner.start(
+            policy, OptimConfig(lr=1e-3), PolicyObjective(LossConfig()), num_updates=1, dtype=torch.float32
+        )
         mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)
         pack = PackConfig(max_tokens_per_micro_batch=BUDGET)
         everyones = [
@@ -135,7 +138,7 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
         with meter.phase("prepare"):
             batch = add_columns(batch, {"advantages": lambda m: m.rewards.float()}, meshes.training)
         with meter.phase("update"):
-            metrics = update(learner, batch.mini_batches, PolicyObjective(LossConfig()), meshes, step=1)
+            metrics = update(learner, batch.mini_batches, meshes, step=1)
         with meter.phase("metrics"):
             merge_over(meshes.training, metrics)
         with meter.phase("refit"):

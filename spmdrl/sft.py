@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.config import SftConfig
 from spmdrl.dist.collectives import failing_together
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import POLICY
 from spmdrl.learn.objective import SftObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.rollout.sampler import Sampler
@@ -33,8 +34,8 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         policy = load_policy(cfg.model, meshes.model, **run.scoring)
-    learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=run.dtype)
-    learners, objective = {POLICY: learner}, SftObjective()
+    learner = Learner.start(policy, cfg.optim, SftObjective(), num_updates=plan.num_updates, dtype=run.dtype)
+    learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
     steps = Steps(run, policy, saver, TrainerAlone(), Sampler())
@@ -47,7 +48,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
                     sequences = read_pairs(run, step)
                 batch = build_batch(sequences, plan, meshes, aggregation="token_mean")
             with steps.phase("update"):
-                updated = update(learner, batch.mini_batches, objective, meshes, step=step)
+                updated = update(learner, batch.mini_batches, meshes, step=step)
             values = steps.report(step, [batch.metrics, updated])
             steps.finish(step, values)
 

@@ -19,9 +19,8 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
-from spmdrl.learn.coefficients import next_coefficients
-from spmdrl.learn.learners import POLICY, objectives_of, start_learners
-from spmdrl.learn.limits import Guard
+from spmdrl.learn.coefficients import adapt_coefficients
+from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
@@ -53,12 +52,10 @@ def train(run: Launch[Config]) -> None:
     with report.span("load"):
         policy = load_policy(cfg.model, meshes.model, **run.scoring)  # every rank reads its own shards: FSDP2
         reference = load_reference(cfg.model, meshes.model, **run.scoring) if cfg.has_reference else None
-        learners = start_learners(policy, cfg, plan, meshes.model, dtype=run.dtype)
+        learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
     recorder = start_recorder(run, learners)
-    objectives = objectives_of(cfg, learners)
-    guards = {POLICY: Guard.of(cfg, meshes.training)}
     trainer = TrainerMemory(list(learners.values()), run.device, moves=cfg.offload.trainer)
     trainer.sleep()  # an engine may take its share of the free memory when it starts
     run.watch.enter("start engine")
@@ -89,19 +86,15 @@ def train(run: Launch[Config]) -> None:
                     batch = correct(batch, cfg, meshes)
                     batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
                 with steps.phase("update"):  # until here a step can be abandoned: nothing has changed
-                    updated = [
-                        update(learner, batch.mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
-                        for name, learner in learners.items()
-                    ]
-            recorder.save_fingerprints(step, batch.mini_batches, merge_all(updated))
+                    updates = [update(x, batch.mini_batches, meshes, step=step) for x in learners.values()]
+            recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))
             with report.span("refit"):
                 handover.refit(version=step)
             steps.evaluate(step)
             samples = sample_rows(rewarded, batch.advantages, run.inputs.tokenizer)
-            metrics = [collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updated]
+            metrics = [collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updates]
             values = steps.report(step, metrics, samples=samples)
-            coefficients = learners[POLICY].coefficients
-            coefficients.update(next_coefficients(coefficients, values, cfg, rollouts=plan.rollouts_per_step))
+            adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
             steps.finish(step, values)
 
 

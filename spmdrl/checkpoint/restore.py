@@ -20,7 +20,7 @@ from spmdrl.checkpoint.tensors import LearnerState, Tree, in_chunks, tree_of
 from spmdrl.checkpoint.write import COLLECTOR, STATE, kind_of_optimizer
 from spmdrl.config import OptimConfig
 from spmdrl.dist.collectives import failing_together
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 from spmdrl.model.policy import PackedModel
 from spmdrl.types import UserError
 

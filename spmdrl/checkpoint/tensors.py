@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_unflatten
 
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 from spmdrl.model.host_memory import HostBuffers
 
 Tree = dict[str, Any]

@@ -31,7 +31,7 @@ from spmdrl.checkpoint.tensors import LearnerState, Tree, copy_to_host, in_chunk
 from spmdrl.config import CheckpointConfig, Config, OptimConfig, SftConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError

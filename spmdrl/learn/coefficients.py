@@ -25,14 +25,14 @@ def starting_coefficients(cfg: Config) -> dict[str, float]:
     return coefficients
 
 
-def next_coefficients(
-    coefficients: Mapping[str, float], values: Mapping[str, float], cfg: Config, *, rollouts: int
-) -> dict[str, float]:
-    """Those that change after a step of so many rollouts whose metrics over all ranks are `values`.
+def adapt_coefficients(
+    coefficients: dict[str, float], values: Mapping[str, float], cfg: Config, *, rollouts: int
+) -> None:
+    """Change those with a target, after a step of so many rollouts whose metrics over all ranks are `values`.
 
-    A step without any prompt group has nothing to say.
+    A step without any prompt group changes nothing.
     """
-    return dict(_adapted(coefficients, values, cfg, rollouts))
+    coefficients.update(_adapted(coefficients, values, cfg, rollouts))
 
 
 def _adapted(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.algo.seeds import uniform
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
 from spmdrl.types import FILLING, MiniBatch

@@ -9,7 +9,7 @@ from spmdrl.algo.metrics import Metrics
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write

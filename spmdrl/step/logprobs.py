@@ -12,8 +12,8 @@ from spmdrl.config import Config
 from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import CRITIC, POLICY
-from spmdrl.learn.update import Learner
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import Batch

@@ -20,8 +20,9 @@ from spmdrl.config import CorrectionConfig, LossConfig, ModelConfig, OptimConfig
 from spmdrl.config.plan import Plan, needs_old_logprobs, parallel_problems
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
 from spmdrl.model.logprobs import next_token_logprobs
 from spmdrl.model.policy import Policy
@@ -237,9 +238,9 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         batch_of_case = build_batch(mine, plan, meshes, aggregation=learning.aggregation)
-        learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
+        learner = Learner.start(policy, optim, learning.objective, num_updates=num_updates, dtype=torch.float32)
         mini_batches = learning.prepare(batch_of_case, policy, model, meshes).mini_batches
-        metrics = update(learner, mini_batches, learning.objective, meshes, step=1)
+        metrics = update(learner, mini_batches, meshes, step=1)
         return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
 
     _, gradients = trained(OptimConfig(name=f"{__name__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30), 1)

@@ -27,8 +27,7 @@ from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
-from spmdrl.learn.learners import POLICY, objectives_of, start_learners
-from spmdrl.learn.limits import Guard
+from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
@@ -81,14 +80,12 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
     policy = load_policy(cfg.model, meshes.model, **run.scoring)
     reference = load_reference(cfg.model, meshes.model, **run.scoring) if cfg.has_reference else None
-    learners = start_learners(policy, cfg, plan, meshes.model, dtype=run.dtype)
+    learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
         checkpoint.require_whole(before, meshes.training, remedy="replay another step")
     checkpoint.restore(folder.checkpoints, learners, meshes.training, step=step - 1)
-    objectives = objectives_of(cfg, learners)
-    guards = {POLICY: Guard.of(cfg, meshes.training)}
-    witness = GradientHooks(learners)
+    hooks = GradientHooks(learners)
 
     # On as many ranks as trained, each takes what it had then.
     collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
@@ -99,11 +96,8 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
     batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
-    updated = [
-        update(learner, batch.mini_batches, objectives[name], meshes, step=step, guard=guards.get(name))
-        for name, learner in learners.items()
-    ]
-    return gather_objects(meshes.training, witness.take(batch.mini_batches, merge_all(updated)))
+    updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
+    return gather_objects(meshes.training, hooks.take(batch.mini_batches, merge_all(updates)))
 
 
 def _settings(part: Recording) -> tuple[Config, Plan]:

@@ -19,8 +19,9 @@ from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.restart import Restarts
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.client import Pending
@@ -93,7 +94,9 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 return found
             engine = run.enter(closing(start_engine(run)))
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
-            learner = Learner.start(policy, cfg.optim, num_updates=plan.num_updates, dtype=torch.float32)
+            learner = Learner.start(
+                policy, cfg.optim, PolicyObjective(cfg.loss), num_updates=plan.num_updates, dtype=torch.float32
+            )
             refit = Refit(policy, engine, meshes, cfg.refit, dtype=torch.float32)
             sampler = start_sampler(run, engine, Restarts(meshes.training, None, message=print))
             assert isinstance(engine, RemoteEngine) == (world.num_ranks > 1)
@@ -110,7 +113,7 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 sequences = to_sequences(rewarded, meshes.training)
                 batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
                 mini_batches = completed(batch, meshes, policy).mini_batches
-                update(learner, mini_batches, PolicyObjective(cfg.loss), meshes, step=step)
+                update(learner, mini_batches, meshes, step=step)
                 refit(version=step)
             sampler.dismiss()
             found["weights"] = {

@@ -13,8 +13,9 @@ from spmdrl.config import OffloadConfig, OptimConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.memory.device import GIB, MemoryPlan
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import Moves, TrainerMemory
@@ -41,12 +42,14 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(path: str, meshes: Meshes) -> Learner:
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-    return Learner.start(policy, OptimConfig(lr=1e-3), num_updates=4, dtype=torch.bfloat16)
+    return Learner.start(
+        policy, OptimConfig(lr=1e-3), PolicyObjective(loss_config()), num_updates=4, dtype=torch.bfloat16
+    )
 
 
 def train(learner: Learner, meshes: Meshes, *, step: int) -> None:
     batch = build_batch(random_sequences(8, seed=step), plan_for(8, 1), meshes, aggregation="token_mean")
-    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, meshes, step=step)
 
 
 def no_span(_: str) -> AbstractContextManager[None]:

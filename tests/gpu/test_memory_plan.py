@@ -13,8 +13,9 @@ from transformers import AutoConfig
 from spmdrl.config import OptimConfig, ReportConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
@@ -66,7 +67,7 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
 def start(path: str, meshes: Meshes, *, state_on_host: bool = False, level: str = "none") -> Learner:
     policy = load_policy(model_config(path, gradient_checkpointing=level), meshes.model, temperature=1.0)
     optim = OptimConfig(lr=1e-3, weight_decay=0.1, state_on_host=state_on_host)
-    return Learner.start(policy, optim, num_updates=4, dtype=torch.bfloat16)
+    return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.bfloat16)
 
 
 def train(learner: Learner, meshes: Meshes, *, step: int, count: int = 8, max_tokens: int = 40) -> int:
@@ -74,7 +75,7 @@ def train(learner: Learner, meshes: Meshes, *, step: int, count: int = 8, max_to
     sequences = random_sequences(count, seed=step, max_tokens=max_tokens)
     plan = plan_for(count, 1, max_sequence_tokens=max_tokens, max_tokens_per_micro_batch=8192)
     batch = build_batch(sequences, plan, meshes, aggregation="token_mean")
-    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, meshes, step=step)
     return max(len(micro_batch.token_ids) for mini_batch in batch.mini_batches for micro_batch in mini_batch)
 
 

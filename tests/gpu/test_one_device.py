@@ -15,8 +15,9 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sampling import _cumulative
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective, ValueObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.load import load_critic, load_policy, load_reference
@@ -72,9 +73,9 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-        learner = Learner.start(policy, optim, num_updates=1, dtype=getattr(torch, dtype))
+        learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=getattr(torch, dtype))
         mini_batches = completed(batch, meshes, policy, reference).mini_batches
-        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
+        metrics = update(learner, mini_batches, meshes, step=1)
         weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}
@@ -102,14 +103,16 @@ def test_a_critic_learns_in_float32_beside_layers_in_bfloat16(qwen3: str, change
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         critic = load_critic(model_config(qwen3, compute_dtype="bfloat16", **changes), meshes.model)
-        learner = Learner.start(critic, OptimConfig(lr=1e-3), num_updates=8, dtype=torch.bfloat16, area="critic")
+        learner = Learner.start(
+            critic, OptimConfig(lr=1e-3), ValueObjective(math.inf), num_updates=8, dtype=torch.bfloat16, area="critic"
+        )
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         losses = []
         for step in range(1, 9):
             returns = {"returns": lambda micro_batch: torch.where(micro_batch.loss_mask, 1.0, 0.0)}
             asked = add_columns(batch, {"values": critic} | returns, meshes.training)
             assert all(m.values is not None and m.values.dtype == torch.float32 for m in asked.micro_batches)
-            metrics = update(learner, asked.mini_batches, ValueObjective(math.inf), meshes, step=step)
+            metrics = update(learner, asked.mini_batches, meshes, step=step)
             losses.append(metrics["critic/loss"].value())
         assert losses[0] == pytest.approx(0.5) and losses[-1] < 0.5 * losses[0]
         del critic, learner

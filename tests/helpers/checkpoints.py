@@ -8,7 +8,7 @@ from pathlib import Path
 from spmdrl.checkpoint import Saver
 from spmdrl.config import CheckpointConfig
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 
 
 def save_and_wait(folder: str | Path, learners: Mapping[str, Learner], meshes: Meshes, *, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.learn.update import Learner
+from spmdrl.learn.learner import Learner
 
 MIB = 2**20
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
@@ -21,7 +22,7 @@ COUNT = 8
 def start_learner(path: str, meshes: Meshes) -> Learner:
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
     optim = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
-    return Learner.start(policy, optim, num_updates=4, dtype=torch.float32)
+    return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
 
 
 def update_once(learner: Learner, meshes: Meshes, *, step: int) -> None:
@@ -29,7 +30,7 @@ def update_once(learner: Learner, meshes: Meshes, *, step: int) -> None:
     first = meshes.training.get_local_rank() * share
     mine = random_sequences(COUNT, seed=step)[first : first + share]
     batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
-    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, meshes, step=step)
 
 
 def full_state(learner: Learner) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.step.batch import build_batch
 from spmdrl.types import Sequence
@@ -53,9 +54,11 @@ def _trained_with(
         the_plan = plan_for(count, world.num_ranks, **(plan or {}))
         mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
         batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
-        learner = Learner.start(policy, the_optim, num_updates=the_plan.num_updates, dtype=dtype)
+        learner = Learner.start(
+            policy, the_optim, PolicyObjective(losses), num_updates=the_plan.num_updates, dtype=dtype
+        )
         mini_batches = completed(batch, meshes, policy, reference).mini_batches
-        metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
+        metrics = update(learner, mini_batches, meshes, step=1)
         weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}

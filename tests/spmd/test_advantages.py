@@ -20,9 +20,10 @@ from spmdrl.config import Config, OptimConfig, ParallelConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.limits import Guard
+from spmdrl.learn.learner import Learner
+from spmdrl.learn.limits import Limits
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import add_advantages
@@ -313,12 +314,16 @@ def _stopped(path: str, folder: str) -> Any:
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
             start = {"entropy_coef": 0.25}
             learner = Learner.start(
-                policy, OptimConfig(name="sgd", lr=1.0), num_updates=2, dtype=torch.float32, coefficients=start
+                policy,
+                OptimConfig(name="sgd", lr=1.0),
+                objective,
+                num_updates=2,
+                dtype=torch.float32,
+                limits=Limits(mesh=meshes.training, stop_kl_nats=stop),
+                coefficients=start,
             )
             prepared = completed(batch, meshes, policy).mini_batches[:kept]
-            metrics = update(
-                learner, prepared, objective, meshes, step=1, guard=Guard(mesh=meshes.training, stop_kl_nats=stop)
-            )
+            metrics = update(learner, prepared, meshes, step=1)
             weights = torch.cat([p.full_tensor().detach().flatten() for p in policy.parameters()])  # type: ignore[attr-defined]
             left_out = metrics["update/left_out_fraction"].value() if stop else 0.0
             results.append((weights, left_out, metrics["update/k3_old_nats"].value()))

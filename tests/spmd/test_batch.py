@@ -32,7 +32,7 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
         meshes = build_meshes(world)
         cuts = []
         for num_groups in numbers_of_groups:
-            # Groups were drawn by chance: the last rank has most of them.
+            # Engines took groups by chance: the last rank has most of them.
             sequences = random_sequences(num_groups * GROUP_SIZE)
             mine = [s for s in sequences if min(s.index // GROUP_SIZE, world.num_ranks - 1) == world.rank]
             the_plan = plan_for(PLANNED_GROUPS * GROUP_SIZE, world.num_ranks, **plan)
@@ -43,12 +43,12 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
             ]
             cuts.append((cut, scalars(batch.metrics)))
             if not num_groups:
-                idle: Any = SimpleNamespace(frozen_steps=0)
+                idle: Any = SimpleNamespace(frozen_steps=0, limits=None)
                 cfg = groups_config(loss={"kind": "kl_cov", "updates_per_step": 2}, correction={"reject": "token"})
                 batch = add_logprobs(batch, {"policy": idle}, None, cfg, meshes)
                 batch = correct(add_advantages(batch, cfg, {}, meshes), cfg, meshes)
                 batch = choose_tokens(batch, cfg.loss, meshes, seed=0)
-                assert update(idle, batch.mini_batches, None, meshes, step=2) == {}  # type: ignore[arg-type]
+                assert update(idle, batch.mini_batches, meshes, step=2) == {}
         return cuts
 
 

@@ -13,9 +13,10 @@ from spmdrl.config import LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.limits import Guard
+from spmdrl.learn.learner import Learner
+from spmdrl.learn.limits import Limits
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from spmdrl.step.correction import correct
@@ -53,15 +54,20 @@ def _steps(
             plan = plan_for(SEQUENCES, world.num_ranks, updates_per_step=num_updates, num_updates=num_updates)
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
             optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-            learner = Learner.start(policy, optim, num_updates=num_updates, dtype=torch.float32)
+            cfg = groups_config(correction=case)
+            learner = Learner.start(
+                policy,
+                optim,
+                PolicyObjective(LossConfig(), correction=cfg.correction),
+                num_updates=num_updates,
+                dtype=torch.float32,
+                limits=Limits(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True),
+            )
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-            cfg = groups_config(correction=case)
             batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)
             batch = correct(batch, cfg, meshes)
-            objective = PolicyObjective(LossConfig(), correction=cfg.correction)
-            guard = Guard(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True)
-            updated = update(learner, batch.mini_batches, objective, meshes, step=1, guard=guard)
+            updated = update(learner, batch.mini_batches, meshes, step=1)
             metrics = merge_over(meshes.training, updated)
             weights = {name: p.full_tensor().detach() for name, p in policy.model.named_parameters()}
             (worst,) = worst_tokens(metrics).values()
@@ -89,21 +95,26 @@ def test_a_correction_does_not_depend_on_the_number_of_ranks(qwen3: str) -> None
 
 
 def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[str, bool]:
-    """What this rank's guard said, and whether the weights are what they were."""
+    """What this rank's limits said, and whether the weights are what they were."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         cfg = groups_config(correction=case)
         plan = plan_for(SEQUENCES, world.num_ranks)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         before = [p.full_tensor().detach().clone() for p in policy.parameters()]
-        learner = Learner.start(policy, OptimConfig(lr=0.1), num_updates=1, dtype=torch.float32)
+        learner = Learner.start(
+            policy,
+            OptimConfig(lr=0.1),
+            PolicyObjective(LossConfig(), correction=cfg.correction),
+            num_updates=1,
+            dtype=torch.float32,
+            limits=Limits(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True),
+        )
         batch = build_batch(random_sequences(SEQUENCES)[world.rank :: 2], plan, meshes, aggregation="token_mean")
         batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)
-        guard = Guard(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True)
-        objective = PolicyObjective(LossConfig(), correction=cfg.correction)
         said = ""
         try:
-            update(learner, batch.mini_batches, objective, meshes, step=1, guard=guard)
+            update(learner, batch.mini_batches, meshes, step=1)
         except TrainingDiverged as error:
             said = str(error)
         after = [p.full_tensor().detach() for p in policy.parameters()]

@@ -15,7 +15,7 @@ from spmdrl.config import Config, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.learners import objectives_of, start_learners
+from spmdrl.learn.learners import start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
@@ -58,15 +58,12 @@ def _trained(cfg: Config, layouts: list[dict[str, int]]) -> list[Any]:
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
             batch = dataclasses.replace(batch, metrics={})  # those of packing depend on the layout
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
-            learners = start_learners(policy, cfg, plan, meshes.model, dtype=torch.float32)
-            objectives = objectives_of(cfg, learners)
+            learners = start_learners(policy, cfg, plan, meshes, dtype=torch.float32)
             history = []
             for step in range(1, STEPS + 1):
                 prepared = add_logprobs(batch, learners, None, cfg, meshes)
                 prepared = add_advantages(prepared, cfg, {}, meshes)
-                updated = [
-                    update(learners[x], prepared.mini_batches, objectives[x], meshes, step=step) for x in learners
-                ]
+                updated = [update(learners[x], prepared.mini_batches, meshes, step=step) for x in learners]
                 history.append(scalars(merge_over(meshes.training, merge_all([prepared.metrics, *updated]))))
             columns = [
                 everywhere([(getattr(m, name), m) for m in prepared.micro_batches], meshes)
@@ -139,8 +136,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
             random_sequences(COUNT)[world.rank :: world.num_ranks], plan, meshes, aggregation="constant"
         )
         policy = load_policy(cfg.model, meshes.model, temperature=1.0)
-        learners = start_learners(policy, cfg, plan, meshes.model, dtype=torch.float32)
-        objectives = objectives_of(cfg, learners)
+        learners = start_learners(policy, cfg, plan, meshes, dtype=torch.float32)
         checkpoint.restore(Path(folder), learners, meshes.training, step=first - 1)
         trainer = TrainerMemory(list(learners.values()), world.device, moves=moves)
         have_state = []
@@ -149,7 +145,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
             prepared = add_logprobs(batch, learners, None, cfg, meshes)
             prepared = add_advantages(prepared, cfg, {}, meshes)
             for name in learners:
-                update(learners[name], prepared.mini_batches, objectives[name], meshes, step=step)
+                update(learners[name], prepared.mini_batches, meshes, step=step)
             trainer.sleep()
             asleep = trainer.asleep_bytes
             trainer.wake()

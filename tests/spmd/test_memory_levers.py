@@ -14,8 +14,9 @@ from spmdrl import checkpoint
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import decoder_layers, load_policy
 from spmdrl.model.offload import TrainerMemory
@@ -49,7 +50,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _start(path: str, meshes: Meshes, optim: dict[str, Any], **model: Any) -> Learner:
     policy = load_policy(model_config(path, **model), meshes.model, temperature=0.8)
-    return Learner.start(policy, OptimConfig(**optim), num_updates=4, dtype=torch.float32)
+    return Learner.start(
+        policy, OptimConfig(**optim), PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32
+    )
 
 
 def _update(learner: Learner, world: World, meshes: Meshes, *, step: int) -> None:
@@ -58,7 +61,7 @@ def _update(learner: Learner, world: World, meshes: Meshes, *, step: int) -> Non
     mine = random_sequences(COUNT, seed=step, max_tokens=80)[world.rank * share : (world.rank + 1) * share]
     plan = plan_for(COUNT, world.num_ranks, max_sequence_tokens=80, max_tokens_per_micro_batch=160)
     batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-    update(learner, completed(batch, meshes).mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+    update(learner, completed(batch, meshes).mini_batches, meshes, step=step)
 
 
 def _state(learner: Learner) -> dict[str, Tensor]:

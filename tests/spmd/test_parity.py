@@ -11,8 +11,9 @@ from torch import Tensor
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
@@ -109,12 +110,14 @@ def _overflowing(path: str) -> Any:
         policy = load_policy(model_config(path, compute_dtype="float16"), meshes.model, temperature=1.0)
         mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
         batch = completed(build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean"), meshes)
-        learner = Learner.start(policy, OptimConfig(name="sgd", lr=1.0), num_updates=40, dtype=torch.float16)
+        learner = Learner.start(
+            policy, OptimConfig(name="sgd", lr=1.0), PolicyObjective(loss_config()), num_updates=40, dtype=torch.float16
+        )
         learner.loss_scale.scale = 2.0**40
         before = [p.to_local().clone() for p in policy.parameters()]
         history = []
         for step in range(1, 41):
-            metrics = update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+            metrics = update(learner, batch.mini_batches, meshes, step=step)
             unchanged = all(torch.equal(a, p.to_local()) for a, p in zip(before, policy.parameters(), strict=True))
             history.append((metrics["update/overflow_fraction"].value(), unchanged))
             if not unchanged:

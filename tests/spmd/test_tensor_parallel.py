@@ -13,8 +13,9 @@ from spmdrl import checkpoint
 from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Learner, update
+from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import build_batch
@@ -83,9 +84,9 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
     batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-    learner = Learner.start(policy, optim, num_updates=1, dtype=torch.float32)
+    learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=torch.float32)
     mini_batches = completed(batch, meshes, policy, reference).mini_batches
-    metrics = update(learner, mini_batches, PolicyObjective(losses), meshes, step=1)
+    metrics = update(learner, mini_batches, meshes, step=1)
     return full_weights(policy), {name: metric.value() for name, metric in metrics.items()}
 
 
@@ -163,14 +164,16 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
         for folder, parallel, start, end in runs:
             meshes = build_meshes(world, ParallelConfig(**parallel))
             policy = load_policy(model_config(path), meshes.model, temperature=0.8)
-            learner = Learner.start(policy, OptimConfig(lr=1e-3), num_updates=end, dtype=torch.float32)
+            learner = Learner.start(
+                policy, OptimConfig(lr=1e-3), PolicyObjective(loss_config()), num_updates=end, dtype=torch.float32
+            )
             mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
             batch = completed(
                 build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean"), meshes
             )
             checkpoint.restore(folder, {"policy": learner}, meshes.training, step=start)
             for step in range(start + 1, end + 1):
-                update(learner, batch.mini_batches, PolicyObjective(loss_config()), meshes, step=step)
+                update(learner, batch.mini_batches, meshes, step=step)
                 save_and_wait(folder, {"policy": learner}, meshes, step=step)
             weights.append(
                 {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
