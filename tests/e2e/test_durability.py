@@ -236,7 +236,7 @@ def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) 
     assert "Traceback" not in stopped.stderr
     assert "step-00000006: __1_0.distcp is truncated" in stopped.stderr
     assert "step-00000005: __0_0.distcp was changed" in stopped.stderr
-    assert "resume.allow_older = true to go on from step 4" in stopped.stderr
+    assert "resume.allow_older = true to resume from step 4" in stopped.stderr
     assert_same_run(launch(folder, "damaged", 2, "resume.allow_older=true"), straight)
     assert {path.name for path in (run / "checkpoints").glob("*.*")} == {
         "step-00000005.broken",
