@@ -19,6 +19,7 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
+from spmdrl.engine.kinds import start_engine
 from spmdrl.learn.coefficients import next_coefficients
 from spmdrl.learn.learners import POLICY, objectives_of, start_learners
 from spmdrl.learn.limits import Guard
@@ -32,7 +33,7 @@ from spmdrl.replay.recorder import start_recorder
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
-from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.rollout.start import start_sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.step.handover import start_handover

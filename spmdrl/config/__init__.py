@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.algo.formula import LossKind
 from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.config.engines import ENGINES, engine_name_problems, engine_setting_problems
 from spmdrl.types import UserError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -170,9 +171,10 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["torch", "sglang"] = "torch"
+    engine: str = "torch"
     """`torch` is the embedded continuous-batching engine; it runs wherever torch does. `sglang` is SGLang, started by
-    the ranks on their own devices; `make setup-sglang` installs it."""
+    the ranks on their own devices; `make setup-sglang` installs it. `file.py:Class` or `package.module:Class` is an
+    engine of yours: see `docs/extending.md`."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: every rank trains and holds an engine, in turns. `disaggregated`: the last `num_ranks` ranks hold
     engines and the others train, at the same time. See `docs/disaggregated.md`."""
@@ -227,13 +229,6 @@ class RolloutConfig(Section):
     Under `partial`, a group with older tokens is sampled again from its prompt."""
 
     @model_validator(mode="after")
-    def _settings_belong_to_the_engine(self) -> RolloutConfig:
-        for setting in _SGLANG_SETTINGS:
-            if self.engine == "torch" and getattr(self, setting) != type(self).model_fields[setting].default:
-                raise ValueError(f'{setting} has no meaning for engine = "torch"; remove it')
-        return self
-
-    @model_validator(mode="after")
     def _settings_belong_together(self) -> RolloutConfig:
         def is_set(name: str) -> bool:
             return getattr(self, name) != type(self).model_fields[name].default
@@ -282,16 +277,6 @@ _SGLANG_KEEPS_EXACT = {
     "schedule_conservativeness",
     "schedule_policy",
 }
-_SGLANG_SETTINGS = (
-    "tp_size",
-    "memory_fraction",
-    "max_kv_tokens",
-    "chunked_prefill_tokens",
-    "attention_backend",
-    "cuda_graphs",
-    "restart_engine",
-    "sglang",
-)
 
 
 class RefitConfig(Section):
@@ -1216,17 +1201,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _weights_travel_where_there_is_a_way(self) -> Config:
-        if self.rollout.engine == "torch" and self.refit.transport != "auto":
-            raise ValueError(f'refit.transport = "{self.refit.transport}" has no meaning for rollout.engine = "torch"')
+    def _engine_is_known(self) -> Config:
+        for problem in engine_name_problems(self.rollout.engine):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_engine(self) -> Config:
+        if self.rollout.engine in ENGINES:  # the facts of other engines take loading them: see `engine_problems`
+            for problem in engine_setting_problems(self, ENGINES[self.rollout.engine][1]):
+                raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
     def _the_engine_has_what_it_gives_back(self) -> Config:
-        if self.rollout.engine == "torch" and "cuda_graph" in self.offload.engine:
-            raise ValueError(
-                'offload.engine names "cuda_graph", but rollout.engine = "torch" has no CUDA graphs; leave it out'
-            )
         if not self.rollout.cuda_graphs and "cuda_graph" in self.offload.engine:
             raise ValueError('offload.engine names "cuda_graph", but rollout.cuda_graphs = false; leave it out')
         return self

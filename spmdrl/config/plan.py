@@ -36,7 +36,7 @@ class Plan:
     checkpoint_every: int  # steps; 0: never
     export_every: int  # steps; 0: never, but perhaps at the end
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
-    max_draws: int = 0  # prompt groups drawn in a step at most, over all ranks
+    max_groups: int = 0  # prompt groups opened in a step at most, over all ranks
     cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
     cost_per_squared_token: int = 0
     ranks_per_share: int = 1  # neighbours that train on the same sequences
@@ -138,7 +138,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         checkpoint_every=cfg.checkpoint.every,
         export_every=cfg.export.every,
         extra_groups=extra_groups,
-        max_draws=(
+        max_groups=(
             int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
         ),
         ranks_per_share=ranks_per_share,

@@ -29,7 +29,7 @@ from spmdrl.model.load import (
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.rollout.start import check_engine
+from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import Prompt, UserError
@@ -140,7 +140,9 @@ def _check_attention(cfg: ModelConfig) -> None:
 def _check_engine(cfg: Config | SftConfig, model_config: Any, stops: frozenset[int] | None, num_ranks: int) -> None:
     if isinstance(cfg, Config):
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        check_engine(cfg, model_config, stops, num_ranks=num_ranks, device_type=device_type)
+        problems = sampling_problems(cfg, model_config, stops, num_ranks=num_ranks, device_type=device_type)
+        if sentences := list(problems):
+            raise UserError("\n".join(sentences))
 
 
 def _check_true_on_policy(cfg: Config | SftConfig, model_config: Any) -> None:

@@ -15,6 +15,7 @@ from spmdrl.rewards.scorer import Scorer
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 
 Pending = tuple[Rollout, "Future[RewardOutcome]"]
+Rewarded = tuple[Rollout, RewardOutcome]
 
 
 class RewardClient:
@@ -34,7 +35,7 @@ class RewardClient:
         """Start scoring a finished rollout."""
         return rollout, self._scorer.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))
 
-    def collect(self, pending: Iterable[Pending]) -> list[tuple[Rollout, RewardOutcome]]:
+    def collect(self, pending: Iterable[Pending]) -> list[Rewarded]:
         """Wait for the rewards; one that cannot be computed is 0 and says why."""
         return [(rollout, future.result()) for rollout, future in pending]
 
@@ -49,8 +50,8 @@ class RewardClient:
         self._scorer.close()
 
 
-def judged(rollout: Rollout, outcome: RewardOutcome) -> Pending:
-    """A rollout whose reward is known already."""
+def already_rewarded(rollout: Rollout, outcome: RewardOutcome) -> Pending:
+    """Wrap a rollout whose reward is known already."""
     future: Future[RewardOutcome] = Future()
     future.set_result(outcome)
     return rollout, future

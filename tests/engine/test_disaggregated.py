@@ -18,16 +18,17 @@ from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.kinds import start_engine
+from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Learner, update
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
-from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.rollout.start import start_sampler
 from spmdrl.step.batch import build_batch, to_sequence
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.score import score_groups

@@ -52,7 +52,7 @@ def test_a_budget_must_hold_the_longest_sequence(tmp_path: Path) -> None:
 def test_how_many_groups_may_be_drawn(tmp_path: Path) -> None:
     def drawn(*overrides: str) -> tuple[int, int]:
         plan = make_plan(config(tmp_path, "rollout.prompts_per_step=30", *overrides), num_ranks=1)
-        return plan.extra_groups, plan.max_draws
+        return plan.extra_groups, plan.max_groups
 
     assert drawn() == (0, 30)
     assert drawn("rollout.oversample_fraction=0.1") == (3, 33)
