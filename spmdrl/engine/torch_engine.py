@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching with a KV cache on the transformers model itself.
 
-It starts in a second, runs wherever torch does, and is what other engines are compared with.
+It starts in a second and runs wherever torch does. Other engines are tested against it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class _Running:
 
     @property
     def num_sampled(self) -> int:
-        """Response tokens so far, with those of an earlier request that this one goes on from."""
+        """The response tokens so far, with those of an earlier request that this one continues."""
         return len(self.request.response_ids) + len(self.token_ids)
 
     @property
     def context(self) -> tuple[int, ...]:
-        """What the first token that is sampled here comes after."""
+        """The tokens before the first one that is sampled here."""
         return self.request.prompt_ids + self.request.response_ids
 
     def finish_reason(self) -> FinishReason | None:
@@ -239,7 +239,7 @@ class TorchEngine(RolloutEngine):
         return self._weights
 
     def _reserve(self, runs: Sequence[_Running], *, num_rows: int) -> None:
-        """Make the cache large enough for these, and for `num_rows` rows if that many may run."""
+        """Make the cache large enough for these runs, and for `num_rows` rows if so many may run."""
         longest = max(len(run.request.prompt_ids) + run.request.max_response_tokens for run in runs)
         if self._cache is None:
             self._cache = _Cache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
@@ -272,7 +272,7 @@ class TorchEngine(RolloutEngine):
 
     @torch.inference_mode()
     def _decode(self, last: Tensor) -> Tensor:
-        """One more token for every row: last is [n] int64, the result [n, V]."""
+        """Compute the logits [n, V] of the token after `last` [n] int64 in every row."""
         assert self._cache is not None
         attend, positions = self._cache.begin_decode(self._attend_to_cache)
         return self.model(
@@ -280,7 +280,7 @@ class TorchEngine(RolloutEngine):
         ).logits[0]
 
     def _compact(self, unfinished: list[bool]) -> list[int]:
-        """Keep the unfinished rows, as rows 0, 1, ...: holes are filled from the end. Returns the old row of each."""
+        """Keep the unfinished rows as rows 0, 1, ..., filling holes from the end; return the old row of each."""
         assert self._cache is not None
         num_kept = sum(unfinished)
         kept = list(range(num_kept))
@@ -312,7 +312,7 @@ class TorchEngine(RolloutEngine):
 
 
 def _admit(waiting: deque[_Running], num_free: int) -> list[_Running]:
-    """Take from the front what fits into the free rows and into one prefill, at least one request."""
+    """Take requests from the front that fit into the free rows and one prefill; always at least one."""
     admitted: list[_Running] = []
     prompts: set[tuple[int, ...]] = set()
     while waiting and len(admitted) < num_free:
@@ -338,7 +338,7 @@ class _Cache:
         self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
     def grow(self, num_rows: int, capacity: int) -> None:
-        """Make room for so many rows of so many tokens; what the rows in use hold is kept."""
+        """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
         layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
         shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
         used, longest = len(self._lengths), max(self._lengths, default=0)
@@ -352,11 +352,11 @@ class _Cache:
         return larger
 
     def holds(self, num_rows: int, capacity: int) -> bool:
-        """Whether so many rows of so many tokens fit."""
+        """Return True when `num_rows` rows of `capacity` tokens fit."""
         return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
 
     def begin_prefill(self, packed: Any, *, starts: list[int], sequences: list[int], first_row: int) -> Any:
-        """An `attend` that runs `packed` and stores its keys and values.
+        """Return an `attend` that runs `packed` and stores its keys and values.
 
         Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
         """
@@ -389,7 +389,7 @@ class _Cache:
         return attend
 
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Any, Tensor]:
-        """(an `attend` for one new token per row, those tokens' positions [n] int64)."""
+        """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
         shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
@@ -422,7 +422,7 @@ class _Cache:
         return attend, positions
 
     def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Raise UserError when these, each [1, K, T, D], are not all that the layer stores, or do not fit."""
+        """Raise UserError when a layer stores keys and values [1, K, T, D] more than once, or of another size."""
         if layer in self._stored:
             raise UserError(
                 _cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")

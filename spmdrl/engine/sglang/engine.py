@@ -41,7 +41,7 @@ class SGLangEngine(RolloutEngine):
     naming: Naming = "checkpoint"
 
     def __init__(self, options: SGLangOptions, mesh: DeviceMesh, *, model_config: Any, transport: Transport) -> None:
-        """Start the engine; returns on every rank of the mesh when it is ready. Raises EngineDied on the first rank
+        """Start the engine, and return on every rank of the mesh when it is ready. Raises EngineDied on the first rank
         when it did not start."""
         super().__init__(torch.device(mesh.device_type if transport == "cuda_ipc" else "cpu"))
         self.leads = mesh.get_local_rank() == 0
@@ -132,7 +132,7 @@ class SGLangEngine(RolloutEngine):
         return process
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
-        """Raises EngineDied, within seconds, when a process of the engine ends."""
+        """Raise EngineDied, within seconds, when a process of the engine ends."""
         if self._process is None:
             return
         assert self.version >= 0, "the engine has no weights: refit before sampling"
@@ -184,7 +184,7 @@ class SGLangEngine(RolloutEngine):
         self._resume(self._released)
 
     def _settle(self) -> None:
-        """Wait until the engine knows that nothing runs: it says a response is finished a moment before."""
+        """Wait until the engine has registered that nothing runs: it delivers the last response a moment before."""
         if self._process is not None and not self._is_idle:
             self._process.drain(limit_s=SETTLE_LIMIT_S)
         self._is_idle = True
@@ -307,19 +307,19 @@ def _death_reported_later() -> AbstractContextManager[None]:
 
 
 def _pin(memory: Tensor) -> None:
-    """Let the device copy straight into it. It stays so to the end of the process.
+    """Let the device copy directly into this memory, until the process ends.
 
-    Where the system does not allow that, copies take longer and wait for themselves.
+    Where the system does not allow that, copies are slower and synchronous.
     """
     runtime = torch.cuda.cudart()
     if runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) != runtime.cudaError.success:
-        # CUDA keeps an error until someone asks: the next kernel would raise this one, which is not its own.
+        # CUDA keeps an error until it is read: the next kernel would raise this one.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
 
 
 def _first(finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> tuple[int, Future[Any]] | None:
-    """What was finished first, None when nothing is for a while."""
+    """Take the request that finished first; None when none does for a while."""
     try:
         return finished.get(timeout=POLL_S)
     except queue.Empty:
