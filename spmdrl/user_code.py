@@ -38,11 +38,6 @@ def load(name: str) -> Callable[..., Any]:
     return found
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Tell whether a function has a parameter of this name."""
-    return name in inspect.signature(function).parameters
-
-
 def call(function: Callable[..., Any], columns: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """Call a function with its settings and those of the columns that it has a parameter for, or all under `**`."""
     parameters = inspect.signature(function).parameters
