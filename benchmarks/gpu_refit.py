@@ -39,7 +39,8 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
-from spmdrl.engine.sglang.engine import Launch, SGLangEngine
+from spmdrl.engine.sglang.engine import SGLangEngine
+from spmdrl.engine.sglang.options import SGLangOptions
 from spmdrl.refit.refit import Refit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -220,7 +221,7 @@ def sglang(config: Qwen3Config, mesh: DeviceMesh, transport: str) -> Iterator[tu
             engine.close()
 
 
-def sglang_launch(folder: str, device_type: str) -> Launch:
+def sglang_launch(folder: str, device_type: str) -> SGLangOptions:
     """What it is started with; triton's attention needs the fewest kernels."""
     on_cpu = device_type == "cpu"
     arguments = {
@@ -242,7 +243,7 @@ def sglang_launch(folder: str, device_type: str) -> Launch:
         "log_level": "error",
     }
     environment = {"PYTHONWARNINGS": "ignore"} | (sglang_cpu.child_environment() if on_cpu else {})
-    return Launch(
+    return SGLangOptions(
         arguments=arguments,
         environment=environment,
         owner=f"{os.getpid()}",

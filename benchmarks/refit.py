@@ -33,7 +33,8 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.engine import Launch, SGLangEngine
+from spmdrl.engine.sglang.engine import SGLangEngine
+from spmdrl.engine.sglang.options import SGLangOptions
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
@@ -254,7 +255,7 @@ def count(config: Qwen3Config) -> int:
         return sum(parameter.numel() for parameter in Qwen3ForCausalLM(config).parameters())
 
 
-def launch(folder: str) -> Launch:
+def launch(folder: str) -> SGLangOptions:
     """SGLang on a CPU with one device and little room for requests: nothing is sampled."""
     arguments = {
         "model_path": folder,
@@ -275,7 +276,7 @@ def launch(folder: str) -> Launch:
         "log_level": "error",
     }
     environment = {"PYTHONWARNINGS": "ignore", **sglang_cpu.child_environment()}
-    return Launch(
+    return SGLangOptions(
         arguments=arguments,
         environment=environment,
         owner=f"{os.getpid()}",

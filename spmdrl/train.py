@@ -19,6 +19,7 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
+from spmdrl.engine.kinds import start_engine
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
@@ -31,7 +32,7 @@ from spmdrl.replay.recorder import start_recorder
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
-from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.rollout.start import start_sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences

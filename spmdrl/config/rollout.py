@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, Fraction, Positive, Section, idle_settings, is_set, rule
+from spmdrl.config.base import Count, Fraction, Positive, Section, is_set, rule
 
 
 class RolloutConfig(Section):
-    engine: Literal["torch", "sglang"] = "torch"
+    engine: str = "torch"
     """`torch` is the embedded continuous-batching engine; it runs wherever torch does. `sglang` is SGLang, started by
-    the ranks on their own devices; `make setup-sglang` installs it."""
+    the ranks on their own devices; `make setup-sglang` installs it. `file.py:Class` or `package.module:Class` is an
+    engine of yours: see `docs/extending.md`."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: every rank trains and holds an engine, in turns. `disaggregated`: the last `num_ranks` ranks hold
     engines and the others train, at the same time. See `docs/disaggregated.md`."""
@@ -67,24 +68,6 @@ class RolloutConfig(Section):
     """`disaggregated` and `partial` only: most steps between the weights that sampled a token and the weights that it
     updates. `disaggregated` engines may run this many steps ahead; with 0 the two sides wait for each other. Under
     `partial`, a group with older tokens is sampled again from its prompt."""
-
-
-_SGLANG_SETTINGS = (
-    "tp_size",
-    "memory_fraction",
-    "max_kv_tokens",
-    "chunked_prefill_tokens",
-    "attention_backend",
-    "cuda_graphs",
-    "restart_engine",
-    "sglang",
-)
-
-
-@rule(RolloutConfig)
-def sglang_settings_need_sglang(rollout: RolloutConfig) -> Iterator[str]:
-    if rollout.engine == "torch":
-        yield from idle_settings(rollout, _SGLANG_SETTINGS, 'engine = "torch"')
 
 
 @rule(RolloutConfig)

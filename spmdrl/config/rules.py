@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
+from spmdrl.config.engines import ENGINES, engine_facts, engine_name_problems, engine_setting_problems
 from spmdrl.config.names import all_keys, did_you_mean, sections_at
 from spmdrl.config.whole import Config, SftConfig
 
@@ -183,18 +184,19 @@ def _no_shared_device(setting: str) -> str:
 
 
 @rule(Config)
-def transport_needs_sglang(cfg: Config) -> Iterator[str]:
-    if cfg.rollout.engine == "torch" and cfg.refit.transport != "auto":
-        yield f'refit.transport = "{cfg.refit.transport}" has no meaning for rollout.engine = "torch"; remove it'
+def engine_has_a_name(cfg: Config) -> Iterator[str]:
+    yield from engine_name_problems(cfg.rollout.engine)
+
+
+@rule(Config)
+def settings_belong_to_the_engine(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.engine in ENGINES:  # preflight asks a user's engine, whose code it may load
+        yield from engine_setting_problems(cfg, engine_facts(cfg.rollout.engine))
 
 
 @rule(Config)
 def released_graphs_need_graphs(cfg: Config) -> Iterator[str]:
-    if "cuda_graph" not in cfg.offload.engine:
-        return
-    if cfg.rollout.engine == "torch":
-        yield 'offload.engine names "cuda_graph", but rollout.engine = "torch" has no CUDA graphs; leave it out'
-    elif not cfg.rollout.cuda_graphs:
+    if "cuda_graph" in cfg.offload.engine and not cfg.rollout.cuda_graphs:
         yield 'offload.engine names "cuda_graph", but rollout.cuda_graphs = false; leave it out'
 
 

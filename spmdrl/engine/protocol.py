@@ -1,11 +1,19 @@
-"""What the trainer asks of an engine. One door per engine: an implementation is the only importer of its library."""
+"""The engine as the rest of a run sees it. An implementation is the only importer of its library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
-from spmdrl.refit.sink import WeightSink
+import torch
+from torch import Tensor
+
+from spmdrl.config import Config
+from spmdrl.config.engines import EngineFacts
+from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.sink import Naming, WeightSink
+from spmdrl.run import Launch
 from spmdrl.types import Request, Response
 
 
@@ -13,51 +21,112 @@ class EngineDied(RuntimeError):
     """A process of the engine has ended, or said that it cannot go on."""
 
 
-class RolloutEngine(WeightSink, Protocol):
+class RolloutEngine(WeightSink):
     """Samples responses with weights of its own, which refits replace.
 
-    After construction the weights are undefined until a whole update has been loaded; `generate` refuses to run on
-    them. Where ranks share an engine one of them leads it; for the others `generate` yields nothing.
+    Until the first refit the weights are undefined. Where ranks share an engine one of them leads it; for the others
+    `generate` yields nothing. A subclass needs `generate` and `load`; everything else has a default that suits an
+    engine inside the rank's process.
     """
 
-    leads: bool  # whether this rank talks to the engine
+    facts: ClassVar[EngineFacts] = EngineFacts()
+    naming: Naming = "model"
+    leads = True  # whether this rank talks to the engine
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.version = self._next_version = -1
+        self._buckets: Sequence[Bucket] = ()
+        self._buffers: Sequence[Tensor] = ()
+
+    @classmethod
+    def problems(
+        cls,
+        cfg: Config,
+        model_config: Any,
+        stop_token_ids: frozenset[int] | None,
+        *,
+        num_ranks: int,
+        device_type: str,
+    ) -> Iterator[str]:
+        """Yield a sentence for each reason why the engine could not start or would not do what the settings say.
+
+        `stop_token_ids` end a response; None when they could not be found.
+        """
+        yield from ()
+
+    @classmethod
+    def start(cls, run: Launch[Config]) -> RolloutEngine:
+        """Start this rank's engine, or join the ranks that share one. Raises UserError when it cannot be refitted."""
+        return cls(run.device)
+
+    @classmethod
+    def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
+        """Start the engine of a rank that does not train: its `load` receives each bucket first."""
+        raise NotImplementedError(f"{cls.__name__} cannot run disaggregated")
+
+    @classmethod
+    def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
+        """Start what stands for the engines of other ranks on a rank that trains: its `load` sends each bucket."""
+        raise NotImplementedError(f"{cls.__name__} cannot run disaggregated")
+
+    @abstractmethod
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
         """Yield (place among the requests, counted from 0, response) as each finishes.
 
-        Requests are taken only when there is room to run them. None, which has no place, says that there is nothing
-        to start now: more is asked for after the next response at the latest, and now and then before it.
+        Take a request only when there is room to run it. None has no place and means that there is nothing to start
+        now: ask for more after the next response at the latest, and now and then before it.
         """
-        ...
 
     def abort(self) -> None:
         """Take no more requests and end what is running: every unfinished request that was taken yields what it has
         with finish reason `abort`. Any thread may call this, more than once; without a `generate` it does nothing."""
-        ...
 
     def sleep(self) -> None:
-        """Give back the memory that training needs: of what the engine was told to release, all that it holds now.
+        """Give back the memory that training needs: whatever of `offload.engine` the engine holds now.
 
         Released weights count as not loaded; the next `begin_update` takes their memory back.
         """
-        ...
 
     def wake(self) -> None:
-        """Take back the memory that sampling needs, but for weights. Does nothing when it was not given back."""
-        ...
+        """Take back the memory that sampling needs, except for weights. Does nothing when it was not given back."""
 
     def require_alive(self) -> None:
-        """Raise EngineDied when the engine has died. The methods of `WeightSink` do not: their ranks go on together to
-        the end of an update, and whoever updates asks here after it."""
-        ...
+        """Raise EngineDied when the engine has died. The methods of a refit do not: all ranks finish the update
+        together, and the caller checks afterwards."""
 
     def revive(self) -> None:
-        """Start the engine anew if it has died. Every rank that holds a part of it must call this.
+        """Start the engine again if it has died; every rank that holds a part of it must call this.
 
-        A new engine is awake and without weights.
+        A new engine is awake and has no weights.
         """
-        ...
 
     def close(self) -> None:
         """End the engine and free what it holds."""
-        ...
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
+        self._buckets, self._buffers, self._next_version = buckets, buffers, version
+
+    @abstractmethod
+    def load(self, number: int) -> None: ...
+
+    def wait(self) -> None:
+        return
+
+    def end_update(self) -> None:
+        self.version = self._next_version
+
+    def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
+        return {}
+
+    def differing(self, expected: dict[str, str]) -> list[str]:
+        return []
+
+    def tensors(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each weight in bucket `number`, with a view of it in the bucket's buffer."""
+        buffer = self._buffers[number % len(self._buffers)]
+        for entry in self._buckets[number].flat_entries:
+            yield entry.name, entry.view(buffer)

@@ -1,4 +1,4 @@
-"""The requests a caller has for an engine, numbered, taken as there is room."""
+"""Requests for an engine, numbered, and taken as there is room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spmdrl.types import Request
 
 
 class RequestQueue:
-    """Requests in the order they are asked for. None among them says: nothing to start now."""
+    """Numbers requests in the order in which they are taken. None among them means: nothing to start now."""
 
     def __init__(self, requests: Iterable[Request | None]) -> None:
         self._requests = iter(requests)
@@ -17,7 +17,7 @@ class RequestQueue:
         self.is_empty = False
 
     def take(self, num_free: int) -> Iterator[tuple[int, Request]]:
-        """At most `num_free` of them with their places; none while the caller has none to start."""
+        """Yield at most `num_free` requests with their places; none while the caller has nothing to start."""
         for _ in range(num_free):
             if self.is_empty or self._pausing:
                 return
@@ -33,5 +33,5 @@ class RequestQueue:
             self._count += 1
 
     def ask_again(self) -> None:
-        """A response was given, or time has passed: the caller may have something to start."""
+        """Ask the caller for requests again: a response was given, or time has passed."""
         self._pausing = False

@@ -1,4 +1,4 @@
-"""Work that engines do, carried past the death of an engine where the user wants that."""
+"""Restart engines that die, and repeat the work that was lost: `rollout.restart_engine`."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.engine.protocol import EngineDied
 
-MAX_RESTARTS = 3  # during one piece of work: what kills an engine that often will do so again
+MAX_RESTARTS = 3  # of one piece of work: an error that kills an engine more often will not go away
 
 T = TypeVar("T")
 
 
 class Restarts:
-    """Does work with the engines of all ranks of a mesh, and does it again when one of them dies meanwhile."""
+    """Runs work on the engines of all ranks of a mesh, and repeats it when one of them dies."""
 
     def __init__(self, mesh: DeviceMesh, revive: Callable[[], None] | None, *, message: Callable[[str], None]) -> None:
-        """`revive` starts engines that have died anew and gives all engines their weights; without it a death ends
-        the run. `message` shows the user a line."""
+        """`revive` restarts engines that have died and gives all engines their weights; without it a death ends the
+        run. `message` shows the user a line."""
         self._mesh, self._revive, self._message = mesh, revive, message
         self._count = 0
 
     @property
     def wanted(self) -> bool:
-        """Whether the death of an engine may be survived at all."""
+        """True when the run goes on after the death of an engine."""
         return self._revive is not None
 
     def carry(self, work: Callable[[], T], *, during: str, before_revival: Callable[[], None] = lambda: None) -> T:
-        """What `work`, which is local to this rank, returns; every rank must call this.
+        """Run `work`, which is local to this rank, and return its result; every rank must call this.
 
-        After a death every rank's work begins again. `before_revival` is called on every rank when the work of all has
-        stopped and none goes on yet. Raises what `work` does; a UserError on every rank.
+        After a death every rank repeats its work. `before_revival` runs on every rank when all have stopped and none
+        has begun again. Raises what `work` does; a UserError on every rank.
         """
         for attempt in range(MAX_RESTARTS + 1):
             death: EngineDied | None = None
@@ -56,6 +56,6 @@ class Restarts:
         raise AssertionError("the last attempt returns or raises")
 
     def take_count(self) -> int:
-        """How often engines were started again since the last call; the same on every rank."""
+        """Count the restarts since the last call; the same on every rank."""
         count, self._count = self._count, 0
         return count

@@ -1,4 +1,4 @@
-"""Draw one token per row. The noise of a row depends on its request's seed and the token's place, on nothing else."""
+"""Sample one token per row. A row's noise depends only on its request's seed and the token's place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spmdrl.algo.seeds import uniform
 from spmdrl.model.logprobs import Head, logprobs_of_logits
 from spmdrl.types import Request
 
-Draw = Callable[[Tensor, "RowSampling", int], tuple[Tensor, Tensor]]  # as `draw_tokens`
+SampleTokens = Callable[[Tensor, "RowSampling", int], tuple[Tensor, Tensor]]  # as `sample_tokens`
 
 NOISE_PLACES = 64  # places of noise that are made at once: one number at a time would cost as much
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """The sampling settings of n rows, as columns, and their noise for the next places of their responses."""
+    """Sampling settings of n rows, as columns, with the noise for the next tokens of their responses."""
 
     seeds: Tensor  # [n] int64
     temperature: Tensor  # [n] float32, 0 is greedy
@@ -31,7 +31,7 @@ class RowSampling:
 
     @classmethod
     def of(cls, requests: Sequence[Request], places: Sequence[int], device: torch.device) -> RowSampling:
-        """For requests whose next response token has the given places, counted from 0."""
+        """Collect the settings of requests whose next response token has the given place, counted from 0."""
         seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
         return cls(
             seeds=seeds,
@@ -43,7 +43,7 @@ class RowSampling:
         )
 
     def take(self, rows: Tensor) -> RowSampling:
-        """Some of the rows, in the given order."""
+        """Select rows, in the given order."""
         return dataclasses.replace(
             self,
             seeds=self.seeds[rows],
@@ -53,7 +53,7 @@ class RowSampling:
         )
 
     def at(self, places: Sequence[int]) -> RowSampling:
-        """The same rows with noise from other places on."""
+        """Replace the noise by that from other places on."""
         return dataclasses.replace(self, noise=_noise(self.seeds, places))
 
 
@@ -63,7 +63,7 @@ def _noise(seeds: Tensor, places: Sequence[int]) -> Tensor:
     return uniform(seeds[:, None].expand_as(grid).flatten(), grid.flatten()).view_as(grid)
 
 
-def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
     """Return (token_ids [n] int64, logprobs [n] float32) for logits [n, V], with the noise `ahead` places on.
 
     Sampling inverts the cumulative distribution at one uniform number per row. Log-probabilities are those of the
@@ -82,9 +82,9 @@ def draw_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tens
     return tokens, log_p.gather(-1, tokens[:, None])[:, 0]
 
 
-def draw_as_head_scores(head: Head, logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
-    """`draw_tokens`, with log-probabilities that have the bits of those which a policy with this head computes."""
-    tokens, _ = draw_tokens(logits, sampling, ahead)
+def sample_with_head_logprobs(head: Head, logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
+    """Sample as `sample_tokens` does; the log-probabilities have the bits that a policy with this head computes."""
+    tokens, _ = sample_tokens(logits, sampling, ahead)
     return tokens, logprobs_of_logits(_scaled(logits, sampling), tokens, head)
 
 
@@ -101,8 +101,8 @@ def _nucleus(p: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _cumulative(p: Tensor) -> Tensor:
-    """Running totals of p [n, V]. Where they must repeat bit for bit on CUDA, by products with triangles of ones:
-    torch's own sum has no deterministic form there."""
+    """Sum p [n, V] cumulatively. On CUDA torch's own sum has no deterministic form, so a deterministic run multiplies
+    by triangles of ones instead."""
     if p.device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         return p.cumsum(-1)
     block = 256

@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching with a KV cache on the transformers model itself.
 
-It starts in a second, runs wherever torch does, and is what other engines are compared with.
+It starts in a second and runs wherever torch does. Other engines are tested against it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from spmdrl.config import Config
+from spmdrl.config.engines import ENGINES
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
-from spmdrl.engine.sampling import NOISE_PLACES, Draw, RowSampling, draw_as_head_scores, draw_tokens
+from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
@@ -28,7 +32,7 @@ from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
-from spmdrl.refit.sink import Naming
+from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
@@ -48,12 +52,12 @@ class _Running:
 
     @property
     def num_sampled(self) -> int:
-        """Response tokens so far, with those of an earlier request that this one goes on from."""
+        """The response tokens so far, with those of an earlier request that this one continues."""
         return len(self.request.response_ids) + len(self.token_ids)
 
     @property
     def context(self) -> tuple[int, ...]:
-        """What the first token that is sampled here comes after."""
+        """The tokens before the first one that is sampled here."""
         return self.request.prompt_ids + self.request.response_ids
 
     def finish_reason(self) -> FinishReason | None:
@@ -64,26 +68,25 @@ class _Running:
         return None
 
 
-def check_model(model_config: Any) -> None:
-    """Raise UserError when this engine cannot sample from such a model."""
+def model_problems(model_config: Any) -> Iterator[str]:
+    """Yield a sentence when this engine cannot sample from such a model."""
     if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
-        raise _cannot_sample(model_config, "not the state of linear-attention layers")
-    if getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
-        raise _cannot_sample(model_config, "all of one size, and this model has several sizes")
+        yield _cannot_sample(model_config, "not the state of linear-attention layers")
+    elif getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
+        yield _cannot_sample(model_config, "all of one size, and this model has several sizes")
 
 
-def _cannot_sample(model_config: Any, but: str) -> UserError:
-    return UserError(
+def _cannot_sample(model_config: Any, but: str) -> str:
+    return (
         f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, {but}'
         '; set it to "sglang", or train with spmdrl.sft, which needs no engine'
     )
 
 
-class TorchEngine:
-    """A `RolloutEngine` in this process. Holds a whole copy of the model, on one device."""
+class TorchEngine(RolloutEngine):
+    """An engine in this process, with a whole copy of the model on one device."""
 
-    naming: Naming = "model"
-    leads = True
+    facts = ENGINES["torch"][1]
 
     def __init__(
         self,
@@ -95,33 +98,57 @@ class TorchEngine:
         max_running: int,
         release: Collection[str] = ("kv_cache",),
     ):
-        """`release` says what `sleep` gives back: "kv_cache", "weights" or both."""
-        check_model(model_config)
+        """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. Raises UserError when the engine
+        cannot sample from such a model."""
+        for problem in model_problems(model_config):
+            raise UserError(problem)
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
         operators_of(kernel).install(model)
         model.tie_weights()
+        super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
-        self.version = self._next_version = -1
         self._kernel: Kernel = kernel
-        self._attend_to_cache, self._draw = _decoding_of(kernel)
+        self._attend_to_cache, self._sample_tokens = _decoding_of(kernel)
         self._max_running = max_running
         self._release = frozenset(release)
         self._cache: _Cache | None = None
         self._weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         self._missing: set[str] = set(self._weights)
-        self._buckets: Sequence[Bucket] = ()
-        self._buffers: Sequence[Tensor] = ()
         self._abort = False
 
-    @property
-    def device(self) -> torch.device:
-        """Where the engine's weights are."""
-        return self.model.device
+    @classmethod
+    def problems(cls, cfg: Config, model_config: Any, *_: Any, **__: Any) -> Iterator[str]:
+        return model_problems(model_config)
+
+    @classmethod
+    def start(cls, run: Launch[Config]) -> RolloutEngine:
+        return cls(run.inputs.model_config, **_settings(run), release=run.cfg.offload.engine)
+
+    @classmethod
+    def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
+        from spmdrl.engine.receive import ListeningTorchEngine  # which is made of this class
+
+        assert run.meshes.weights is not None
+        return ListeningTorchEngine(run.inputs.model_config, run.meshes.weights, **_settings(run))
+
+    @classmethod
+    def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
+        weights = run.meshes.weights
+        assert weights is not None
+        sends = weights.get_coordinate() is not None
+        return RemoteEngine(
+            run.plan,
+            run.meshes,
+            naming=cls.naming,
+            group=weights.get_group() if sends else None,
+            digests=lambda whole: [{name: digest(tensor) for name, tensor in whole.items()}],
+            device=run.device,
+        )
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
-        """See `RolloutEngine.generate`. Requests of the same prompt that wait together share its prefill."""
+        """Requests of the same prompt that wait together share its prefill."""
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
         source = RequestQueue(requests)
@@ -139,13 +166,13 @@ class TorchEngine:
                 admitted = _admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
                 logits = self._prefill(admitted, first_row=len(rows))
-                last = self._append(admitted, self._draw(logits, self._sampling(admitted), 0), last)
+                last = self._append(admitted, self._sample_tokens(logits, self._sampling(admitted), 0), last)
                 rows += admitted
                 sampling, ahead = self._sampling(rows), 0
             elif rows:
                 if ahead == NOISE_PLACES:
                     sampling, ahead = sampling.at([run.num_sampled for run in rows]), 0
-                last = self._append(rows, self._draw(self._decode(last), sampling, ahead), last[:0])
+                last = self._append(rows, self._sample_tokens(self._decode(last), sampling, ahead), last[:0])
                 ahead += 1
                 if ahead % ASK_AGAIN_TOKENS == 0:
                     source.ask_again()
@@ -163,12 +190,11 @@ class TorchEngine:
                 source.ask_again()
 
     def abort(self) -> None:
-        """See `RolloutEngine.abort`."""
         self._abort = True
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`. The memory goes back to the device, not only to torch's allocator: what training
-        allocates would otherwise be cut out of it, and the next cache would not fit."""
+        """Return the memory to the device, not only to torch's allocator: training would otherwise allocate parts of
+        it, and the next cache would not fit."""
         if "kv_cache" in self._release:
             self._cache = None
         if "weights" in self._release:
@@ -179,18 +205,8 @@ class TorchEngine:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        """The cache is taken when sampling knows how much it needs. Weights that were given back are taken back by
-        `begin_update`, since only a refit can fill them."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """See `WeightSink.allocate`."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
-        """See `WeightSink.begin_update`."""
-        self._next_version = version
-        self._buckets, self._buffers = buckets, buffers
+        super().begin_update(buckets, buffers, version=version)
         self._missing = set(self._weights)
         for weight in self._weights.values():
             # A weight's storage holds that weight alone; tied ones share it, and the second finds it whole.
@@ -198,39 +214,25 @@ class TorchEngine:
 
     @torch.no_grad()
     def load(self, number: int) -> None:
-        """See `WeightSink.load`; the copy is done, or in its place in the device's queue, on return."""
-        buffer = self._buffers[number % len(self._buffers)]
-        for entry in self._buckets[number].flat_entries:
-            self._weights[entry.name].copy_(entry.view(buffer))
-            self._missing.discard(entry.name)
-
-    def wait(self) -> None:
-        """See `WeightSink.wait`: what follows on this device comes after the copy."""
+        # There is nothing to wait for: what follows on this device comes after the copy.
+        for name, tensor in self.tensors(number):
+            self._weights[name].copy_(tensor)
+            self._missing.discard(name)
 
     def end_update(self) -> None:
-        """See `WeightSink.end_update`."""
         if self._missing:
             raise RuntimeError(
                 f"refit to version {self._next_version} left {len(self._missing)} weights out: {min(self._missing)}"
             )
-        self.version = self._next_version
+        super().end_update()
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
-        """See `WeightSink.digests_of`; the engine's names are the model's."""
         return {entry.name: digest(entry.view(flat)) for entry in bucket.flat_entries}
 
     def differing(self, expected: dict[str, str]) -> list[str]:
-        """See `WeightSink.differing`."""
         return [name for name, tensor in self._weights.items() if digest(tensor) != expected.get(name)]
 
-    def require_alive(self) -> None:
-        """It lives as long as this process."""
-
-    def revive(self) -> None:
-        """It lives as long as this process."""
-
     def close(self) -> None:
-        """Nothing outlives the object."""
         self._cache = None
 
     def weights(self) -> dict[str, Tensor]:
@@ -238,7 +240,7 @@ class TorchEngine:
         return self._weights
 
     def _reserve(self, runs: Sequence[_Running], *, num_rows: int) -> None:
-        """Make the cache large enough for these, and for `num_rows` rows if that many may run."""
+        """Make the cache large enough for these runs, and for `num_rows` rows if so many may run."""
         longest = max(len(run.request.prompt_ids) + run.request.max_response_tokens for run in runs)
         if self._cache is None:
             self._cache = _Cache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
@@ -271,7 +273,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _decode(self, last: Tensor) -> Tensor:
-        """One more token for every row: last is [n] int64, the result [n, V]."""
+        """Compute the logits [n, V] of the token after `last` [n] int64 in every row."""
         assert self._cache is not None
         attend, positions = self._cache.begin_decode(self._attend_to_cache)
         return self.model(
@@ -279,7 +281,7 @@ class TorchEngine:
         ).logits[0]
 
     def _compact(self, unfinished: list[bool]) -> list[int]:
-        """Keep the unfinished rows, as rows 0, 1, ...: holes are filled from the end. Returns the old row of each."""
+        """Keep the unfinished rows as rows 0, 1, ..., filling holes from the end; return the old row of each."""
         assert self._cache is not None
         num_kept = sum(unfinished)
         kept = list(range(num_kept))
@@ -311,7 +313,7 @@ class TorchEngine:
 
 
 def _admit(waiting: deque[_Running], num_free: int) -> list[_Running]:
-    """Take from the front what fits into the free rows and into one prefill, at least one request."""
+    """Take requests from the front that fit into the free rows and one prefill; always at least one."""
     admitted: list[_Running] = []
     prompts: set[tuple[int, ...]] = set()
     while waiting and len(admitted) < num_free:
@@ -337,7 +339,7 @@ class _Cache:
         self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
     def grow(self, num_rows: int, capacity: int) -> None:
-        """Make room for so many rows of so many tokens; what the rows in use hold is kept."""
+        """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
         layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
         shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
         used, longest = len(self._lengths), max(self._lengths, default=0)
@@ -351,11 +353,11 @@ class _Cache:
         return larger
 
     def holds(self, num_rows: int, capacity: int) -> bool:
-        """Whether so many rows of so many tokens fit."""
+        """Return True when `num_rows` rows of `capacity` tokens fit."""
         return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
 
     def begin_prefill(self, packed: Any, *, starts: list[int], sequences: list[int], first_row: int) -> Any:
-        """An `attend` that runs `packed` and stores its keys and values.
+        """Return an `attend` that runs `packed` and stores its keys and values.
 
         Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
         """
@@ -379,7 +381,7 @@ class _Cache:
         return attend
 
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Any, Tensor]:
-        """(an `attend` for one new token per row, those tokens' positions [n] int64)."""
+        """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
         shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
@@ -403,11 +405,13 @@ class _Cache:
         return attend, positions
 
     def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Raise UserError when these, each [1, K, T, D], are not all that the layer stores, or do not fit."""
+        """Raise UserError when a layer stores keys and values [1, K, T, D] more than once, or of another size."""
         if layer in self._stored:
-            raise _cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
+            raise UserError(
+                _cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
+            )
         if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
-            raise _cannot_sample(self._config, "all of one size, and this model has several sizes")
+            raise UserError(_cannot_sample(self._config, "all of one size, and this model has several sizes"))
         self._stored.add(layer)
 
     def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
@@ -420,11 +424,20 @@ class _Cache:
         self._lengths = [self._lengths[row] for row in kept]
 
 
-def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, Draw]:
-    """Attention to the cache, and how tokens are drawn, that go with the kernel."""
+def _settings(run: Launch[Config]) -> dict[str, Any]:
+    return {
+        "device": run.device,
+        "dtype": run.dtype,
+        "kernel": run.kernel,
+        "max_running": run.cfg.rollout.max_running,
+    }
+
+
+def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, SampleTokens]:
+    """Choose the attention to the cache and the sampling of tokens that match the kernel."""
     if kernel == "invariant":
-        return attend_to_cache_in_tiles, functools.partial(draw_as_head_scores, invariant.HEAD)
-    return _attend_to_cache, draw_tokens
+        return attend_to_cache_in_tiles, functools.partial(sample_with_head_logprobs, invariant.HEAD)
+    return _attend_to_cache, sample_tokens
 
 
 def _attend_to_cache(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
+from spmdrl.config.engines import engine_facts
 
 GIB = 2**30
 CONTEXT_BYTES = GIB  # CUDA's own memory and NCCL's buffers, of the trainer's and the engine's process
@@ -150,7 +151,8 @@ def plan_memory(
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
     free = device_bytes - CONTEXT_BYTES - (0 if cfg.offload.trainer == "all" else training.weights)
-    share = None if disaggregated or cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * free)
+    has_share = not disaggregated and engine_facts(cfg.rollout.engine).takes_fixed_share
+    share = int(cfg.rollout.memory_fraction * free) if has_share else None
     cache = max(0, (share or 0) - engine_weights)
     bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
     moved = {"none": 0, "optimizer": training.optimizer, "all": training.weights + training.optimizer}
@@ -231,11 +233,12 @@ def engine_problems(cfg: Config, size: ModelSize, *, compute_bytes: int, device_
     weights = size.whole * compute_bytes // cfg.rollout.tp_size
     # Every rank of an engine receives whole tensors.
     bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
-    share = weights if cfg.rollout.engine == "torch" else int(cfg.rollout.memory_fraction * usable)
+    has_share = engine_facts(cfg.rollout.engine).takes_fixed_share
+    share = int(cfg.rollout.memory_fraction * usable) if has_share else weights
     if max(share, weights) + bucket > usable or share < weights:
         takes = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives an engine {gib(share)}, and "
         yield (
-            f"{'' if cfg.rollout.engine == 'torch' else takes}an engine's weights take {gib(weights)} and a bucket of "
+            f"{takes if has_share else ''}an engine's weights take {gib(weights)} and a bucket of "
             f"a refit {gib(bucket)}, of the {gib(usable)} that are usable on an engine's device; change "
             "rollout.memory_fraction, lower refit.bucket_bytes, or raise rollout.tp_size"
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from spmdrl.config import Config, SftConfig
+from spmdrl.config.engines import engine_facts
 from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.memory.activations import (
     ActivationSettings,
@@ -167,8 +168,8 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
     awake = {"refit buckets": plan.buckets}
 
     def with_engine(phase: PhaseMemory, device: Parts, *, engine_bytes: int) -> PhaseMemory:
-        """Add the engine and more parts of the device to a phase; the torch engine is in this process."""
-        engine, in_process = {"engine": engine_bytes}, cfg.rollout.engine == "torch"
+        """Add the engine and more parts of the device to a phase; an engine may be in this process."""
+        engine, in_process = {"engine": engine_bytes}, engine_facts(cfg.rollout.engine).in_process
         return PhaseMemory.of(
             phase.name,
             {**phase.device, **device, **(engine if in_process else {})},
@@ -261,7 +262,9 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         every_layers=cfg.model.checkpoint_every_layers,
         compute_bytes=b,
         repeats_keys=rank.repeats_keys,
-        wide_stream=isinstance(cfg, Config) and cfg.true_on_policy and cfg.rollout.engine == "sglang",
+        wide_stream=isinstance(cfg, Config)
+        and cfg.true_on_policy
+        and engine_facts(cfg.rollout.engine).exact_in_float32,
     )
     activations = activation_bytes(part, settings, num_tokens=tokens)
     head = decoder.vocabulary * decoder.hidden // cfg.parallel.tp
@@ -312,7 +315,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     """
     if plan.engine_share is not None:
         return plan.engine_share
-    if cfg.rollout.engine == "sglang":  # disaggregated
+    if engine_facts(cfg.rollout.engine).takes_fixed_share:  # on a device of its own
         return int(cfg.rollout.memory_fraction * (rank.device_bytes - CONTEXT_BYTES))
     run, decoder = rank.run, rank.decoder
     weights = rank.size.whole * rank.compute_bytes // cfg.rollout.tp_size

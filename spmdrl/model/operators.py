@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config, SftConfig
+from spmdrl.config.engines import ENGINES, engine_facts
 from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.kernels import Kernel
@@ -53,12 +55,12 @@ def kernel_of_run(cfg: Config | SftConfig, device_type: str, dtype: torch.dtype)
     """Choose the attention kernel of the trainer and of the torch engine. Raises UserError when it cannot run here."""
     if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
         return choose_kernel(cfg.model.attention, device_type, dtype)
-    here, exact = ("a CUDA device", "sglang") if device_type == "cuda" else ("a CPU", "torch")
-    if cfg.rollout.engine != exact:
+    kernels = engine_facts(cfg.rollout.engine).exact_kernels.get(device_type, {})
+    if cfg.rollout.attention_backend not in kernels:
+        here = "a CUDA device" if device_type == "cuda" else "a CPU"
+        exact = next(name for name, (_, facts) in ENGINES.items() if device_type in facts.exact_kernels)
         raise UserError(
             f'true_on_policy = true has no exact kernels for rollout.engine = "{cfg.rollout.engine}" on {here}; set '
             f'rollout.engine = "{exact}", or true_on_policy = false'
         )
-    if exact == "torch":
-        return "invariant"
-    return "sglang_triton" if cfg.rollout.attention_backend == "triton" else "sglang_fa3"
+    return cast(Kernel, kernels[cfg.rollout.attention_backend])

@@ -32,7 +32,7 @@ from spmdrl.model.load import (
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.rollout.start import check_engine
+from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import Prompt, UserError
@@ -250,10 +250,7 @@ def _engine_problems(
     cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel, *, stops: frozenset[int] | None
 ) -> Iterator[str]:
     if isinstance(cfg, Config):
-        device_type = default_device_type()
-        yield from _refusals(
-            partial(check_engine, num_ranks=num_ranks, device_type=device_type), cfg, policy.config, stops
-        )
+        yield from sampling_problems(cfg, policy.config, stops, num_ranks=num_ranks, device_type=default_device_type())
 
 
 def _refusals(check: Callable[..., object], *about: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.algo.seeds import uniform
 from spmdrl.learn.learner import Learner
 from spmdrl.refit.digest import digest
-from spmdrl.rollout.files import as_bytes, from_bytes, read_header, read_tensors, told_of_the_disk
+from spmdrl.rollout.files import as_bytes, disk_errors_explained, from_bytes, read_header, read_tensors
 from spmdrl.types import FILLING, MiniBatch
 
 NUM_PROJECTIONS = 8
@@ -85,7 +85,7 @@ class StepFingerprint:
                 {"weights": self.weights, "gradients": {name: one.digest for name, one in self.gradients.items()}}
             ),
         }
-        with told_of_the_disk(path):
+        with disk_errors_explained(path):
             save_file(tensors, unfinished, metadata={"numbers": json.dumps(self.numbers)})
             os.replace(unfinished, path)
 

@@ -15,6 +15,7 @@ from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 
 Pending = tuple[Rollout, "Future[RewardOutcome]"]
+Rewarded = tuple[Rollout, RewardOutcome]
 
 
 class RewardClient:
@@ -34,7 +35,7 @@ class RewardClient:
         """Start to compute the reward of a finished rollout."""
         return rollout, self._pool.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))
 
-    def collect(self, pending: Iterable[Pending]) -> list[tuple[Rollout, RewardOutcome]]:
+    def collect(self, pending: Iterable[Pending]) -> list[Rewarded]:
         """Wait for the rewards. One that cannot be computed is 0, with the reason in `failure`."""
         return [(rollout, future.result()) for rollout, future in pending]
 

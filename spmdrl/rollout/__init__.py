@@ -1,1 +1,1 @@
-"""Sampling: the engine protocol, the embedded engine, and how prompt groups are drawn."""
+"""Collect the prompt groups of a step: with this rank's engine, from other ranks, or from files."""

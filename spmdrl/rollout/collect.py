@@ -1,7 +1,7 @@
-"""The rollouts of a step: which prompt groups are drawn, by which engine, and which of them are trained on.
+"""Collect the prompt groups of a step: which are opened, by which engine, and which are trained on.
 
-Every engine draws tickets (`rollout/tickets.py`) as it has room. Ticket t of a step is one prompt of the stream, and
-seeds belong to the prompt and the sample, so nothing that is sampled depends on who drew it.
+Every engine takes tickets (`rollout/tickets.py`) as it has room. Ticket t of a step stands for one prompt of the
+stream, and seeds belong to the prompt and the sample, so samples do not depend on which engine took the ticket.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """How the prompt groups of a step are chosen, and what belongs to one beside the rollouts to be trained on."""
+class CollectionRules:
+    """Rules for opening, keeping and dropping the prompt groups of a step."""
 
     groups_per_step: int  # wanted, over all engines
     extra_groups: int = 0  # open at the same time beyond those
-    max_draws: int  # over all engines
-    drops_equal: bool = False  # whether groups with equal rewards are replaced
-    carries_over: bool = False  # whether unfinished groups go on in the next step
+    max_groups: int  # opened in a step at most, over all engines
+    drops_equal: bool = False  # groups with equal rewards are replaced
+    carries_over: bool = False  # unfinished groups go on in the next step
     max_staleness: int = 1  # steps, of a group that was carried over
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
-    with_baseline: bool = False  # whether a group has a greedy response for its rewards to be compared with
+    with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
 
     @property
     def can_be_stale(self) -> bool:
-        """Whether tokens may come from older weights than those that are updated with them."""
+        """True when tokens may come from older weights than those that are updated with them."""
         return self.carries_over or self.steps_ahead > 0
 
     @property
-    def moves_by_plan(self) -> bool:
-        """Whether every step uses exactly the prompts it wants, so that the step alone says which."""
+    def prompts_follow_from_step(self) -> bool:
+        """True when every step uses exactly the prompts it wants, so that the step number alone gives them."""
         return not self.drops_equal and not self.extra_groups
 
 
-def training_drawing(cfg: Config, plan: Plan) -> Drawing:
-    """The prompt groups to learn from."""
-    return Drawing(
+def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
+    """The rules that the settings give for groups to train on."""
+    return CollectionRules(
         groups_per_step=plan.prompts_per_step,
         extra_groups=plan.extra_groups,
-        max_draws=plan.max_groups,
+        max_groups=plan.max_groups,
         drops_equal=cfg.rollout.dynamic_sampling,
         carries_over=cfg.rollout.partial,
         max_staleness=cfg.rollout.max_staleness,
@@ -73,8 +73,29 @@ def training_drawing(cfg: Config, plan: Plan) -> Drawing:
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """This rank's engine, and its place among all engines of the run."""
+
+    engine: RolloutEngine
+    index: int
+    count: int
+    mesh: DeviceMesh  # all ranks that hold engines
+    restarts: Restarts
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSource:
+    """What prompt groups are made of, and where their finished rollouts go."""
+
+    prompts: PromptStream
+    sampling: Sampling
+    run_seed: int
+    submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
-    """This rank's part of what a step is trained on."""
+    """This rank's part of a step's prompt groups."""
 
     pending: list[Pending]  # whole groups, in order; baselines are among them
     metrics: Metrics
@@ -83,26 +104,26 @@ class Collected:
     probes: Sequence[Rollout] = ()  # this rank's answers to the probe's prompts
 
     def index_of(self, rollout: Rollout) -> int:
-        """The rollout's place in the step's global order, where a baseline has none."""
+        """Look up the rollout's place in the step's global order; a baseline has none."""
         assert not rollout.is_baseline, "a greedy response is not trained on"
         return self.places[rollout.prompt.prompt_id] * self.group_size + rollout.sample_index
 
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    """What all ranks must know of one rank's part."""
+    """One rank's part, as the other ranks need to know it."""
 
     kept: list[int]  # prompt ids
     num_dropped: int
-    num_failed: int  # rewards of those
-    num_drawn: int
-    tickets_end: int  # one past the highest ticket drawn, 0 when there was none
+    num_failed: int  # rewards of the dropped groups that could not be computed
+    num_opened: int
+    tickets_end: int  # one past the highest ticket taken, 0 when there was none
     num_left: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where sampling is between two steps."""
+class _Progress:
+    """The state of sampling between two steps."""
 
     cursor: int = 0  # the first prompt of the stream that no step has used
     carried: tuple[PromptGroup, ...] = ()  # this rank's groups that go on in the next step; they stay as they are
@@ -112,113 +133,104 @@ class _Place:
 class Collector:
     """Collects the rollouts of step after step; between steps it holds the groups that go on in the next.
 
-    Every rank has one and calls its methods together with the others; only ranks whose engine leads draw groups.
-    With a `store` tickets are shared through it; without one they are split beforehand.
+    Every rank has one and calls its methods together with the others; only ranks that lead an engine open groups.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        submit: Callable[[Rollout], Pending],
-        prompts: PromptStream,
-        sampling: Sampling,
-        drawing: Drawing,
-        mesh: DeviceMesh,
+        place: EnginePlace,
+        source: GroupSource,
+        rules: CollectionRules,
         *,
         store: Store | None,
-        engine_index: int,
-        num_engines: int,
-        run_seed: int,
         message: Callable[[str], None],
-        restarts: Restarts,
     ) -> None:
-        """`submit` starts the scoring of a finished rollout; `message` shows the user a line."""
-        self._engine, self._submit, self._prompts = engine, submit, prompts
-        self._sampling, self._drawing, self._mesh, self._store = sampling, drawing, mesh, store
-        self._engine_index, self._num_engines = engine_index, num_engines
-        self._run_seed, self._message, self._restarts = run_seed, message, restarts
-        self._after = {0: _Place()}  # by step: the last that was collected, and the one before
+        """Engines share tickets through `store`; without one they split them beforehand. `message` shows the user a
+        line."""
+        self._place, self._source, self._rules = place, source, rules
+        self._store, self._message = store, message
+        self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
 
     def collect(self, step: int) -> Collected:
-        """Sample the step's prompt groups and start their scoring; every rank must call this."""
-        drawing, before = self._drawing, self._after[step - 1]
-        first = (step - 1) * drawing.groups_per_step if drawing.moves_by_plan else before.cursor
+        """Sample the step's prompt groups and start to compute their rewards; every rank must call this."""
+        rules, source, before = self._rules, self._source, self._after[step - 1]
+        first = (step - 1) * rules.groups_per_step if rules.prompts_follow_from_step else before.cursor
         tickets = self._tickets(step, before.num_carried)
-        stale = [group for group in before.carried if _staleness(group, step) > drawing.max_staleness]
+        stale = [group for group in before.carried if _staleness(group, step) > rules.max_staleness]
 
-        def fresh(prompt: Prompt) -> PromptGroup:
-            return PromptGroup.drawn(
+        def opened(prompt: Prompt) -> PromptGroup:
+            return PromptGroup.opened(
                 prompt,
                 step=step,
-                run_seed=self._run_seed,
-                group_size=self._sampling.group_size,
-                with_baseline=drawing.with_baseline,
+                run_seed=source.run_seed,
+                group_size=source.sampling.group_size,
+                with_baseline=rules.with_baseline,
             )
 
         part = _Part(
-            self._engine,
-            self._submit,
-            self._sampling,
-            drawing,
+            self._place,
+            source,
+            rules,
             tickets,
-            draw=lambda ticket: fresh(self._prompts.take(first + ticket, 1)[0]),
-            carried=[fresh(group.prompt) if group in stale else group.copy() for group in before.carried],
-            max_open=self._max_open(),
+            open_group=lambda ticket: opened(source.prompts.take(first + ticket, 1)[0]),
+            carried=[opened(group.prompt) if group in stale else group.copy() for group in before.carried],
         )
         self._sample(part, tickets, step)
-        summaries = gather_objects(self._mesh, part.summary())
-        if self._engine.leads and self._engine_index == 0:
+        summaries = gather_objects(self._place.mesh, part.summary())
+        if self._place.engine.leads and self._place.index == 0:
             tickets.close()
 
-        now = _Place(
+        now = _Progress(
             cursor=first + max(summary.tickets_end for summary in summaries),
-            carried=tuple(sorted(part.left, key=_prompt_id)) if drawing.carries_over else (),
-            num_carried=sum(summary.num_left for summary in summaries) if drawing.carries_over else 0,
+            carried=tuple(sorted(part.left, key=_prompt_id)) if rules.carries_over else (),
+            num_carried=sum(summary.num_left for summary in summaries) if rules.carries_over else 0,
         )
         self._after = {step - 1: before, step: now}
-        if shortfall := _shortfall(step, summaries, drawing):
+        if shortfall := _shortfall(step, summaries, rules):
             self._message(shortfall)
         kept = sorted(part.kept, key=_prompt_id)
         everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.kept)
         return Collected(
-            pending=[pending for group in kept for pending in group.scored_rollouts()],
-            metrics=_metrics(part, stale, drawing, step=step, speaks_for_all=self._mesh.get_local_rank() == 0),
+            pending=[pending for group in kept for pending in group.pending_rollouts()],
+            metrics=_metrics(part, stale, rules, step=step, reports_wanted=self._place.mesh.get_local_rank() == 0),
             places={prompt_id: place for place, prompt_id in enumerate(everyones)},
-            group_size=self._sampling.group_size,
+            group_size=source.sampling.group_size,
         )
 
     def _sample(self, part: _Part, tickets: Tickets, step: int) -> None:
-        """Sample this rank's part, so that an engine whose part ends early keeps no other waiting."""
+        """Sample this rank's part. Where it fails, the other engines stop waiting for it."""
 
         def sample() -> None:
             try:
                 part.sample()
             except EngineDied:
-                tickets.interrupt() if self._restarts.wanted else tickets.cancel()
+                tickets.interrupt() if self._place.restarts.wanted else tickets.cancel()
                 raise
             except BaseException:
                 tickets.cancel()
                 raise
 
-        self._restarts.carry(sample, during=f"step {step}", before_revival=tickets.resume)
+        self._place.restarts.carry(sample, during=f"step {step}", before_revival=tickets.resume)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint must hold to go on after `step`, the last that was collected or the one before, in JSON's
-        types, the same on every rank; every rank must call this."""
-        place = self._after[step]
-        groups = gather_objects(self._mesh, [group.as_json() for group in place.carried])
+        """Return what a checkpoint must hold to go on after `step`, the last that was collected or the one before.
+
+        It has JSON's types and is the same on every rank; every rank must call this.
+        """
+        progress = self._after[step]
+        groups = gather_objects(self._place.mesh, [group.as_json() for group in progress.carried])
         carried = sorted((group for part in groups for group in part), key=lambda group: group["prompt_id"])
-        return {"cursor": place.cursor, "sampling": self._shared_settings(), "carried": carried}
+        return {"cursor": progress.cursor, "sampling": self._shared_settings(), "carried": carried}
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
-        """Go on after `step` from a saved state; None when none was saved, which is as if every step so far had used
-        the prompts it wanted. Raises UserError when the settings no longer fit the groups that go on."""
+        """Go on after `step` from a saved state. None means that none was saved: every step so far used exactly the
+        prompts it wanted. Raises UserError when the settings no longer fit the groups that go on."""
         if saved is None:
-            self._after = {step: _Place(cursor=step * self._drawing.groups_per_step)}
+            self._after = {step: _Progress(cursor=step * self._rules.groups_per_step)}
             return
-        self._after = {step: _Place(cursor=saved["cursor"])}
+        self._after = {step: _Progress(cursor=saved["cursor"])}
         groups = saved["carried"]
-        if not self._drawing.carries_over:
+        if not self._rules.carries_over:
             if groups:
                 self._message(
                     f"rollout.partial = false: {len(groups)} unfinished prompt groups of step {step} are dropped"
@@ -233,126 +245,120 @@ class Collector:
                 f"the checkpoint of step {step} holds unfinished prompt groups, but of [rollout] {changes}; set that "
                 "back, or set rollout.partial = false to drop those groups"
             )
-        # All of them on every rank, so that what is wrong with one is told by all.
+        # Every rank restores all of them, so that all raise the same error.
         everyones = [self._restored(group, step) for group in groups]
-        mine = everyones[self._engine_index :: self._num_engines] if self._engine.leads else []
-        self._after = {step: _Place(cursor=saved["cursor"], carried=tuple(mine), num_carried=len(everyones))}
+        mine = everyones[self._place.index :: self._place.count] if self._place.engine.leads else []
+        self._after = {step: _Progress(cursor=saved["cursor"], carried=tuple(mine), num_carried=len(everyones))}
 
     def _restored(self, saved: Mapping[str, Any], step: int) -> PromptGroup:
-        (prompt,) = self._prompts.take(saved["prompt_id"], 1)
+        (prompt,) = self._source.prompts.take(saved["prompt_id"], 1)
         if list(prompt.token_ids) != saved["prompt_ids"]:
             raise UserError(
                 f"the checkpoint of step {step} holds an unfinished group of prompt {prompt.prompt_id}, but the data "
                 "now has another prompt there; set [data] and run.seed back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        if (len(saved["seeds"]) > self._sampling.group_size) != self._drawing.with_baseline:
-            have, wants = ("without", "one") if self._drawing.with_baseline else ("with", "none")
+        if (len(saved["seeds"]) > self._source.sampling.group_size) != self._rules.with_baseline:
+            have, wants = ("without", "one") if self._rules.with_baseline else ("with", "none")
             raise UserError(
                 f"the checkpoint of step {step} holds unfinished prompt groups {have} a greedy response, but "
                 f"advantage.estimator now compares with {wants}; set that back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        return PromptGroup.from_json(saved, prompt, group_size=self._sampling.group_size)
+        return PromptGroup.from_json(saved, prompt, group_size=self._source.sampling.group_size)
 
     def _shared_settings(self) -> dict[str, Any]:
         """The settings that all rollouts of a group must share."""
+        sampling = self._source.sampling
         return {
-            "group_size": self._sampling.group_size,
-            "max_response_tokens": self._sampling.max_response_tokens,
-            "temperature": self._sampling.temperature,
-            "stop_token_ids": sorted(self._sampling.stop_token_ids),
+            "group_size": sampling.group_size,
+            "max_response_tokens": sampling.max_response_tokens,
+            "temperature": sampling.temperature,
+            "stop_token_ids": sorted(sampling.stop_token_ids),
         }
 
     def _tickets(self, step: int, num_carried: int) -> Tickets:
-        drawing = self._drawing
+        rules = self._rules
         if self._store is None:
             return StaticTickets(
-                engine_index=self._engine_index,
-                num_engines=self._num_engines,
-                wanted=drawing.groups_per_step,
-                max_draws=drawing.max_draws,
+                engine_index=self._place.index,
+                num_engines=self._place.count,
+                wanted=rules.groups_per_step,
+                num_tickets=rules.max_groups,
             )
-        permits = drawing.groups_per_step + drawing.extra_groups - num_carried
+        permits = rules.groups_per_step + rules.extra_groups - num_carried
         return SharedTickets(
             self._store,
             step=step,
-            wanted=drawing.groups_per_step,
+            wanted=rules.groups_per_step,
             permits=permits,
-            # Where no group is ever replaced, no more can be drawn than may be open.
-            max_draws=drawing.max_draws if drawing.drops_equal else permits,
+            # Where no group is ever replaced, as many tickets can be taken as groups may be open.
+            num_tickets=rules.max_groups if rules.drops_equal else permits,
         )
-
-    def _max_open(self) -> int:
-        """Groups that this engine samples at the same time, at most.
-
-        What the engine can run needs no number here: it asks for requests only as it has room. But where it has room
-        for all of them it would take every ticket before another engine took its first, so none has more than its
-        share at once. Groups that only wait for a reward do not count.
-        """
-        return math.ceil((self._drawing.groups_per_step + self._drawing.extra_groups) / self._num_engines)
 
 
 class _Part:
-    """What one engine does in one step."""
+    """One engine's work in one step."""
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        submit: Callable[[Rollout], Pending],
-        sampling: Sampling,
-        drawing: Drawing,
+        place: EnginePlace,
+        source: GroupSource,
+        rules: CollectionRules,
         tickets: Tickets,
         *,
-        draw: Callable[[int], PromptGroup],
+        open_group: Callable[[int], PromptGroup],
         carried: Sequence[PromptGroup],
-        max_open: int,
     ) -> None:
         self.kept: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
-        self.num_drawn = self.tickets_end = 0
+        self.num_opened = self.tickets_end = 0
         self.num_continued = sum(
             group.responses[index].token_ids != () for group in carried for index in group.unfinished
         )
-        self._engine, self._submit, self._sampling, self._drawing = engine, submit, sampling, drawing
-        self._tickets, self._draw, self._max_open = tickets, draw, max_open
+        self._engine, self._source, self._rules = place.engine, source, rules
+        self._tickets, self._open_group = tickets, open_group
+        # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
+        # The engine asks for requests only as it has room. But an engine with room for every group would take all
+        # tickets before another took its first, so none has more than its share open at once.
+        self._max_open = math.ceil((rules.groups_per_step + rules.extra_groups) / place.count)
         # By prompt_id; a group goes from one to the next, and is then kept or dropped.
         self._unfinished = {_prompt_id(group): group for group in carried if not group.is_sampled}
         self._undecided = {_prompt_id(group): group for group in carried if group.is_sampled}
-        self._asked: list[tuple[PromptGroup, int]] = []  # (group, sample index) of each request, by place
+        self._requested: list[tuple[PromptGroup, int]] = []  # (group, sample index) of each request, by place
         self._num_running = 0
 
     @property
     def left(self) -> list[PromptGroup]:
-        """Groups that were open when the step had enough."""
+        """The groups that were still open when the step had enough."""
         return [*self._unfinished.values(), *self._undecided.values()]
 
     def sample(self) -> None:
-        """Sample until the step has enough groups, or can get no more, and this engine's are kept or dropped.
+        """Sample until the step has enough groups, or can get no more, and each of this engine's is kept or dropped.
 
-        After an interruption it can be called again: responses that an engine took with it are asked for once more.
+        It can be called again after an interruption: responses that died with an engine are requested once more.
         """
-        self._asked, self._num_running = [], 0
+        self._requested, self._num_running = [], 0
         requests = self._requests() if self._engine.leads else ()
         with self._aborted_in_time():
             for place, response in self._engine.generate(requests):
-                self._take(place, response)
+                self._add(place, response)
         while not self._is_over() and self._undecided:
             self._wait()
 
     def summary(self) -> _Summary:
-        """For the other ranks."""
+        """Summarize this part for the other ranks."""
         return _Summary(
             kept=[_prompt_id(group) for group in self.kept],
             num_dropped=len(self.dropped),
             num_failed=sum(group.num_failed for group in self.dropped),
-            num_drawn=self.num_drawn,
+            num_opened=self.num_opened,
             tickets_end=self.tickets_end,
             num_left=len(self.left),
         )
 
     def _requests(self) -> Iterator[Request | None]:
-        """What the engine is to run, as long as there is more: groups that go on, then those it draws."""
+        """Yield requests as long as there are more: of groups that go on, then of those that this engine opens."""
         for group in list(self._unfinished.values()):
             if self._is_over():
                 return
@@ -360,9 +366,9 @@ class _Part:
         while not self._is_over():
             if self._tickets.is_interrupted():
                 return
-            if len(self._unfinished) < self._max_open and (ticket := self._tickets.draw()) is not None:
-                self.num_drawn, self.tickets_end = self.num_drawn + 1, ticket + 1
-                group = self._draw(ticket)
+            if len(self._unfinished) < self._max_open and (ticket := self._tickets.take()) is not None:
+                self.num_opened, self.tickets_end = self.num_opened + 1, ticket + 1
+                group = self._open_group(ticket)
                 self._unfinished[_prompt_id(group)] = group
                 yield from self._requests_of(group)
             elif self._tickets.is_empty():
@@ -374,29 +380,29 @@ class _Part:
 
     def _requests_of(self, group: PromptGroup) -> Iterator[Request]:
         for index in group.unfinished:
-            self._asked.append((group, index))
+            self._requested.append((group, index))
             self._num_running += 1
-            sampling = self._sampling.greedy() if group.is_baseline(index) else self._sampling
+            sampling = self._source.sampling.greedy() if group.is_baseline(index) else self._source.sampling
             yield sampling.request(group.prompt, group.seeds[index], group.responses[index].token_ids)
 
-    def _take(self, place: int, response: Response) -> None:
-        group, sample_index = self._asked[place]
+    def _add(self, place: int, response: Response) -> None:
+        group, sample_index = self._requested[place]
         self._num_running -= 1
         if (rollout := group.add(sample_index, response)) is None:
             return
-        group.pending[sample_index] = self._submit(rollout)
+        group.pending[sample_index] = self._source.submit(rollout)
         if group.is_sampled:
             self._undecided[_prompt_id(group)] = self._unfinished.pop(_prompt_id(group))
-            # Not left to the thread that watches: what this engine samples after its own last group is for nothing.
+            # At once, not in the thread that watches: what this engine samples after its last group is wasted.
             if self._is_over() and self._num_running:
                 self._engine.abort()
 
     def _is_over(self) -> bool:
-        """Keep and drop the groups that can be decided; whether the step has enough."""
+        """Keep or drop the groups that can be decided; return True when the step has enough."""
         for prompt_id, group in list(self._undecided.items()):
-            if self._drawing.drops_equal and not group.is_scored:
+            if self._rules.drops_equal and not group.is_rewarded:
                 continue
-            if self._drawing.drops_equal and group.has_equal_rewards:
+            if self._rules.drops_equal and group.has_equal_rewards:
                 self._tickets.drop()
                 self.dropped.append(self._undecided.pop(prompt_id))
             elif self._tickets.keep():
@@ -406,7 +412,7 @@ class _Part:
         return self._tickets.is_over()
 
     def _wait(self) -> None:
-        """Until a reward comes, or other engines may have changed what this one may do."""
+        """Wait until a reward arrives, or until other engines may have changed what this one may do."""
         futures = [future for group in self._undecided.values() for _, future in group.pending.values()]
         if missing := [future for future in futures if not future.done()]:
             concurrent.futures.wait(missing, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -417,10 +423,9 @@ class _Part:
     def _aborted_in_time(self) -> Iterator[None]:
         """With more groups open than wanted, end the engine's work as soon as any engine has kept the last one.
 
-        In a thread of its own: the slowest response, which is not worth waiting for, is the one that would be waited
-        for before this rank looks again.
+        A thread watches for that: this rank looks again only after a response, and that may be the slowest one.
         """
-        if not self._drawing.extra_groups or not self._engine.leads:
+        if not self._rules.extra_groups or not self._engine.leads:
             yield
             return
         ended = threading.Event()
@@ -444,56 +449,58 @@ def _prompt_id(group: PromptGroup) -> int:
 
 
 def _staleness(group: PromptGroup, step: int) -> int:
-    """Steps between the weights that sampled the oldest of it and those that the step updates."""
+    """Count the steps between the weights that sampled its oldest token and those that the step updates."""
     return 0 if group.oldest_version is None else step - 1 - group.oldest_version
 
 
-def _shortfall(step: int, summaries: Sequence[_Summary], drawing: Drawing) -> str | None:
-    """What the user must know when the step is trained on less than was asked for."""
+def _shortfall(step: int, summaries: Sequence[_Summary], rules: CollectionRules) -> str | None:
+    """Return a line for the user when the step trains on fewer groups than it wants."""
     num_kept = sum(len(summary.kept) for summary in summaries)
-    if num_kept == drawing.groups_per_step:
+    if num_kept == rules.groups_per_step:
         return None
-    num_drawn = sum(summary.num_drawn for summary in summaries)
+    num_opened = sum(summary.num_opened for summary in summaries)
     num_dropped = sum(summary.num_dropped for summary in summaries)
     num_failed = sum(summary.num_failed for summary in summaries)
-    trains = f"trains on {num_kept} of {drawing.groups_per_step} prompt groups" if num_kept else "changes no weights"
+    trains = f"trains on {num_kept} of {rules.groups_per_step} prompt groups" if num_kept else "changes no weights"
     failed = f"; {num_failed} of their rewards could not be computed" if num_failed else ""
     return (
-        f"step {step} {trains}: {num_drawn} were drawn (the limit is {drawing.max_draws}) and {num_dropped} had equal "
+        f"step {step} {trains}: {num_opened} were opened (the limit is {rules.max_groups}) and {num_dropped} had equal "
         f"rewards{failed}"
     )
 
 
 def _metrics(
-    part: _Part, stale: Sequence[PromptGroup], drawing: Drawing, *, step: int, speaks_for_all: bool
+    part: _Part, stale: Sequence[PromptGroup], rules: CollectionRules, *, step: int, reports_wanted: bool
 ) -> Metrics:
-    """Of this rank's part; what is the same on all ranks comes from the one that speaks for all."""
+    """Metrics of this rank's part; one rank also reports how many groups all of them want."""
     metrics: Metrics = {}
     discarded = [*part.dropped, *stale]
-    if drawing.drops_equal:
+    if rules.drops_equal:
         num_dropped = float(len(part.dropped))
         metrics |= {
-            "rollout/drawn_groups_count": Total(float(part.num_drawn)),
+            "rollout/opened_groups_count": Total(float(part.num_opened)),
             "rollout/equal_groups_count": Total(num_dropped),
-            # These two join what `rollout_metrics` says of the groups that are trained on.
+            # These two are merged with those of the groups that are trained on.
             "reward/equal_groups_fraction": Mean(num_dropped, num_dropped),
             "reward/failed_count": Total(float(sum(group.num_failed for group in part.dropped))),
-            "reward/drawn_mean": Mean.of(reward for group in (*part.kept, *part.dropped) for reward in group.rewards),
+            "reward/all_groups_mean": Mean.of(
+                reward for group in (*part.kept, *part.dropped) for reward in group.rewards
+            ),
         }
-    if drawing.extra_groups:
+    if rules.extra_groups:
         responses = [group.responses[index] for group in part.left for index in group.unfinished]
         aborted = [response for response in responses if response.token_ids]
-        discarded += [] if drawing.carries_over else part.left
+        discarded += [] if rules.carries_over else part.left
         metrics |= {
             "rollout/aborted_count": Total(float(len(aborted))),
             "rollout/aborted_tokens": Total(float(sum(len(response.token_ids) for response in aborted))),
         }
-    if drawing.carries_over:
+    if rules.carries_over:
         metrics |= {
             "rollout/continued_count": Total(float(part.num_continued)),
             "rollout/stale_groups_count": Total(float(len(stale))),
         }
-    if drawing.can_be_stale:
+    if rules.can_be_stale:
         spans = [span for group in part.kept for response in group.trained for span in response.spans]
         metrics |= {
             "rollout/mean_staleness_steps": Mean(
@@ -502,10 +509,10 @@ def _metrics(
             ),
             "rollout/max_staleness_steps": Max(float(max((_staleness(g, step) for g in part.kept), default=0))),
         }
-    if not drawing.moves_by_plan:
+    if not rules.prompts_follow_from_step:
         metrics |= {
             "rollout/kept_groups_fraction": Mean(
-                float(len(part.kept)), float(drawing.groups_per_step if speaks_for_all else 0)
+                float(len(part.kept)), float(rules.groups_per_step if reports_wanted else 0)
             ),
             "rollout/discarded_tokens": Total(float(sum(group.num_tokens for group in discarded))),
         }

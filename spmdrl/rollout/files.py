@@ -1,9 +1,9 @@
-"""The scored rollouts of a step as files, from which it can be computed again: `debug.save_rollouts`.
+"""The rollouts and rewards of a step as files, from which the step can be repeated: `debug.save_rollouts`.
 
-    RUN/rollouts/step-00000012/rank-0.safetensors    of each rank that trains, as it had them before packing
+    RUN/rollouts/step-00000012/rank-0.safetensors    one for each rank that trains, before packing
 
-A folder appears under its final name when every rank has written its part. Numbers are tensors; texts are JSON in a
-tensor of bytes, because the header of a safetensors file, which says where it comes from, is limited.
+A folder gets its final name when every rank has written its part. Numbers are tensors; texts are JSON in a tensor of
+bytes, because the size of a safetensors header is limited.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import failing_together
+from spmdrl.rewards.client import Rewarded
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
 
-Outcome = tuple[Rollout, RewardOutcome]
 _PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What one rank had of a step when its rollouts were scored. Prompts are without metadata: only rewards read it."""
+    """One rank's rollouts of a step, with their rewards. Prompts have no metadata: only rewards read it."""
 
     step: int
-    num_ranks: int  # that train: as many recordings has the step
-    config: Mapping[str, Any]  # the run's settings, in JSON's types; among them run.seed
-    plan: Mapping[str, Any]  # what they implied
+    num_ranks: int  # that train; the step has a recording of each
+    config: Mapping[str, Any]  # the run's settings, in JSON's types
+    plan: Mapping[str, Any]  # the counts that follow from them
     places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
-    outcomes: tuple[Outcome, ...]  # whole groups in order, with their baselines
+    outcomes: tuple[Rewarded, ...]  # whole groups in order, with their baselines
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """Where the recordings of a step are."""
+    """Name the folder with the recordings of a step."""
     return folder / f"{_PREFIX}{step:08d}"
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps that were recorded whole, in order."""
+    """List the steps that every rank has recorded, in order."""
     names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def write(folder: Path, recording: Recording, mesh: DeviceMesh, *, keep_last: int | None) -> None:
-    """Write this rank's part of a step; every rank of the mesh must call this. Older steps than the `keep_last` newest
-    are removed. Raises UserError on every rank when one of them cannot write."""
+    """Write this rank's part of a step, and remove all but the `keep_last` newest; every rank of the mesh must call
+    this. Raises UserError on every rank when one of them cannot write."""
     final = folder_of(folder, recording.step)
     unfinished = final.with_suffix(".unfinished")
     is_first = mesh.get_local_rank() == 0
-    with failing_together(mesh), told_of_the_disk(final):
+    with failing_together(mesh), disk_errors_explained(final):
         if is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-    with failing_together(mesh), told_of_the_disk(final):
+    with failing_together(mesh), disk_errors_explained(final):
         write_part(_part_of(unfinished, mesh.get_local_rank()), recording)
-    with failing_together(mesh), told_of_the_disk(final):
+    with failing_together(mesh), disk_errors_explained(final):
         if is_first:
             shutil.rmtree(final, ignore_errors=True)
             unfinished.rename(final)
@@ -74,8 +74,8 @@ def write(folder: Path, recording: Recording, mesh: DeviceMesh, *, keep_last: in
 
 
 @contextmanager
-def told_of_the_disk(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes a UserError."""
+def disk_errors_explained(path: Path) -> Iterator[None]:
+    """Turn errors of the disk into a UserError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -85,7 +85,7 @@ def told_of_the_disk(path: Path) -> Iterator[None]:
 
 
 def read_parts(folder: Path, step: int, *, index: int = 0, count: int = 1) -> list[Recording]:
-    """The recordings of ranks index, index + count, ... of a step: all of them, or one reader's share.
+    """Read the recordings of ranks index, index + count, ... of a step: all of them, or one reader's share.
 
     Raises UserError, naming the file, when one is missing or damaged.
     """
@@ -102,7 +102,7 @@ def _part_of(place: Path, rank: int) -> Path:
 
 
 def write_part(path: Path, recording: Recording) -> None:
-    """One rank's file."""
+    """Write one rank's file."""
     header = {
         "step": str(recording.step),
         "num_ranks": str(recording.num_ranks),
@@ -113,7 +113,7 @@ def write_part(path: Path, recording: Recording) -> None:
 
 
 def read_part(path: Path) -> Recording:
-    """What `write_part` was given, prompts without their metadata. Raises UserError when the file is damaged."""
+    """Read one rank's file; prompts have no metadata. Raises UserError when it is missing or damaged."""
     header, tensors = read_header(path), read_tensors(path)
     return Recording(
         step=int(header["step"]),
@@ -135,29 +135,29 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """What a file says of itself. Raises UserError when it is missing or damaged."""
+    """Read a file's header. Raises UserError when it is missing or damaged."""
     with _opened(path) as file:
         return file.metadata()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file. Raises UserError when it is missing or damaged."""
+    """Read all tensors of a file. Raises UserError when it is missing or damaged."""
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
 
 
 def as_bytes(value: Any) -> Tensor:
-    """[n] uint8: the JSON of a value."""
+    """Encode a value as the bytes of its JSON, [n] uint8."""
     return torch.frombuffer(bytearray(json.dumps(value), encoding="utf-8"), dtype=torch.uint8)
 
 
 def from_bytes(tensor: Tensor) -> Any:
-    """The value that `as_bytes` was given."""
+    """Decode a value that `as_bytes` encoded."""
     return json.loads(tensor.numpy().tobytes())
 
 
 def _tensors(recording: Recording) -> dict[str, Tensor]:
-    """N rollouts of P prompts: flat columns, and how many entries of each belong to whom."""
+    """Lay out N rollouts of P prompts as flat columns, with the number of entries of each rollout or prompt."""
     rollouts = [rollout for rollout, _ in recording.outcomes]
     outcomes = [outcome for _, outcome in recording.outcomes]
     responses = [rollout.response for rollout in rollouts]
@@ -196,7 +196,7 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
     }
 
 
-def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Outcome]:
+def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     texts = from_bytes(tensors["texts"])
     columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "texts"}
     prompts = {
@@ -243,6 +243,6 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Outcome]:
 
 
 def _cut(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
-    """The entries of each, where the first counts[0] are the first one's."""
+    """Split the entries: the first counts[0] belong to the first, and so on."""
     edges = itertools.accumulate(counts, initial=0)
     return [flat[start:end] for start, end in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""A prompt group on its way: what is sampled of it, what is scored, and how it is written into a checkpoint."""
+"""A prompt group while it is being sampled and rewarded, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """The rollouts of one prompt, and behind them its greedy response where there is one to compare with.
+    """The rollouts of one prompt, followed by its greedy response where rewards are compared with one.
 
-    It may take several steps, and keeps the seeds it was drawn with.
+    It may take several steps, and keeps the seeds it was opened with.
     """
 
     prompt: Prompt
     group_size: int  # rollouts to be trained on
-    drawn_in: int  # step
+    opened_in: int  # step
     seeds: tuple[int, ...]  # by sample_index
-    responses: list[Response]  # by sample_index; finish reason "abort": to be gone on with
-    pending: dict[int, Pending] = field(default_factory=dict)  # the finished ones by sample_index, being scored
+    responses: list[Response]  # by sample_index; finish reason "abort" means unfinished
+    pending: dict[int, Pending] = field(
+        default_factory=dict
+    )  # the finished ones by sample_index, with their rewards to come
 
     @classmethod
-    def drawn(
+    def opened(
         cls, prompt: Prompt, *, step: int, run_seed: int, group_size: int, with_baseline: bool = False
     ) -> PromptGroup:
-        """A group of which nothing has been sampled."""
+        """Open a group of which nothing has been sampled."""
         count = group_size + with_baseline
         seeds = tuple(rollout_seed(run_seed, step, prompt.prompt_id, index) for index in range(count))
         return cls(prompt, group_size, step, seeds, [NOT_BEGUN] * count)
 
     def copy(self) -> PromptGroup:
-        """A group that goes on by itself from where this one is."""
+        """Copy the group, so that the copy can go on without changing this one."""
         return dataclasses.replace(self, responses=list(self.responses), pending=dict(self.pending))
 
     def is_baseline(self, sample_index: int) -> bool:
-        """Whether that response is the greedy one."""
+        """Return True for the greedy response."""
         return sample_index >= self.group_size
 
     @property
@@ -53,59 +55,59 @@ class PromptGroup:
 
     @property
     def unfinished(self) -> list[int]:
-        """The sample indices that have no whole response yet."""
+        """The sample indices without a finished response."""
         return [index for index in range(len(self.responses)) if index not in self.pending]
 
     @property
     def is_sampled(self) -> bool:
-        """Whether every response is whole."""
+        """True when every response is finished."""
         return len(self.pending) == len(self.responses)
 
     @property
-    def is_scored(self) -> bool:
-        """Whether every reward is there."""
+    def is_rewarded(self) -> bool:
+        """True when every reward is known."""
         return self.is_sampled and all(future.done() for _, future in self.pending.values())
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of a group that is scored, without that of the greedy response."""
+        """The rewards, when all are known, without that of the greedy response."""
         return [self._reward(index) for index in range(self.group_size)]
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether a group that is scored teaches nothing: its rewards, the greedy response's too, are all the same."""
+        """True when the group teaches nothing: its rewards, with that of the greedy response, are all equal."""
         return len({self._reward(index) for index in range(len(self.responses))}) == 1
 
     @property
     def num_failed(self) -> int:
-        """Rewards that could not be computed, of a group that is scored."""
+        """The number of rewards that could not be computed, when all are known."""
         return sum(future.result().failure is not None for _, future in self.pending.values())
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens sampled so far."""
+        """The response tokens sampled so far."""
         return sum(len(response.token_ids) for response in self.responses)
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest weights that sampled any of it; None when nothing is sampled."""
+        """The version of the oldest weights that sampled any of it; None when nothing is sampled."""
         return min((response.oldest_version for response in self.responses if response.spans), default=None)
 
     def add(self, sample_index: int, part: Response) -> Rollout | None:
-        """Take in what an engine sampled; the rollout if that was the rest of it."""
+        """Append what an engine sampled; return the rollout if that finished it."""
         response = self.responses[sample_index] = self.responses[sample_index].continued(part)
         return None if response.finish_reason == "abort" else self._rollout(sample_index)
 
-    def scored_rollouts(self) -> list[Pending]:
-        """The rollouts of a whole group with their rewards to come, in order; the greedy one is the last."""
+    def pending_rollouts(self) -> list[Pending]:
+        """List the rollouts of a finished group with their rewards to come, in order; the greedy one is the last."""
         return [self.pending[index] for index in range(len(self.responses))]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON's types; waits for the rewards that are being computed."""
+        """Convert the group to JSON's types; waits for the rewards that are being computed."""
         return {
             "prompt_id": self.prompt.prompt_id,
             "prompt_ids": list(self.prompt.token_ids),
-            "drawn_in": self.drawn_in,
+            "opened_in": self.opened_in,
             "seeds": list(self.seeds),
             "responses": [
                 {
@@ -123,7 +125,7 @@ class PromptGroup:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], prompt: Prompt, *, group_size: int) -> PromptGroup:
-        """The group that was saved; the prompt itself comes from the stream again."""
+        """Restore a saved group; the prompt itself comes from the stream again."""
         responses = [
             Response(
                 token_ids=tuple(response["token_ids"]),
@@ -133,7 +135,7 @@ class PromptGroup:
             )
             for response in saved["responses"]
         ]
-        group = cls(prompt, group_size, saved["drawn_in"], tuple(saved["seeds"]), responses)
+        group = cls(prompt, group_size, saved["opened_in"], tuple(saved["seeds"]), responses)
         for index, outcome in saved["outcomes"].items():
             future: Future[RewardOutcome] = Future()
             future.set_result(RewardOutcome(**outcome))

@@ -1,4 +1,4 @@
-"""Prompts become rollouts: group_size requests each, with seeds that belong to the sample and not to the rank."""
+"""Sample group_size rollouts of each prompt, with seeds that belong to the sample and not to the rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdrl.types import Prompt, Request, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the responses of one phase are drawn."""
+    """Settings for sampling the responses of one phase."""
 
     group_size: int
     temperature: float
@@ -23,11 +23,11 @@ class Sampling:
     top_p: float = 1.0
 
     def greedy(self) -> Sampling:
-        """The same, with the most probable token at every place."""
+        """Change to sampling the most probable token at every place."""
         return dataclasses.replace(self, temperature=0.0)
 
     def request(self, prompt: Prompt, seed: int, response_ids: tuple[int, ...] = ()) -> Request:
-        """One response to the prompt, or the rest of one that begins with `response_ids`."""
+        """Request a response to the prompt, or the rest of one that begins with `response_ids`."""
         return Request(
             prompt_ids=prompt.token_ids,
             seed=seed,
@@ -40,7 +40,7 @@ class Sampling:
 
 
 def training_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
-    """Responses to learn from: the policy's own distribution, so neither top-p nor top-k."""
+    """Settings for responses to train on: the policy's own distribution, so neither top-p nor top-k."""
     return Sampling(
         group_size=cfg.rollout.group_size,
         temperature=cfg.rollout.temperature,
@@ -50,7 +50,7 @@ def training_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
 
 
 def eval_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
-    """Responses to held-out prompts."""
+    """Settings for responses to held-out prompts."""
     assert cfg.eval is not None
     return Sampling(
         group_size=cfg.eval.samples_per_prompt,

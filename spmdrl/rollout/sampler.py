@@ -1,4 +1,4 @@
-"""What the loop asks of those who sample, wherever they are: the rollouts of a step, and of an evaluation."""
+"""The rollouts of a step and of an evaluation, as the loop asks for them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.collect import Collected, Collector, training_drawing
+from spmdrl.rollout.collect import Collected, Collector, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.run import Launch
 from spmdrl.types import Rollout
 
-MAX_PROBE_TOKENS = 32  # of one answer, so that the probe does not lengthen the step
+MAX_PROBE_TOKENS = 32  # per answer, so that the probe does not lengthen the step
 
 
 class Sampler:
-    """Samples the rollouts of each step, wherever the engines are; this one has none, and samples nothing.
+    """Samples the rollouts of each step, wherever the engines are; this base class has none, and samples nothing.
 
     Every rank that trains has one and calls its methods together with the others.
     """
@@ -38,18 +38,19 @@ class Sampler:
     def state(self, step: int) -> Mapping[str, Any] | None:
         """Return what a checkpoint must hold to go on after `step`, the last that was collected or the one before.
 
-        At least the first rank returns it."""
+        The first rank always returns it; others may return None.
+        """
         return None
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """Go on after `step` from a saved state; None when none was saved."""
 
     def dismiss(self) -> None:
-        """End: nothing more will be asked for."""
+        """End: no more rollouts will be collected."""
 
 
 class LocalSampler(Sampler):
-    """A sampler of the ranks that hold the engines."""
+    """Samples with this rank's own engine."""
 
     def __init__(
         self, run: Launch[Config], engine: RolloutEngine, restarts: Restarts, *, message: Callable[[str], None]
@@ -61,18 +62,11 @@ class LocalSampler(Sampler):
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
         self._collector = Collector(
-            engine,
-            self._submit,
-            prompts,
-            training_sampling(cfg, self._stop_token_ids),
-            training_drawing(cfg, run.plan),
-            meshes.engines,
+            EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
+            GroupSource(prompts, training_sampling(cfg, self._stop_token_ids), cfg.run.seed, self._submit),
+            training_rules(cfg, run.plan),
             store=None if cfg.run.deterministic else shared_store(),
-            engine_index=meshes.engine_index,
-            num_engines=meshes.num_engines,
-            run_seed=cfg.run.seed,
             message=message,
-            restarts=restarts,
         )
         self._probes = prompts.take(0, cfg.refit.probe_prompts) if engine.leads else []
 
@@ -85,11 +79,11 @@ class LocalSampler(Sampler):
         return dataclasses.replace(collected, probes=probes, metrics=metrics)
 
     def collect_alone(self, step: int) -> Collected:
-        """The same without the probe."""
+        """Sample the rollouts of a step without the probe."""
         return self._collector.collect(step)
 
     def answer_probes(self) -> list[Rollout]:
-        """This engine's answers to the first prompts of the stream: the same noise every time, other weights."""
+        """Sample this engine's answers to the first prompts of the stream, with the same noise every time."""
         sampling = training_sampling(self._cfg, self._stop_token_ids)
         limit = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
         short = dataclasses.replace(sampling, group_size=1, max_response_tokens=limit)

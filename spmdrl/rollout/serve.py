@@ -1,10 +1,10 @@
-"""The loop of the ranks that only hold engines. The ranks that train run `train.py` and know it by `remote.py`.
+"""The loop of the ranks that only hold engines. The ranks that train run `train.py`, with the sampler of `remote.py`.
 
     refit -> [ (refit -> (eval))... -> rollout -> reward -> deliver ] x num_steps -> (refit -> (eval))...
 
-until the ranks that train want no more. A step is sampled as soon as the weights are fresh enough: at most
-`plan.steps_ahead` steps older than what a colocated run would use. With 0 or 1 that decides which weights sample which
-step; with more, a refit that is announced while there was something to sample is taken before the next step.
+until the ranks that train end it. A step is sampled as soon as the weights are fresh enough: at most
+`plan.steps_ahead` steps older than those a colocated run would use. With 0 or 1 that decides which weights sample which
+step; with more, a refit that was announced during one step is received before the next.
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
-from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.restart import Restarts
-from spmdrl.faults.stop_request import StopRequest
-from spmdrl.refit.bucket import Bucket
-from spmdrl.report.resources import drop_metrics
-from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.remote import (
+from spmdrl.engine.channels import (
     ANNOUNCED,
     FIRST,
     HELD_OUT,
@@ -36,23 +30,29 @@ from spmdrl.rollout.remote import (
     PROBES,
     REPLIES,
     ROLLOUTS,
-    Delivery,
     Dismissed,
-    Outcome,
     RefitOrder,
     Shutdown,
-    expected_by,
 )
+from spmdrl.engine.kinds import start_engine
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.remote import expected_by
+from spmdrl.engine.restart import Restarts
+from spmdrl.faults.stop_request import StopRequest
+from spmdrl.refit.bucket import Bucket
+from spmdrl.report.resources import drop_metrics
+from spmdrl.rewards.client import Rewarded
+from spmdrl.rollout.collect import Collected
+from spmdrl.rollout.remote import Delivery
 from spmdrl.rollout.sampler import LocalSampler
-from spmdrl.rollout.start import start_engine
 from spmdrl.run import Launch
 from spmdrl.types import Rollout, TrainingDiverged, UserError
 
 
 def serve(run: Launch[Config]) -> None:
-    """Hold an engine for the ranks that train until they want no more.
+    """Hold an engine until the ranks that train end the run.
 
-    Samples the steps and the evaluations after the one where the run begins, from the state in its checkpoint.
+    Samples every step and evaluation after the one where the run begins, from the state in its checkpoint.
     """
     plan, meshes, watch = run.plan, run.meshes, run.watch
     step, prompts = run.resume_point.step, run.inputs.prompts
@@ -60,14 +60,14 @@ def serve(run: Launch[Config]) -> None:
     messages: list[str] = []
     deliver = _Deliveries(plan, engine, meshes)
     weights = _Weights(engine, meshes)
-    with deliver.problems(weights), deliver.dismissal(weights):
+    with deliver.reporting_problems(weights), deliver.ending(weights):
         restarts = Restarts(meshes.engines, None, message=messages.append)
         sampler = LocalSampler(run, engine, restarts, message=messages.append)
         sampler.restore(checkpoint.collector_state(run.resume_point.folder, step=step), step=step)
 
         def refit() -> None:
             watch.enter("refit")
-            weights.take()
+            weights.receive()
             watch.enter("eval")
             if engine.version < plan.num_steps:
                 deliver.probes(sampler.answer_probes())
@@ -92,47 +92,47 @@ def serve(run: Launch[Config]) -> None:
                     {"time/sampling_s": Max(time.perf_counter() - began)},
                 ]
             )
-            wishes = gather_objects(meshes.engines, watch.stop_request())
-            wish = next((wish for wish in wishes if wish is not None), None)
-            # After every step: the ranks that train may stop, and save, after any.
-            deliver.step(collected, outcomes, metrics, sampler.state(number), messages, wish)
+            requests = gather_objects(meshes.engines, watch.stop_request())
+            stop_request = next((request for request in requests if request is not None), None)
+            # The state goes along with every step: the ranks that train may stop, and save, after any.
+            deliver.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
             messages.clear()
         while True:  # until the next order is `Dismissed`
             refit()
 
 
 class _Weights:
-    """Where refits come from, on a rank that holds an engine or a part of one."""
+    """Receives refits on a rank that holds an engine or a part of one."""
 
     def __init__(self, engine: RolloutEngine, meshes: Meshes) -> None:
         self._engine, self._meshes = engine, meshes
         self._orders, self._replies = Link(meshes.world, ORDERS), Link(meshes.world, REPLIES)
-        self._speaks = meshes.engines.get_local_rank() == 0
+        self._replies_for_all = meshes.engines.get_local_rank() == 0
         self._buckets: Sequence[Bucket] = ()
-        self._taken = 0
+        self._received = 0
 
     def are_announced(self) -> bool:
-        """Whether the ranks that train wait with a refit; the same on every rank that holds an engine."""
-        mine = self._speaks and shared_store().add(ANNOUNCED, 0) > self._taken
+        """Return True when the ranks that train wait with a refit; the same on every rank that holds an engine."""
+        mine = self._replies_for_all and shared_store().add(ANNOUNCED, 0) > self._received
         return gather_objects(self._meshes.engines, mine)[0]
 
-    def take(self) -> None:
-        """Take part in the next refit; wait for it first. Raises Dismissed when there will be none."""
+    def receive(self) -> None:
+        """Wait for the next refit and receive it. Raises Dismissed when there will be none."""
         order: RefitOrder | Dismissed = self._orders.receive(source=FIRST)
         if isinstance(order, Dismissed):
             raise order
         self._buckets = order.buckets or self._buckets
-        # Once all are here: with this reply the ranks that train begin to send.
+        # All are here: with the reply the ranks that train begin to send.
         gather_objects(self._meshes.engines, None)
         self._reply(None)
         self._engine.begin_update(self._buckets, (), version=order.version)
         for number in range(len(self._buckets)):
             self._engine.load(number)
             self._engine.wait()
-            self._engine.require_alive()  # at once: the ranks that train wait for this bucket to be received
+            self._engine.require_alive()  # now: the ranks that train wait until this bucket is received
         self._engine.end_update()
         self._engine.require_alive()
-        self._taken += 1
+        self._received += 1
         expected = self._orders.receive(source=FIRST)
         if expected is not None:
             mine = expected_by(self._meshes.engine.get_local_rank(), expected)
@@ -149,30 +149,30 @@ class _Weights:
         self._replies.settle_if_possible()
 
     def _reply(self, what: Any) -> None:
-        if self._speaks:
+        if self._replies_for_all:
             self._replies.send(what, to=FIRST)
 
 
 class _Deliveries:
-    """Where scored rollouts go to. Whole groups are dealt out to the ranks that train: all of them will be laid into
-    batches together, so it does not matter who gets which."""
+    """Sends rollouts and their rewards to the ranks that train. Each gets whole groups; which ones does not matter,
+    because batches are laid out over all ranks later."""
 
     def __init__(self, plan: Plan, engine: RolloutEngine, meshes: Meshes) -> None:
         self._receivers = range(plan.training_ranks) if engine.leads else range(0)
-        # Before a step is sampled, all but the last `steps_ahead` ones have been received: see `serve`.
+        # Before a step is sampled, all but the last `steps_ahead` have been received: see `serve`.
         self._rollouts = Link(meshes.world, ROLLOUTS, in_flight=plan.steps_ahead + 1)
         self._held_out, self._probes = Link(meshes.world, HELD_OUT), Link(meshes.world, PROBES)
 
     def step(
         self,
         collected: Collected,
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[Rewarded],
         metrics: Metrics,
         state: Mapping[str, Any] | None,
         messages: Sequence[str],
-        wish: StopRequest | None,
+        stop_request: StopRequest | None,
     ) -> None:
-        """Send what was sampled for a step."""
+        """Send the rollouts of a step."""
         for rank in self._receivers:
             is_first = rank == FIRST
             delivery = Delivery(
@@ -186,12 +186,12 @@ class _Deliveries:
                 group_size=collected.group_size,
                 state=state if is_first else None,
                 messages=tuple(messages) if is_first else (),
-                wish=wish,
+                stop_request=stop_request,
             )
             self._rollouts.send(delivery, to=rank)
 
-    def held_out(self, outcomes: Sequence[Outcome]) -> None:
-        """Send what was sampled for an evaluation."""
+    def held_out(self, outcomes: Sequence[Rewarded]) -> None:
+        """Send the rollouts of an evaluation."""
         self._deal(outcomes, self._held_out)
 
     def probes(self, rollouts: Sequence[Rollout]) -> None:
@@ -203,8 +203,8 @@ class _Deliveries:
             link.send(list(values[rank :: len(self._receivers)]), to=rank)
 
     @contextmanager
-    def dismissal(self, weights: _Weights) -> Iterator[None]:
-        """When the ranks that train want no more: tell them that nothing more comes, on every channel."""
+    def ending(self, weights: _Weights) -> Iterator[None]:
+        """When the ranks that train end the run, send a last value on every channel."""
         try:
             yield
         except Dismissed:
@@ -215,13 +215,13 @@ class _Deliveries:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all of it has been received."""
+        """Wait until everything has been received."""
         for link in (self._rollouts, self._probes, self._held_out):
             link.settle()
 
     @contextmanager
-    def problems(self, weights: _Weights) -> Iterator[None]:
-        """What stops the ranks that hold engines is told to those that train, whatever they wait for next."""
+    def reporting_problems(self, weights: _Weights) -> Iterator[None]:
+        """Send what stops this rank to the ranks that train, whatever they wait for next."""
         try:
             yield
         except (UserError, TrainingDiverged) as problem:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
+from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
@@ -53,7 +54,8 @@ def evaluate_export(run: Path) -> dict[str, float]:
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
     """Return the attention kernel of the run's engine, if the torch engine has it on this device."""
-    if cfg.rollout.engine == "torch" and device_type == "cpu":
+    _, facts = ENGINES.get(cfg.rollout.engine, ("", EngineFacts()))
+    if facts.in_process and device_type in facts.exact_kernels:
         return kernel_of_run(cfg, device_type, dtype)
     return choose_kernel(cfg.model.attention, device_type, dtype)
 

@@ -18,6 +18,8 @@ from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.kinds import start_engine
+from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
@@ -25,10 +27,9 @@ from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.sample import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
-from spmdrl.rollout.start import start_engine, start_sampler
+from spmdrl.rollout.start import start_sampler
 from spmdrl.step.batch import build_batch, to_sequences
 from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import Prompt, RewardOutcome, Rollout

@@ -20,11 +20,11 @@ from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.engine.kinds import start_engine
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.model.load import load_policy, reshard
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
-from spmdrl.rollout.start import start_engine
 from spmdrl.types import MicroBatch, Request, Response
 from tests.helpers.launches import launch_of
 

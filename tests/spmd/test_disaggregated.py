@@ -15,10 +15,10 @@ from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.receive import ListeningTorchEngine
+from spmdrl.engine.remote import RemoteEngine
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.rollout.remote import RemoteEngine
 from spmdrl.rollout.serve import _Weights
 from spmdrl.types import UserError
 from tests.helpers.configs import model_config, plan_for
@@ -99,7 +99,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
             weights = _Weights(engine, meshes)
             found = []
             for version in (1, 2):
-                weights.take()
+                weights.receive()
                 assert engine.version == version
                 found.append({name: digest(tensor) for name, tensor in engine.weights().items()})
             weights.settle()

@@ -14,7 +14,7 @@ from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine import torch_engine
-from spmdrl.engine.sampling import draw_tokens
+from spmdrl.engine.sampling import sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR, read_error
@@ -196,7 +196,7 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
 
 
 def _with_another_decode(argv: list[str]) -> int:
-    with mock.patch.object(torch_engine, "_decoding_of", lambda _: (torch_engine._attend_to_cache, draw_tokens)):
+    with mock.patch.object(torch_engine, "_decoding_of", lambda _: (torch_engine._attend_to_cache, sample_tokens)):
         return main(argv)
 
 

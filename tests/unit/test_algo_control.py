@@ -7,7 +7,7 @@ import pytest
 from spmdrl.algo.control import next_entropy_coef, next_kl_coef
 from spmdrl.algo.rewards import overlong_penalty
 from spmdrl.config import Config
-from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, next_coefficients, starting_coefficients
+from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, adapt_coefficients, starting_coefficients
 
 TABLES = {
     "run": {"name": "x", "num_steps": 1},
@@ -56,9 +56,14 @@ def test_coefficients_with_a_target_are_adapted_and_no_others() -> None:
     start = starting_coefficients(cfg)
     assert start == {ENTROPY: 0.01, KL_IN_REWARD: 0.2}
     values = {"update/entropy_nats": 0.4, "reward/k1_ref_nats": 0.11}
-    after = next_coefficients(start, values, cfg, rollouts=10)
+    after = dict(start)
+    adapt_coefficients(after, values, cfg, rollouts=10)
     assert after == {ENTROPY: pytest.approx(0.015), KL_IN_REWARD: pytest.approx(0.2 * 1.01)}
-    assert next_coefficients(start, {}, cfg, rollouts=0) == {}
+    unchanged = dict(start)
+    adapt_coefficients(unchanged, {}, cfg, rollouts=0)
+    assert unchanged == start
     fixed = cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"entropy_target_nats": None})})
     assert starting_coefficients(fixed) == {KL_IN_REWARD: 0.2}
-    assert next_coefficients({KL_IN_REWARD: 0.2}, values, fixed, rollouts=10).keys() == {KL_IN_REWARD}
+    one = {KL_IN_REWARD: 0.2}
+    adapt_coefficients(one, values, fixed, rollouts=10)
+    assert one == {KL_IN_REWARD: pytest.approx(0.2 * 1.01)}

@@ -1,4 +1,4 @@
-"""Which prompt groups a step collects, however many engines draw them and however long each of them takes."""
+"""Which prompt groups a step collects, however many engines open them and however long each of them takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.collect import Collected, Collector, Drawing
+from spmdrl.rollout.collect import Collected, CollectionRules, Collector, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
 from tests.helpers import exact
@@ -37,10 +37,10 @@ from tests.helpers.models import save_llama, save_qwen3
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
-PLAIN = Drawing(groups_per_step=8, max_draws=8)
-OVERSAMPLED = Drawing(groups_per_step=8, extra_groups=4, max_draws=12)
+PLAIN = CollectionRules(groups_per_step=8, max_groups=8)
+OVERSAMPLED = CollectionRules(groups_per_step=8, extra_groups=4, max_groups=12)
 PARTIAL = replace(OVERSAMPLED, carries_over=True, max_staleness=100)
-DYNAMIC = Drawing(groups_per_step=8, max_draws=32, drops_equal=True)
+DYNAMIC = CollectionRules(groups_per_step=8, max_groups=32, drops_equal=True)
 BASELINE = GROUP_SIZE  # the sample index of a group's greedy response, where it has one
 
 Samples = dict[tuple[int, int], Response]  # by prompt_id and sample_index
@@ -206,7 +206,7 @@ class Run:
 
 
 def start(
-    drawing: Drawing,
+    rules: CollectionRules,
     engines: list[Any],
     *,
     shared: bool = True,
@@ -224,18 +224,16 @@ def start(
     ]
     collectors = [
         Collector(
-            engine,
-            submit or judge(),
-            prompts[rank] if prompts else FakePrompts(),  # type: ignore[arg-type]
-            sampling,
-            drawing,
-            meshes[rank],
+            EnginePlace(engine, rank, len(engines), meshes[rank], restarts[rank]),
+            GroupSource(
+                prompts[rank] if prompts else FakePrompts(),  # type: ignore[arg-type]
+                sampling,
+                11,
+                submit or judge(),
+            ),
+            rules,
             store=store if shared else None,
-            engine_index=rank,
-            num_engines=len(engines),
-            run_seed=11,
             message=messages.append if rank == 0 else lambda text: None,
-            restarts=restarts[rank],
         )
         for rank, engine in enumerate(engines)
     ]
@@ -287,14 +285,14 @@ def fast_and_slow() -> list[FakeEngine]:
     return [FakeEngine(), FakeEngine(max_running=2, tick_s=0.001)]
 
 
-def test_a_step_collects_the_same_however_many_engines_draw_and_however_they_share() -> None:
+def test_a_step_collects_the_same_however_many_engines_there_are_and_however_they_share() -> None:
     alone = start(PLAIN, [FakeEngine()]).steps(1, 3)
     assert [prompt_ids(samples) for samples, _ in alone] == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
     shared = start(PLAIN, fast_and_slow())
     static = start(PLAIN, fast_and_slow(), shared=False)
     assert only_samples(shared.steps(1, 3)) == only_samples(static.steps(1, 3)) == only_samples(alone)
     assert not shared.messages and not static.messages
-    assert len(shared.engines[0].asked) > len(shared.engines[1].asked) > 0, "the fast engine draws more, not all"
+    assert len(shared.engines[0].asked) > len(shared.engines[1].asked) > 0, "the fast engine opens more, not all"
 
 
 def test_a_response_is_being_scored_before_the_next_one_is_sampled() -> None:
@@ -311,7 +309,7 @@ def test_a_response_is_being_scored_before_the_next_one_is_sampled() -> None:
     assert len(submitted) == PLAIN.groups_per_step * GROUP_SIZE
 
 
-def test_ranks_that_do_not_lead_an_engine_draw_nothing() -> None:
+def test_ranks_that_do_not_lead_an_engine_open_nothing() -> None:
     engines = [FakeEngine(), FakeEngine()]
     engines[1].leads = False
     run = start(PLAIN, engines)
@@ -335,10 +333,10 @@ def test_dynamic_sampling_keeps_the_first_groups_whose_rewards_differ(shared: bo
         kept = prompt_ids(samples)
         assert len(kept) == 8 and not any(map(is_equal_group, kept))
         if shared or num_engines == 1:
-            drawn = range(first, kept[-1] + 1)
-            assert kept == [i for i in drawn if not is_equal_group(i)]
-            assert metrics["rollout/drawn_groups_count"] == len(drawn)
-            assert metrics["rollout/equal_groups_count"] == len(drawn) - 8
+            opened = range(first, kept[-1] + 1)
+            assert kept == [i for i in opened if not is_equal_group(i)]
+            assert metrics["rollout/opened_groups_count"] == len(opened)
+            assert metrics["rollout/equal_groups_count"] == len(opened) - 8
             assert metrics["reward/equal_groups_fraction"] == 1.0  # of the dropped; the kept ones join in score.py
             first = kept[-1] + 1
         assert metrics["rollout/kept_groups_fraction"] == 1.0
@@ -360,14 +358,14 @@ def test_deterministic_dynamic_sampling_does_not_depend_on_how_long_rewards_take
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
-def test_drawing_stops_at_the_limit_and_says_so(shared: bool) -> None:
-    run = start(replace(DYNAMIC, max_draws=10), fast_and_slow(), shared=shared)
+def test_opening_stops_at_the_limit_and_says_so(shared: bool) -> None:
+    run = start(replace(DYNAMIC, max_groups=10), fast_and_slow(), shared=shared)
     ((samples, metrics),) = run.steps(1, 1)
     assert prompt_ids(samples) == [i for i in range(10) if not is_equal_group(i)]
     num_kept = len(prompt_ids(samples))
     assert num_kept < 8 and metrics["rollout/kept_groups_fraction"] == num_kept / 8
     assert run.messages == [
-        f"step 1 trains on {num_kept} of 8 prompt groups: 10 were drawn (the limit is 10) and "
+        f"step 1 trains on {num_kept} of 8 prompt groups: 10 were opened (the limit is 10) and "
         f"{10 - num_kept} had equal rewards"
     ]
 
@@ -403,8 +401,8 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
     sampling = replace(SAMPLING, temperature=temperature, stop_token_ids=frozenset(range(2, 12)))
     engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=8)
     load_whole(engine, dict(model.named_parameters()), version=0)
-    drawing = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_draws=8)
-    run = start(drawing, [engine], sampling=sampling)
+    rules = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_groups=8)
+    run = start(rules, [engine], sampling=sampling)
     continued = 0.0
     for step in range(1, 5):
         (collected,) = run.step(step)
@@ -429,8 +427,8 @@ def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
     model = AutoModelForCausalLM.from_pretrained(save(tmp_path / "model"), attn_implementation=IMPLEMENTATION)
     policy, engine = exact.policy_for(model, dtype), exact.engine_for(model, dtype, max_running=8)
     sampling = replace(SAMPLING, temperature=exact.TEMPERATURE, stop_token_ids=frozenset(range(2, 12)))
-    drawing = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_draws=8, with_baseline=True)
-    run = start(drawing, [engine], sampling=sampling)
+    rules = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_groups=8, with_baseline=True)
+    run = start(rules, [engine], sampling=sampling)
     continued = 0.0
     for step in range(1, 4):
         (collected,) = run.step(step)
@@ -469,10 +467,10 @@ def test_a_group_that_is_too_stale_is_sampled_again_from_its_prompt() -> None:
         assert samples[prompt_id, index].token_ids[0] == token
 
 
-@pytest.mark.parametrize("drawing", [PLAIN, PARTIAL, DYNAMIC], ids=["plain", "partial", "dynamic"])
-def test_a_greedy_response_comes_with_every_group_and_changes_nothing_else(drawing: Drawing) -> None:
+@pytest.mark.parametrize("rules", [PLAIN, PARTIAL, DYNAMIC], ids=["plain", "partial", "dynamic"])
+def test_a_greedy_response_comes_with_every_group_and_changes_nothing_else(rules: CollectionRules) -> None:
     """Where the others' rewards are equal the greedy one's is here too, so that the same groups are dropped."""
-    with_greedy = replace(drawing, with_baseline=True)
+    with_greedy = replace(rules, with_baseline=True)
     run = start(with_greedy, fast_and_slow())
     found = run.steps(1, 3)
     for samples, _ in found:
@@ -482,12 +480,12 @@ def test_a_greedy_response_comes_with_every_group_and_changes_nothing_else(drawi
     greedy = set().union(*(engine.greedy_seeds for engine in run.engines))
     of_baselines = {rollout_seed(11, step, i, BASELINE) for step in (1, 2, 3) for i in range(100)}
     assert greedy and greedy == asked & of_baselines
-    if not drawing.extra_groups:  # else timing decides which groups are trained on
-        plain = start(drawing, fast_and_slow()).steps(1, 3)
+    if not rules.extra_groups:  # else timing decides which groups are trained on
+        plain = start(rules, fast_and_slow()).steps(1, 3)
         for (samples, metrics), (others, other_metrics) in zip(found, plain, strict=True):
             assert {place: r for place, r in samples.items() if place[1] != BASELINE} == others
-            for name in ("rollout/drawn_groups_count", "rollout/equal_groups_count", "reward/drawn_mean"):
-                # Not to the last bit: each engine sums the rewards of the groups that it has drawn.
+            for name in ("rollout/opened_groups_count", "rollout/equal_groups_count", "reward/all_groups_mean"):
+                # Not to the last bit: each engine sums the rewards of the groups that it has opened.
                 assert (name in metrics) == (name in other_metrics)
                 assert metrics.get(name, 0) == pytest.approx(other_metrics.get(name, 0), rel=1e-12)
 
@@ -502,7 +500,7 @@ def test_a_group_of_equal_rewards_is_kept_where_its_greedy_reward_differs() -> N
     run = start(replace(DYNAMIC, with_baseline=True), fast_and_slow(), submit=submit)
     ((samples, metrics),) = run.steps(1, 1)
     assert prompt_ids(samples) == [i for i in range(12) if not is_equal_group(i)][:8]
-    assert metrics["reward/drawn_mean"] == 0.0, "a greedy reward is counted among those that are trained on"
+    assert metrics["reward/all_groups_mean"] == 0.0, "a greedy reward is counted among those that are trained on"
 
 
 def test_the_steps_staleness_is_that_of_what_is_trained_on() -> None:
@@ -523,14 +521,12 @@ def test_a_run_that_stopped_collects_what_it_would_have_collected(
     drops_equal: bool, with_baseline: bool, gives_up: bool
 ) -> None:
     """It stopped after a step, or gave the step after it up."""
-    drawing = replace(
-        PARTIAL, drops_equal=drops_equal, max_draws=48 if drops_equal else 12, with_baseline=with_baseline
-    )
-    never_stopped = start(drawing, [FakeEngine()]).steps(1, 5)
+    rules = replace(PARTIAL, drops_equal=drops_equal, max_groups=48 if drops_equal else 12, with_baseline=with_baseline)
+    never_stopped = start(rules, [FakeEngine()]).steps(1, 5)
     for stop in range(1 - gives_up, 5 - gives_up):
-        before = start(drawing, [FakeEngine()])
+        before = start(rules, [FakeEngine()])
         before.steps(1, stop + gives_up)
-        after = start(drawing, [FakeEngine()])
+        after = start(rules, [FakeEngine()])
         after.collectors[0].restore(before.state(stop), step=stop)
         assert after.steps(stop + 1, 5) == never_stopped[stop:]
 
@@ -588,28 +584,28 @@ def test_what_was_saved_is_refused_when_the_settings_do_not_fit() -> None:
 
 
 def test_a_checkpoint_without_a_collector_goes_on_where_the_step_says() -> None:
-    for drawing in (PLAIN, OVERSAMPLED):
-        run = start(drawing, [FakeEngine()])
+    for rules in (PLAIN, OVERSAMPLED):
+        run = start(rules, [FakeEngine()])
         run.collectors[0].restore(None, step=5)
         assert min(prompt_ids(run.steps(6, 6)[0][0])) == 40
 
 
-@pytest.mark.parametrize("drawing", [PLAIN, DYNAMIC, PARTIAL], ids=["plain", "dynamic", "partial"])
-def test_a_rank_that_fails_ends_the_step_of_all(drawing: Drawing) -> None:
-    run = start(drawing, fast_and_slow(), prompts=[FakePrompts(broken=3), FakePrompts(broken=3)])
+@pytest.mark.parametrize("rules", [PLAIN, DYNAMIC, PARTIAL], ids=["plain", "dynamic", "partial"])
+def test_a_rank_that_fails_ends_the_step_of_all(rules: CollectionRules) -> None:
+    run = start(rules, fast_and_slow(), prompts=[FakePrompts(broken=3), FakePrompts(broken=3)])
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(collector.collect, 1) for collector in run.collectors]:
             with pytest.raises(UserError, match="prompt 3 is broken"):
                 future.result(timeout=30)
 
 
-@pytest.mark.parametrize("drawing", [PLAIN, DYNAMIC], ids=["plain", "dynamic"])
+@pytest.mark.parametrize("rules", [PLAIN, DYNAMIC], ids=["plain", "dynamic"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
-def test_what_a_dead_engine_was_sampling_is_sampled_again(drawing: Drawing, shared: bool) -> None:
-    alone = start(drawing, [FakeEngine()]).steps(1, 2)
+def test_what_a_dead_engine_was_sampling_is_sampled_again(rules: CollectionRules, shared: bool) -> None:
+    alone = start(rules, [FakeEngine()]).steps(1, 2)
     for responses in (0, 1, 7):
         engines = [MortalEngine(responses=responses), FakeEngine(max_running=2, tick_s=0.001)]
-        run = start(drawing, engines, shared=shared, revive=True)
+        run = start(rules, engines, shared=shared, revive=True)
         survived = run.steps(1, 1)
         assert [rank.take_count() for rank in run.restarts] == [1, 1]
         survived += run.steps(2, 2)
@@ -617,7 +613,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again(drawing: Drawing, shar
         if shared:  # a static split drops other groups than one engine alone
             assert only_samples(survived) == only_samples(alone)
         else:
-            assert only_samples(survived) == only_samples(start(drawing, fast_and_slow(), shared=False).steps(1, 2))
+            assert only_samples(survived) == only_samples(start(rules, fast_and_slow(), shared=False).steps(1, 2))
         assert run.messages[0] == "step 1: the fake engine was killed; it is started again"
 
 
@@ -626,7 +622,7 @@ def test_a_death_ends_the_step_unless_it_shall_be_repaired_and_when_it_comes_too
         engines = [MortalEngine(responses=2, deaths=deaths), FakeEngine(max_running=2, tick_s=0.001)]
         run = start(DYNAMIC, engines, revive=revive)
         for rank in run.collectors:  # the other rank waits in a collective, which the end of this one breaks
-            rank._mesh.ranks.barrier = threading.Barrier(2, timeout=3)
+            rank._place.mesh.ranks.barrier = threading.Barrier(2, timeout=3)
         with pytest.raises((EngineDied, threading.BrokenBarrierError)):
             run.step(1)
         assert len(run.messages) == (MAX_RESTARTS if revive else 0)

@@ -178,8 +178,8 @@ def test_the_resolved_configuration_can_be_read_again(tmp_path: Path, estimator:
         (["model.cpu_offload=true", "offload.trainer=all"], 'nothing for offload.trainer = "all" to move'),
         (['offload.engine=["cuda_graph"]'], 'rollout.engine = "torch" has no CUDA graphs'),
         (['offload.engine=["graphs"]'], "offload.engine.0"),
-        (["rollout.memory_fraction=0.5"], 'memory_fraction has no meaning for engine = "torch"'),
-        (["rollout.tp_size=2"], 'tp_size has no meaning for engine = "torch"'),
+        (["rollout.memory_fraction=0.5"], 'memory_fraction has no meaning for rollout.engine = "torch"'),
+        (["rollout.tp_size=2"], 'tp_size has no meaning for rollout.engine = "torch"'),
     ],
 )
 def test_offload_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from spmdrl.engine import torch_engine
-from spmdrl.engine.sampling import draw_tokens
+from spmdrl.engine.sampling import sample_tokens
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
@@ -133,7 +133,7 @@ PLAIN_OPERATORS = {
     "linear": (invariant, "linear", F.linear),
     "silu": (invariant, "silu", F.silu),
     "attention": (torch_engine, "attend_to_cache_in_tiles", torch_engine._attend_to_cache),
-    "log-probabilities": (torch_engine, "draw_as_head_scores", lambda _, *drawing: draw_tokens(*drawing)),
+    "log-probabilities": (torch_engine, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
 }
 
 

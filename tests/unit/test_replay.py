@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.replay.fingerprints import Fingerprint, StepFingerprint, difference
-from spmdrl.rollout.files import Outcome, Recording, folder_of, read_part, read_parts, recorded_steps, write_part
+from spmdrl.rewards.client import Rewarded
+from spmdrl.rollout.files import Recording, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
 
 TOKENS = st.lists(st.integers(0, 2**17), max_size=5).map(tuple)
@@ -21,7 +22,7 @@ RECORDING = Recording(step=7, num_ranks=1, config={"run": {"seed": 3}}, plan={"n
 
 
 @st.composite
-def outcomes(draw: st.DrawFn) -> Outcome:
+def outcomes(draw: st.DrawFn) -> Rewarded:
     """Any rollout of one of three prompts, with any reward."""
     prompt_id = draw(st.integers(0, 2))
     token_ids = draw(TOKENS)
@@ -54,7 +55,7 @@ def outcomes(draw: st.DrawFn) -> Outcome:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(outcomes(), max_size=5).map(tuple), st.dictionaries(st.integers(0, 99), st.integers(0, 99), max_size=3))
 def test_what_is_read_is_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, written: tuple[Outcome, ...], places: dict[int, int]
+    tmp_path_factory: pytest.TempPathFactory, written: tuple[Rewarded, ...], places: dict[int, int]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "rank-0.safetensors"
     recording = dataclasses.replace(RECORDING, outcomes=written, places=places)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang.layout import Share, held_weights
-from spmdrl.engine.sglang.options import launch_options
+from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
@@ -190,7 +190,7 @@ def test_what_an_engine_is_started_with_on_a_device(tmp_path: Path, released: st
         patience=timedelta(minutes=1),
         device=torch.device("cuda", 0),
     )
-    launch = launch_options(cfg, plan, world)
+    launch = sglang_options(cfg, plan, world)
     chosen = {"rl_on_policy_target": "fsdp", "attention_backend": "fa3", "dtype": "bfloat16"}
     assert {name: launch.arguments[name] for name in chosen} == chosen
     assert launch.environment.items() >= sglang_kernels.ENVIRONMENT.items()

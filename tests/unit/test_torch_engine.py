@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from spmdrl.engine.sampling import RowSampling, draw_tokens
+from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
@@ -209,7 +209,7 @@ def frequencies(
         for seed in range(count)
     ]
     sampling = RowSampling.of(asked, [0] * count, torch.device("cpu"))
-    tokens, _ = draw_tokens(torch.tensor(logits).expand(count, -1), sampling, 0)
+    tokens, _ = sample_tokens(torch.tensor(logits).expand(count, -1), sampling, 0)
     return torch.bincount(tokens, minlength=len(logits)) / count
 
 

@@ -1,7 +1,7 @@
-"""How SGLang keeps the weights of a checkpoint: some fused into one, some cut over the devices of an engine.
+"""The layout of a checkpoint's weights in SGLang: some are fused, some are split over the devices of an engine.
 
-Used to say what an engine must hold after a refit, independently of SGLang's own loaders. Weights of a kind that is not
-listed here are kept whole, under their own name.
+It gives the weights that an engine must hold after a refit, independently of SGLang's own loaders. Weights of a kind
+that is not listed here are kept whole, under their own name.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Share:
     size: int  # devices that share the engine (tensor parallelism)
     num_key_value_heads: int
     inner_multiple: int  # that the inner size of MLPs is padded to
-    widens: bool = False  # whether embedding and norms are float32, as under `rl_on_policy_target`
+    widens: bool = False  # embedding and norms are float32, as under `rl_on_policy_target`
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
-        """Of a model with this transformers config; `on_policy` means with `rl_on_policy_target`."""
+        """Read the sizes from a transformers config; `on_policy` means with `rl_on_policy_target`."""
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         return cls(rank, size, heads, _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size, on_policy)
 
 
 def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
-    """The weights that this device holds once it has loaded these whole tensors of a checkpoint, by SGLang's names.
+    """Compute the weights that this device holds after loading these whole tensors of a checkpoint, by SGLang's names.
 
     Tensors that are fused with each other must come together, in the order in which they are fused.
     """
@@ -87,7 +87,7 @@ def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:
 
 
 def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
-    """With zeros at the end of `dim`, up to a multiple of `multiple`."""
+    """Pad `dim` with zeros at its end, up to a multiple of `multiple`."""
     missing = -tensor.shape[dim] % multiple
     return pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]) if missing else tensor
 

@@ -1,4 +1,4 @@
-"""Runs inside SGLang's processes: one bucket of a refit goes into the engine's model.
+"""Load one bucket of a refit into the engine's model; runs inside SGLang's processes.
 
 SGLang has a loader for flat buckets. It opens and closes a bucket's memory each time, which on a CPU takes longer than
 the copy; and it answers before a device has copied, so that with several devices one of them might still be reading
@@ -22,8 +22,8 @@ _open: dict[int, Tensor] = {}  # the trainer's buffers, by number; while a tenso
 
 
 def described(bucket: Bucket, *, buffer: int, stays_open: bool) -> str:
-    """What `load_bucket` must know of a bucket in buffer number `buffer`. Only memory on the engine's kind of device
-    can stay open: SGLang copies other memory to its device before it comes here."""
+    """Describe a bucket in buffer number `buffer` for `load_bucket`. Only memory on the engine's kind of device can
+    stay open: SGLang copies other memory to its device before it gets here."""
     entries = [
         (entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start)
         for entry in bucket.flat_entries
@@ -32,7 +32,7 @@ def described(bucket: Bucket, *, buffer: int, stays_open: bool) -> str:
 
 
 def load_bucket(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Load one bucket: its description in the place of a name, and its memory [num_bytes] uint8."""
+    """Load one bucket, given as its description (instead of a name) and its memory [num_bytes] uint8."""
     ((description, flat),) = named_tensors
     about = json.loads(description)
     if about["stays_open"]:

@@ -1,4 +1,4 @@
-"""From the user's settings to what an SGLang engine is started with, and what is wrong with them."""
+"""Translate the settings into the arguments of an SGLang engine, and say what is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 import os
 import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from spmdrl.dist.session import World, local_rank
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.engine import Launch
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
 from spmdrl.types import UserError
 
-# Arguments of SGLang that follow from settings of ours, and those that are no one's choice.
+# Arguments of SGLang that follow from a setting of ours; those in `_FIXED` are not for the user to choose.
 _OTHER_SETTING = {
     "model_path": "model.path",
     "dtype": "model.compute_dtype",
@@ -63,13 +63,25 @@ _FIXED = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGLangOptions:
+    """How to start an engine."""
+
+    arguments: Mapping[str, Any]  # sglang's own
+    environment: Mapping[str, str]  # of its processes
+    owner: str  # the id of the process that starts them
+    release: frozenset[str]  # kinds of memory given back while the trainer works: kv_cache, weights, cuda_graph
+    max_running: int  # requests in flight
+    longest_tokens: int  # of a prompt and its response
+
+
 def sglang_problems(
     cfg: Config, model_config: Any, stop_token_ids: frozenset[int] | None, *, num_ranks: int, device_type: str
 ) -> Iterator[str]:
-    """What stands in the way of `rollout.engine = "sglang"`, a sentence each. Raises UserError when it is not
-    installed: then nothing else can be said."""
+    """Yield a sentence for each reason why `rollout.engine = "sglang"` could not start. Raises UserError when SGLang is
+    not installed, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
-    if local_rank() == 0:  # one rank of each machine looks, and speaks
+    if local_rank() == 0:  # one rank of each machine looks
         sglang_process.check_orphans()
     yield from _argument_problems(cfg.rollout.sglang)
     engine_ranks = cfg.rollout.num_ranks or num_ranks
@@ -150,7 +162,7 @@ def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, devic
 
 
 def _placement_problems(tp_size: int, *, first: int, num_ranks: int) -> Iterator[str]:
-    """Engines are laid on ranks `first` to `num_ranks` - 1 in turn, and each of them must lie in one node."""
+    """Yield a sentence when an engine would lie on two nodes; engines fill ranks `first` to `num_ranks` - 1 in turn."""
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     leaders = range(first, num_ranks - tp_size + 1, tp_size)
     if all(leader // on_node == (leader + tp_size - 1) // on_node for leader in leaders):
@@ -170,7 +182,7 @@ def _divisors(number: int) -> str:
 
 
 def _own_end_tokens(cfg: Config, model_config: Any) -> set[int]:
-    """Where SGLang ends a response whatever it was asked: what the model's config and generation config say."""
+    """Find the tokens at which SGLang always ends a response: those of the model's config and generation config."""
     written = [getattr(model_config, "eos_token_id", None)]
     generation = Path(cfg.model.path, "generation_config.json")
     if generation.is_file():
@@ -178,8 +190,8 @@ def _own_end_tokens(cfg: Config, model_config: Any) -> set[int]:
     return {token for ids in written if ids is not None for token in ([ids] if isinstance(ids, int) else ids)}
 
 
-def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
-    """What the engine of this rank's engine mesh is started with; `world` is that of the rank that leads it."""
+def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
+    """Translate the settings for the engine of this rank's engine mesh; `world` is that of the rank that leads it."""
     on_cpu = world.device.type == "cpu"
     rollout, release = cfg.rollout, frozenset(cfg.offload.engine)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
@@ -232,7 +244,7 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
     if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
         arguments["disable_prefill_cuda_graph"] = True  # of the kind that prompts have, none can be given back
-    return Launch(
+    return SGLangOptions(
         arguments=arguments | rollout.sglang,
         environment=environment,
         owner=f"{os.getpid()}",
@@ -243,8 +255,8 @@ def launch_options(cfg: Config, plan: Plan, world: World) -> Launch:
 
 
 def _free_port(local_rank: int) -> int:
-    """Where the processes of this rank's engine meet, on loopback. Engines that start together look in different
-    places: a port that is free now is taken seconds later."""
+    """Find a loopback port for the processes of this rank's engine. Engines that start together search different
+    ranges, because a port that is free now is taken seconds later."""
     first = 20_000 + local_rank % 64 * 128
     for port in random.Random(os.getpid()).sample(range(first, first + 128), 128):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -258,7 +270,7 @@ def _set(**arguments: Any) -> dict[str, Any]:
 
 
 def _cores(num_local_ranks: int) -> str:
-    """The machine's cores, shared out to the devices of its engines: one device for each local rank."""
+    """Divide the machine's cores among the devices of its engines: one device for each local rank."""
     cores = sorted(os.sched_getaffinity(0))
     per_rank = max(1, len(cores) // num_local_ranks)
     shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(num_local_ranks)]

@@ -1,4 +1,4 @@
-"""The processes of one SGLang engine, started, asked and ended by this rank. The only importer of the engine.
+"""Start, call and end the processes of one SGLang engine. The only importer of the engine.
 
 `sglang.Engine` is made to live inside a process that has more to do: what it changes here (environment, signal
 handlers, start method, event loop policy, logging) is put back, its event loop runs in a thread of its own, the death
@@ -41,8 +41,8 @@ ORPHAN_GRACE_S = 3.0
 CLOSE_LIMIT_S = 10.0
 POLL_S = 0.5  # how soon the death of a process is noticed
 
-# What torchrun tells its ranks is not meant for the engine's processes; with TORCHELASTIC_USE_AGENT_STORE they would
-# wait for ever for a store that nobody hosts.
+# The engine's processes must not see torchrun's variables; with TORCHELASTIC_USE_AGENT_STORE they would wait for ever
+# for a store that nobody hosts.
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -53,7 +53,7 @@ _child_failed = threading.Event()  # a rank has one engine
 
 
 def _note_failed_child(*_: Any) -> None:
-    """Handler of SIGQUIT, which a process of the engine that cannot go on sends to the one that started it.
+    """Handle SIGQUIT, which a process of the engine that cannot go on sends to the one that started it.
 
     A module's function, not a method: the engine's arguments are pickled.
     """
@@ -61,7 +61,7 @@ def _note_failed_child(*_: Any) -> None:
 
 
 def check_installed() -> None:
-    """Raise UserError when sglang cannot be used: missing, or another version than the one whose internals we use."""
+    """Raise UserError when sglang is missing, or is another version than the one whose internals we use."""
     if importlib.util.find_spec("sglang") is None:
         raise UserError('rollout.engine = "sglang" needs SGLang, which is not installed; run: make setup-sglang')
     installed = importlib.metadata.version("sglang")
@@ -78,7 +78,7 @@ def check_installed() -> None:
 
 
 def import_sglang() -> None:
-    """Import the engine's module into this process, without what the import changes besides."""
+    """Import the engine's module into this process, and undo what else the import changes."""
     if "sglang.srt.entrypoints.engine" in sys.modules:
         return
     if not torch.cuda.is_available():
@@ -91,7 +91,7 @@ def import_sglang() -> None:
 
 
 def argument_types() -> dict[str, Any]:
-    """The arguments that sglang's engine takes: names and types."""
+    """Map the names of the arguments that sglang's engine takes to their types."""
     import_sglang()
     import msgspec
     from sglang.srt.server_args import ServerArgs
@@ -100,7 +100,7 @@ def argument_types() -> dict[str, Any]:
 
 
 def type_problem(value: Any, kind: Any) -> str | None:
-    """What keeps a value from being of one of `argument_types`, None when nothing does, or when it cannot be told."""
+    """Explain why a value does not have one of the `argument_types`; None when it does or cannot be checked."""
     import msgspec
 
     try:
@@ -116,7 +116,7 @@ def type_problem(value: Any, kind: Any) -> str | None:
 
 
 def knows_architecture(name: str) -> bool:
-    """Whether sglang has a model class of this name. Looks at its sources: importing all of them takes a while."""
+    """Return True when sglang has a model class of this name. Reads its sources: importing all of them is slow."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     models = Path(spec.submodule_search_locations[0], "srt", "models")
@@ -124,7 +124,7 @@ def knows_architecture(name: str) -> bool:
 
 
 def orphans() -> dict[int, str]:
-    """Processes of engines whose rank is gone, by id with their names; they may hold the memory of a device."""
+    """Find processes of engines whose rank is gone, by id with their names; they may hold the memory of a device."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -142,7 +142,7 @@ def orphans() -> dict[int, str]:
 
 
 def _shares_our_processes(folder: Path) -> bool:
-    """Whether ids mean the same to a process as to this one; seen from a host, those in containers have others."""
+    """Return True when a process has the same id namespace as this one; processes in a container have another."""
     try:
         return os.readlink(folder / "ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -150,7 +150,7 @@ def _shares_our_processes(folder: Path) -> bool:
 
 
 def check_orphans() -> None:
-    """Raise UserError when engines of an earlier run are still there, and are not just about to end."""
+    """Raise UserError when engines of an earlier run are still there after a short wait."""
     if orphans():
         time.sleep(ORPHAN_GRACE_S)
     if found := orphans():
@@ -162,7 +162,7 @@ def check_orphans() -> None:
 
 
 def share_tensors(device_type: str) -> None:
-    """Let this process hand tensors to the engine's processes; every rank that does calls it once, before it does."""
+    """Allow this process to hand tensors to the engine's processes; call it once, before the first tensor."""
     if device_type == "cuda":
         import_sglang()
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -174,7 +174,7 @@ def share_tensors(device_type: str) -> None:
 
 
 class Handle:
-    """Unpickled in another process, it is a tensor in this process's memory.
+    """A tensor that unpickles, in another process, as a tensor in this process's memory.
 
     Made once for a tensor on a CUDA device, however often it is sent: torch counts and keeps what it makes for each
     handle as long as the memory lives.
@@ -188,7 +188,7 @@ class Handle:
 
 
 def serialized(name: str, handle: Handle) -> bytes:
-    """A named tensor for one process, to be opened once."""
+    """Serialize a named tensor for one process, which may open it once."""
     import_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -196,7 +196,7 @@ def serialized(name: str, handle: Handle) -> bytes:
 
 
 def digest(tensor: Tensor) -> str:
-    """The engine's own digest of a weight, 16 hexadecimal digits."""
+    """Compute the engine's own digest of a weight, 16 hexadecimal digits."""
     import_sglang()
     from sglang.srt.managers.mm_utils import tensor_hash
 
@@ -204,7 +204,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def update_group(store: Store, name: str, *, num_ranks: int, backend: str) -> ProcessGroup:
-    """This process's side, as rank 0, of the group `name` in which engines receive weights. Waits for the others."""
+    """Join the group `name`, in which engines receive weights, as rank 0. Waits for the others."""
     import_sglang()
     from sglang.srt.utils import init_custom_process_group
 
@@ -230,7 +230,7 @@ class SGLangProcess:
 
         class OwnEngine(Engine):
             def shutdown(self) -> None:
-                """The original kills every child of its process when that ends, also those that are not its own."""
+                """Do nothing: the original kills every child of its process, not only its own."""
 
         _child_failed.clear()
         before = set(multiprocessing.active_children())
@@ -269,7 +269,7 @@ class SGLangProcess:
         return self.result(self.start(self.asking(method, request, **fields)))
 
     async def asking(self, method: str, request: str, **fields: Any) -> Any:
-        """The same, to be run on the engine's loop. Raises RuntimeError for what sglang only returns: a failure."""
+        """Do what `ask` does, on the engine's loop. Raises RuntimeError for a failure, which sglang only returns."""
         from sglang.srt.managers import io_struct
 
         reply = await getattr(self._manager, method)(getattr(io_struct, request)(**fields))
@@ -278,7 +278,7 @@ class SGLangProcess:
         return reply
 
     async def generate(self, token_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str) -> dict[str, Any]:
-        """Sample one response; sglang's answer: output_ids and meta_info."""
+        """Sample one response; returns sglang's answer: output_ids and meta_info."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -287,10 +287,10 @@ class SGLangProcess:
         return await anext(self._manager.generate_request(request, None))
 
     def drain(self, *, limit_s: float) -> None:
-        """Wait until nothing runs, and drop the prefix cache. Raises RuntimeError when something still does then.
+        """Wait until nothing runs, and drop the prefix cache. Raises RuntimeError when that takes more than `limit_s`.
 
-        Whoever releases memory or loads weights must do this first: SGLang's processes end themselves, or refuse, when
-        they are not idle.
+        Call this before releasing memory or loading weights: SGLang's processes end themselves, or refuse, when they
+        are not idle.
         """
 
         async def flush() -> bool:
@@ -319,7 +319,7 @@ class SGLangProcess:
             raise EngineDied("a process of SGLang has failed; its traceback is above")
 
     def is_dead(self) -> bool:
-        """Whether `require_alive` would raise."""
+        """Return True when `require_alive` would raise."""
         try:
             self.require_alive()
         except EngineDied:
@@ -328,13 +328,13 @@ class SGLangProcess:
 
     @property
     def longest_tokens(self) -> int:
-        """The longest sequence that can be sampled to its end: what the KV cache and the context length allow."""
+        """The longest sequence that the KV cache and the context length allow."""
         # SGLang's limit is 5 tokens beyond what it allows a prompt, and a response ends one before that.
         return self._engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"] + 5 - 1
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the engine's processes."""
+        """The ids of the engine's processes."""
         return [process.pid for process in self._processes.values()]
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ class SGLangProcess:
         signal.signal(signal.SIGQUIT, self._sigquit)
 
     def _remove_leftovers(self) -> None:
-        """Sockets and shared memory that the processes had no time to remove."""
+        """Remove sockets and shared memory that the processes had no time to remove."""
         from sglang.srt.managers.load_snapshot import shm_path_for
 
         ports = self._engine.port_args
@@ -381,8 +381,8 @@ def _ending(code: int | None) -> str:
 
 @contextlib.contextmanager
 def _process_wide_settings_kept() -> Iterator[None]:
-    """Put environment variables and the root logger back. SGLang moves the caches of the trainer's own kernels, and
-    lets what other libraries log appear twice."""
+    """Restore environment variables and the root logger. SGLang would move the caches of the trainer's own kernels, and
+    duplicate the log lines of other libraries."""
     environment = dict(os.environ)
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
@@ -397,7 +397,7 @@ def _process_wide_settings_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _launch_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
-    """What `Engine()` must find when it starts its processes; everything it changes here is put back after."""
+    """Prepare this process for `Engine()` to start its processes, and restore everything afterwards."""
     saved_signals = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)}
     saved_method = multiprocessing.get_start_method(allow_none=True)
     main = sys.modules["__main__"]

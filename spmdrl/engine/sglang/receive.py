@@ -1,4 +1,4 @@
-"""SGLang on ranks that do not train: its processes receive the buckets themselves, in a group with the trainer's."""
+"""SGLang on ranks that do not train: its processes receive buckets themselves, in a group with the trainer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
+from spmdrl.engine.channels import FIRST, ORDERS
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.engine import Launch, SGLangEngine
+from spmdrl.engine.sglang.engine import SGLangEngine
+from spmdrl.engine.sglang.options import SGLangOptions
 from spmdrl.refit.bucket import Bucket
-from spmdrl.rollout.remote import FIRST, ORDERS
 
 GROUP_NAME = "spmdrl_weights"
 
 
 def backend_for(device_type: str) -> str:
-    """What carries the buckets."""
+    """Name the backend of torch.distributed that carries buckets."""
     return "nccl" if device_type == "cuda" else "gloo"
 
 
 class ListeningSGLangEngine(SGLangEngine):
     """An `SGLangEngine` whose `load` lets its processes receive the bucket by broadcast."""
 
-    def __init__(self, launch: Launch, meshes: Meshes, *, model_config: Any) -> None:
-        """Start the engine, then join the group that weights are sent in: rank 0 is the sender, then every engine's
-        devices follow in order."""
-        super().__init__(launch, meshes.engine, model_config=model_config, transport="shared_memory")
+    def __init__(self, options: SGLangOptions, meshes: Meshes, *, model_config: Any) -> None:
+        """Start the engine, then join the group for weights: the sender is its rank 0, and every engine's devices
+        follow in order."""
+        super().__init__(options, meshes.engine, model_config=model_config, transport="shared_memory")
         address, port = Link(meshes.world, ORDERS).receive(source=FIRST)
         if self._process is not None:
             self._process.ask(
@@ -47,14 +48,13 @@ class ListeningSGLangEngine(SGLangEngine):
             )
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
-        """See `WeightSink.begin_update`; `buffers` are not used."""
         self._settle()
         self._buckets, self._next_version = buckets, version
         if self._process is not None:
             self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
 
     def load(self, number: int) -> None:
-        """See `WeightSink.load`. The last bucket brings the version, and drops the cache of the old weights."""
+        """The last bucket carries the version and drops the cache of the old weights."""
         assert self._loading is None, "wait for the bucket before"
         is_last = number == len(self._buckets) - 1
         entries = self._buckets[number].flat_entries
@@ -75,8 +75,8 @@ class ListeningSGLangEngine(SGLangEngine):
 
 
 def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:
-    """Make the group that engines receive weights in, and wait until all of them have joined. None on ranks that do
-    not send."""
+    """Make the group in which engines receive weights, and wait until all have joined. None on ranks that do not
+    send."""
     link = Link(meshes.world, ORDERS, in_flight=1)
     if meshes.training.get_local_rank() != 0:
         return None

@@ -1,4 +1,4 @@
-"""How a refit's buckets reach the engine's processes: opened where they are, on the device, or through host memory."""
+"""Choose how a refit's buckets reach the engine's processes: opened in device memory, or through host memory."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ sys.stdout.buffer.write(bytes(tensor.tolist()))
 
 
 def wanted_transport(setting: str, device_type: str) -> Transport:
-    """What `refit.transport` means on this kind of device, where everything works."""
+    """Translate `refit.transport` for this kind of device, assuming that everything works."""
     return "cuda_ipc" if device_type == "cuda" and setting != "shared_memory" else "shared_memory"
 
 
 def choose_transport(
     cfg: Config, model_config: Any, device: torch.device, mesh: DeviceMesh, *, message: Callable[[str], None]
 ) -> Transport:
-    """What the ranks of the mesh will use, the same on all of them; every one of them must call this.
+    """Choose the transport for all ranks of the mesh; every one of them must call this.
 
-    Tries whether one process can open another's device memory. Where it cannot, `auto` becomes host memory, and is
-    told to the user. Raises UserError when that was not wanted, or when there is too little of it.
+    It tests whether one process can open another's device memory. Where that fails, `auto` becomes host memory and the
+    user gets a line. Raises UserError when `cuda_ipc` was set, or when there is too little host memory.
     """
     wanted = wanted_transport(cfg.refit.transport, device.type)
     found = gather_objects(mesh, cuda_ipc_problem(device) if wanted == "cuda_ipc" else None)
@@ -65,7 +65,7 @@ def choose_transport(
 
 
 def cuda_ipc_problem(device: torch.device, *, limit_s: float = 120.0) -> str | None:
-    """Why a process started by this one cannot open its memory on the device; None when it can."""
+    """Explain why a process started by this one cannot open its memory on the device; None when it can."""
     memory = torch.tensor(list(_PATTERN), dtype=torch.uint8, device=device)
     torch.cuda.current_stream(device).synchronize()
     try:
@@ -87,7 +87,7 @@ def _because(reason: str) -> str:
 
 
 def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> str | None:
-    """Why this machine's ranks cannot all have their two buckets in shared memory; None when they can.
+    """Explain why shared memory cannot hold two buckets for each rank of this machine; None when it can.
 
     Under torchrun it says how many those are; before, the run's `num_ranks` are taken to be on machines of 8 at most.
     """
@@ -113,7 +113,7 @@ def _largest_bytes(weights: list[Weight], bucket_bytes: int) -> int:
 
 
 def shortage(*, largest_bytes: int, smallest_bytes: int, num_ranks: int, free_bytes: int) -> str | None:
-    """A sentence when two buckets of `largest_bytes` for each rank do not fit into what is free, else None.
+    """Return a sentence when two buckets of `largest_bytes` for each rank need more than is free, else None.
 
     `smallest_bytes` is what the largest bucket would have under the smallest `refit.bucket_bytes`.
     """

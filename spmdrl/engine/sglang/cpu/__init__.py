@@ -37,11 +37,11 @@ def enable() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment variables that must be set around `Engine(...)`, for the processes that it starts."""
+    """Return the environment variables that the processes started by `Engine(...)` need."""
     return {"PYTHONPATH": startup_path(), **_VARIABLES}
 
 
 def startup_path() -> str:
-    """PYTHONPATH for processes that shall run our `sitecustomize.py` first; on a GPU it ties them to their rank."""
+    """Return a PYTHONPATH with our `sitecustomize.py` before any other; on a GPU it ties them to their rank."""
     rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(_STARTUP)]
     return os.pathsep.join([str(_STARTUP), *rest])

@@ -1,4 +1,4 @@
-"""Makes the packages in `stubs/` importable from the moment when `sglang` is first imported.
+"""Make the packages in `stubs/` importable once `sglang` is first imported.
 
 Uses the standard library only and is also loaded by path, in processes where spmdrl may not be importable.
 """
@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether `install` was called in this process, by whichever copy of this module."""
+    """Return True when `install` was called in this process, by any copy of this module."""
     # By name: the class in sitecustomize's copy is another class.
     return any(type(finder).__name__ == _Stubs.__name__ for finder in sys.meta_path)
 

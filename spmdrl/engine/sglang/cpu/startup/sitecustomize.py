@@ -26,7 +26,7 @@ def _run(spec):
 
 
 def _end_with(owner):
-    """A process that a process of the engine started has that one to follow, and only looks whether it is too late."""
+    """End this process when its owner ends, if that is its parent; otherwise only check that the owner still runs."""
     if os.getppid() == owner:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of Linux's prctl
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
