@@ -1,4 +1,4 @@
-"""The policy losses by name: what each is, and the functions beside PPO's.
+"""The policy losses, and the table of their names.
 
 All take logprobs, old_logprobs, advantages and loss_mask, each [T], of which only logprobs carries grad; without
 old_logprobs the policy is the one that sampled, and every ratio is exactly 1. What is outside loss_mask is never seen.
@@ -11,8 +11,35 @@ from torch import Tensor
 
 from spmdrl.algo.covariance import greatest_first, random_priorities
 from spmdrl.algo.formula import LossKind
-from spmdrl.algo.loss import PolicyLoss, at_loss_tokens, clip_both_sides, clipped_policy_loss
+from spmdrl.algo.loss import PolicyLoss, at_loss_tokens, clip_both_sides
 from spmdrl.algo.segments import sequence_means
+
+
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), PPO arXiv:1707.06347.
+
+    The two-sided clip is DAPO's arXiv:2503.14476. With `dual_clip` c, where A < 0 the loss is at most -c A,
+    arXiv:1912.09729. All inputs are [T]; only logprobs carries grad. Without old_logprobs the policy is the one that
+    sampled: every ratio is exactly 1 and the gradient is that of -A logprobs.
+
+    A ratio that overflows at a loss token gives a gradient that is not finite, even where the loss is.
+    """
+    log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
+    ratio = log_ratio.exp()
+    per_token, clipped = clip_both_sides(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        highest = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        per_token, clipped = torch.minimum(per_token, highest), clipped | (per_token > highest)
+    return PolicyLoss(per_token, clipped, ratio.detach())
 
 
 def gspo(
@@ -111,7 +138,7 @@ def clip_cov(
 
     `covariance.random_priorities` says which tokens are chosen.
     """
-    loss = clipped_policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high)
+    loss = ppo(logprobs, old_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high)
     chosen = chosen & loss_mask
     return PolicyLoss(torch.where(chosen, 0.0, loss.per_token), loss.clipped | chosen, loss.ratio)
 
@@ -137,7 +164,7 @@ def kl_cov(
 
 POLICY_LOSSES: dict[str, LossKind] = {
     "ppo": LossKind(
-        function=clipped_policy_loss,
+        function=ppo,
         text="max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A); with dual_clip c, where A < 0, at most -c A",
         source="arXiv:1707.06347, arXiv:2503.14476 (two bounds), arXiv:1912.09729 (dual)",
         when="The default. A higher clip_high (0.28) leaves unlikely tokens room to grow.",
@@ -149,7 +176,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2507.18071",
         when="Mixtures of experts, where single ratios are noise; long responses.",
         settings={"clip_low": 3e-4, "clip_high": 4e-4},
-        needs=("cu_seqlens",),
         per_sequence=True,
     ),
     "cispo": LossKind(
@@ -165,7 +191,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2507.20673",
         when="As `gspo`, with outliers bounded token by token; the bounds are in nats.",
         settings={"clip_low": 0.4, "clip_high": 0.4},
-        needs=("cu_seqlens",),
         per_sequence=True,
     ),
     "sapo": LossKind(
@@ -181,7 +206,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are left out at random.",
         settings={"clip_low": 0.2, "clip_high": 0.2},
-        needs=("chosen",),
         prioritise=random_priorities,
         choice={"cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
     ),
@@ -191,7 +215,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are held back.",
         settings={"cov_kl_coef": 1.0},
-        needs=("chosen",),
         prioritise=greatest_first,
         choice={"cov_fraction": 2e-3},
         off_policy_only=True,

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spmdrl.algo.advantage import ESTIMATORS
-from spmdrl.algo.formula import LossKind
+from spmdrl.algo.advantage import ESTIMATORS, UNKNOWN_ESTIMATOR
+from spmdrl.algo.formula import Estimator, LossKind
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.types import UserError
 
@@ -448,11 +448,10 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
-    ] = "grpo"
-    """What a reward is compared with: see `docs/algorithms.md`. For `remax` one more response a prompt is sampled,
-    greedily."""
+    estimator: str = "grpo"
+    """What a reward is compared with: `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`,
+    `opo`, `remax` (for which one more response a prompt is sampled, greedily) or `pass_at_k`, see `docs/algorithms.md`;
+    or a function of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     divide_by_std: bool | None = None
     """`grpo` only: divide by the group's standard deviation, as it does unless this is false (Dr.GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -461,36 +460,56 @@ class AdvantageConfig(Section):
     """`gae` only: 1 trusts what was rewarded, 0 what the critic expects one token later. Unset: 0.95."""
     k: Count | None = None
     """`pass_at_k` only: how many rollouts may try, fewer than `rollout.group_size`. Unset: 4."""
+    params: dict[str, Any] = {}
+    """Keyword arguments for a function of yours."""
     whiten: bool | None = None
-    """Subtract the mean over the whole step and divide by its deviation, a rollout counting once per response token.
-    Unset: as the estimator's source does, which is for `gae` and the two `reinforce_plus_plus`."""
+    """Make advantages (A - mean) / (std + 1e-6), mean and standard deviation (the population's) being those of the
+    whole step, where a rollout counts once per response token. Unset: as the estimator's source does, which is for
+    `gae` and the two `reinforce_plus_plus`."""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the estimator is a function of the user's."""
+        return ":" in self.estimator
+
+    @property
+    def formula(self) -> Estimator:
+        """The estimator; of a function of the user's only what is known before it is loaded."""
+        return ESTIMATORS.get(self.estimator, UNKNOWN_ESTIMATOR)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments of the estimator's function."""
-        return _with_defaults(self, ESTIMATORS[self.estimator].settings)
+        return dict(self.params) if self.is_users else _with_defaults(self, self.formula.settings)
 
     @property
     def compares_with_greedy(self) -> bool:
         """Whether each prompt group has a greedy response besides, which is not trained on."""
-        return "greedy_rewards" in ESTIMATORS[self.estimator].needs
+        return "greedy_rewards" in self.formula.needs
 
     @property
     def whitens(self) -> bool:
         """Whether advantages are whitened over the global batch."""
-        return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
+        return self.formula.whiten if self.whiten is None else self.whiten
 
     @model_validator(mode="after")
     def _settings_belong_to_the_estimator(self) -> AdvantageConfig:
-        known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
-        _refuse_settings_of_others(self, known, ESTIMATORS[self.estimator].settings, f'estimator = "{self.estimator}"')
+        if self.estimator not in ESTIMATORS and not self.is_users:
+            known = ", ".join(f'"{name}"' for name in ESTIMATORS)
+            raise ValueError(
+                f'estimator = "{self.estimator}" is not known; use one of {known}, "package.module:function" or '
+                '"path/file.py:function"'
+            )
+        settings = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
+        used = ["params"] if self.is_users else self.formula.settings
+        _refuse_settings_of_others(self, settings | {"params"}, used, f'estimator = "{self.estimator}"')
         return self
 
 
 class LossConfig(Section):
     kind: str = "ppo"
     """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
-    `package.module:function`, see `docs/losses.md`."""
+    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     clip_low: NonNegative | None = None
     """How far the ratio may fall: to 1 - clip_low, or by clip_low nats under `gmpo`. Unset: what `kind` has by
     default, as of all settings that belong to one."""
@@ -511,7 +530,7 @@ class LossConfig(Section):
     cov_kl_coef: Positive | None = None
     """`kl_cov` only: weight of the divergence from the policy that sampled, at those tokens."""
     params: dict[str, Any] = {}
-    """Keyword arguments for a function named by `package.module:function`."""
+    """Keyword arguments for a function of yours."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """What the per-token losses are divided by, always over the global batch: see `docs/losses.md`."""
     kl_coef: NonNegative = 0.0
@@ -557,7 +576,10 @@ class LossConfig(Section):
     def _settings_belong_to_the_kind(self) -> LossConfig:
         if self.kind not in POLICY_LOSSES and not self.is_users:
             known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
-            raise ValueError(f'kind = "{self.kind}" is not known; use one of {known} or "package.module:function"')
+            raise ValueError(
+                f'kind = "{self.kind}" is not known; use one of {known}, "package.module:function" or '
+                '"path/file.py:function"'
+            )
         settings = {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
         used = ["params"] if self.formula is None else [*self.formula.settings, *self.formula.choice]
         _refuse_settings_of_others(self, settings | {"params"}, used, f'kind = "{self.kind}"')
@@ -748,7 +770,7 @@ def _refuse_settings_of_others(section: Section, known: Iterable[str], used: Ite
 
 class OptimConfig(Section):
     name: str = "adamw"
-    """`adamw` (fused where it works), `sgd`, or `package.module:Class`."""
+    """`adamw` (fused where it works), `sgd`, or a class of yours, `package.module:Class` or `path/file.py:Class`."""
     lr: Positive
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
@@ -760,7 +782,7 @@ class OptimConfig(Section):
     momentum: BelowOne = 0.0
     """`sgd` only."""
     params: dict[str, Any] = {}
-    """Keyword arguments for an optimizer named by `package.module:Class`."""
+    """Keyword arguments for a class of yours."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global 2-norm."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -1027,7 +1049,7 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
-        return "values" in ESTIMATORS[self.advantage.estimator].needs
+        return "values" in self.advantage.formula.needs
 
     @property
     def critic_model(self) -> ModelConfig:
@@ -1068,7 +1090,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _a_reward_has_something_to_be_compared_with(self) -> Config:
         estimator, group_size = self.advantage.estimator, self.rollout.group_size
-        if group_size < (smallest := ESTIMATORS[estimator].smallest_group):
+        if group_size < (smallest := self.advantage.formula.smallest_group):
             raise ValueError(
                 f'rollout.group_size = {group_size} leaves advantage.estimator = "{estimator}" no other rollout of the '
                 f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax" or "gae"'
@@ -1092,8 +1114,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _some_are_left_out_of_k(self) -> Config:
-        k, group_size = self.advantage.settings.get("k", 0), self.rollout.group_size
-        if k >= group_size:
+        group_size = self.rollout.group_size
+        if "k" in self.advantage.formula.settings and (k := self.advantage.settings["k"]) >= group_size:
             raise ValueError(
                 f"advantage.k = {k} of rollout.group_size = {group_size} rollouts leaves nothing to compare the best "
                 f"of k with; set k to {group_size - 1} or less, or raise group_size"
@@ -1103,7 +1125,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _a_sequence_has_the_advantages_its_loss_knows(self) -> Config:
         formula = self.loss.formula
-        if formula is not None and formula.per_sequence and ESTIMATORS[self.advantage.estimator].per_token:
+        if formula is not None and formula.per_sequence and self.advantage.formula.per_token:
             raise ValueError(
                 f'loss.kind = "{self.loss.kind}" knows one advantage for all tokens of a response, but '
                 f'advantage.estimator = "{self.advantage.estimator}" gives each its own; change one of them'
@@ -1112,7 +1134,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _equal_groups_teach_nothing(self) -> Config:
-        if self.rollout.dynamic_sampling and ESTIMATORS[self.advantage.estimator].per_token:
+        if self.rollout.dynamic_sampling and self.advantage.formula.per_token:
             raise ValueError(
                 "rollout.dynamic_sampling = true drops groups of equal rewards, which do teach something with "
                 f'advantage.estimator = "{self.advantage.estimator}", where no reward is compared with its group\'s; '

@@ -59,7 +59,7 @@ class PolicyObjective:
 
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> Objective:
         mask, logprobs = micro_batch.loss_mask, scores.logprobs
-        policy = self._policy_loss(logprobs, micro_batch)
+        policy = self._policy_loss(logprobs, scores.entropy, micro_batch)
         now = logprobs.detach()
         old = now if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         # What the ratio calls old may be the engine's; the mismatch is always between trainer and engine.
@@ -75,6 +75,7 @@ class PolicyObjective:
             DRIFT: kl_at_loss_tokens(old, now, mask, estimator="k3"),
             **mismatch_means(drift, threshold_nats=self._mismatch.threshold_nats),
             **weighed.means,
+            **{f"loss/{name}": values for name, values in policy.means.items()},
         }
         if micro_batch.ref_logprobs is not None:
             kl = kl_at_loss_tokens(logprobs, micro_batch.ref_logprobs, mask, estimator=self._loss.kl_estimator)

@@ -14,8 +14,8 @@ from spmdrl.config import Config, HeldOutConfig, ModelConfig, ParallelConfig, Sf
 from spmdrl.config.plan import Plan, plan_run
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
-from spmdrl.learn.optim import check_optimizer
-from spmdrl.learn.policy_loss import check_policy_loss
+from spmdrl.learn.optim import optimizer_problems
+from spmdrl.learn.policy_loss import policy_loss_problems
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.model import invariant, sglang_operators
@@ -32,6 +32,7 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import check_engine
+from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import Prompt, UserError
 
@@ -80,10 +81,9 @@ def open_inputs(cfg: Config | SftConfig, *, num_ranks: int) -> Inputs:
     model_config = problems.attempt(lambda: load_model_config(cfg.model))
     problems.attempt(lambda: check_weight_files(cfg.model.path))
     critic_config = problems.attempt(lambda: _critic_config(cfg, model_config))
-    problems.attempt(lambda: check_optimizer(cfg.optim))
+    problems.found += optimizer_problems(cfg.optim)
     if isinstance(cfg, Config):
-        loss = cfg.loss
-        problems.attempt(lambda: check_policy_loss(loss))
+        problems.found += [*policy_loss_problems(cfg), *advantage_problems(cfg)]
     problems.attempt(lambda: _check_attention(cfg.model))
     problems.attempt(lambda: refuse_overwriting(cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf")))
     if model_config is None:
