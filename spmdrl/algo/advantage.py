@@ -63,16 +63,25 @@ def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
         raise ValueError(f"there are no subsets of {k} in a prompt group of {group_size}")
     ascending, order = _shifted(rewards).sort(dim=1, stable=True)
     places = range(group_size)
-    best = rewards.new_tensor([math.comb(j, k - 1) for j in places]) / math.comb(group_size, k)
+    # Numbers of subsets are divided as whole numbers: those of a large group are none of a tensor's.
+    num_subsets, num_with_i = math.comb(group_size, k), math.comb(group_size - 1, k - 1)
+    best = rewards.new_tensor([math.comb(j, k - 1) / num_subsets for j in places])
     mean = _row_sums(best * ascending)
     std = _row_sums(best * (ascending - mean).square()).sqrt()
     # Row i: how often the best of the subsets with i is j. It is i itself when the others all come before it.
     with_i = rewards.new_tensor(
         [
-            [math.comb(i, k - 1) if j == i else math.comb(j - 1, k - 2) if j > i and k > 1 else 0 for j in places]
+            [
+                math.comb(i, k - 1) / num_with_i
+                if j == i
+                else math.comb(j - 1, k - 2) / num_with_i
+                if j > i and k > 1
+                else 0.0
+                for j in places
+            ]
             for i in places
         ]
-    ) / math.comb(group_size - 1, k - 1)
+    )
     expected = _row_sums(with_i[None] * ascending[:, None, :], dim=2).squeeze(2)
     return torch.empty_like(rewards).scatter(1, order, (expected - mean) / (std + EPS))
 

@@ -120,6 +120,14 @@ def test_pass_at_k_of_right_and_wrong_is_the_closed_form(num_right: int, num_wro
     torch.testing.assert_close(pass_at_k(rewards, k=k), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_pass_at_k_of_a_large_group_is_the_closed_form() -> None:
+    group_size, num_right, k = 128, 5, 16  # C(127, 15) is beyond 64 bits
+    rewards = torch.tensor([[0.0] * (group_size - num_right) + [1.0] * num_right], dtype=torch.float64)
+    right, wrong = oracle.binary_pass_at_k(num_right, group_size - num_right, k)
+    expected = torch.tensor([[wrong] * (group_size - num_right) + [right] * num_right], dtype=torch.float64)
+    torch.testing.assert_close(pass_at_k(rewards, k=k), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_no_subsets_of_more_than_there_are() -> None:
     with pytest.raises(ValueError, match="subsets of 5 in a prompt group of 4"):
         pass_at_k(torch.ones(1, 4), k=5)
