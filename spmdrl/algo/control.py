@@ -15,7 +15,7 @@ def next_kl_coef(coef: float, kl_nats: float, *, target_nats: float, rollouts: i
 def next_entropy_coef(coef: float, entropy_nats: float, *, target_nats: float, change: float) -> float:
     """coef + change where the entropy is below its target, else coef - change, but not below 0.
 
-    After the adaptive entropy control of Skywork-OR1, arXiv:2505.22312, with one difference: there the coefficient counts
-    as 0 in every step whose entropy is above the target; here it stays in the loss until it has come down to 0.
+    After the adaptive entropy control of Skywork-OR1, arXiv:2505.22312, with one difference: there the coefficient
+    counts as 0 in every step whose entropy is above the target; here it stays in the loss until it has come down to 0.
     """
     return max(0.0, coef + change if entropy_nats < target_nats else coef - change)

@@ -1,4 +1,4 @@
-"""Per-token losses. They stay per token: what a token counts in the global loss is `aggregation.token_weights`."""
+"""Per-token losses. They stay per token: `aggregation.token_weights` says what each counts in the global loss."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def weighted_sum(per_token: Tensor, loss_weights: Tensor) -> Tensor:
 
 
 def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Mismatch:
-    """Compare what the trainer says of the sampled tokens with what the engine reported; all inputs are [T]."""
+    """Compare the trainer's log-probabilities of the sampled tokens with the engine's; all inputs are [T]."""
     return Mismatch(torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0))

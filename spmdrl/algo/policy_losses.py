@@ -1,7 +1,7 @@
 """The policy losses, and the table of their names.
 
 All take logprobs, old_logprobs, advantages and loss_mask, each [T], of which only logprobs carries grad; without
-old_logprobs the policy is the one that sampled, and every ratio is exactly 1. What is outside loss_mask is never seen.
+old_logprobs the policy is the one that sampled, and every ratio is exactly 1. Values outside loss_mask have no effect.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def gspo(
 ) -> PolicyLoss:
     """PPO's clip of s = exp(mean over the sequence of logprobs - old_logprobs), GSPO arXiv:2507.18071.
 
-    All tokens of a sequence have the same s, clipped together, and the gradient goes through every one of them.
-    advantages are alike on the tokens of a sequence.
+    All tokens of a sequence have the same advantage and the same s, are clipped together, and carry a gradient each.
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     ratio = sequence_means(log_ratio, loss_mask, cu_seqlens).exp()
@@ -95,7 +94,7 @@ def gmpo(
     """-A exp(mean over the sequence of the bounded logprobs - old_logprobs), GMPO arXiv:2507.20673.
 
     Each token's difference is bounded before the mean, in nats: to clip_high from above where A > 0, to -clip_low from
-    below elsewhere. advantages are alike on the tokens of a sequence.
+    below elsewhere. All tokens of a sequence have the same advantage.
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     gains = advantages > 0
@@ -202,7 +201,7 @@ POLICY_LOSSES: dict[str, LossKind] = {
     ),
     "clip_cov": LossKind(
         function=clip_cov,
-        text="`ppo`; 0 at cov_fraction of the tokens, drawn among those with cov_low < cov < cov_high",
+        text="`ppo`; 0 at cov_fraction of the tokens, chosen at random among those with cov_low < cov < cov_high",
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are left out at random.",
         settings={"clip_low": 0.2, "clip_high": 0.2},

@@ -205,7 +205,7 @@ def _by_token(
 
 
 def _token_columns(part: _Penalised) -> dict[str, Tensor]:
-    """What an estimator of tokens can ask for; values only where there is a critic."""
+    """The columns that an estimator of tokens can ask for; values are among them where there is a critic."""
     columns = {name: part.micro_batch.columns[name] for name in TOKEN_COLUMNS if name in part.micro_batch.columns}
     if part.micro_batch.values is not None:
         columns["values"] = part.micro_batch.values.double()

@@ -18,37 +18,39 @@ _INTRODUCTION = """\
 <!-- Generated from the tables in spmdrl/algo/ by `make docs`; a test compares the two. -->
 
 Every algorithm by the name that a setting gives it: its formula, where it comes from, its settings with their defaults,
-and when to use it. [losses.md](losses.md) says how they are put together, and [configuration.md](configuration.md) what
-the settings mean. A setting that the chosen algorithm has no use for is refused.
+and when to use it. [losses.md](losses.md) says how they are put together, [configuration.md](configuration.md) what the
+settings mean, and [extending.md](extending.md) how to write your own. A setting that the chosen algorithm does not use
+is refused.
 
 Written with: R the reward of a rollout in a prompt group of G; A the advantage of a token; d = logprob - old_logprob
 and ratio = exp(d); D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over the loss tokens of the
-mini-batch on all ranks; n the loss tokens of a rollout; V what the critic expects of the rollout before a token is
-chosen, and V_old what it did before the step's updates.
+mini-batch on all ranks; n the number of loss tokens of a rollout; V the critic's value of the rollout before a token is
+chosen, and V_old that before the step's updates.
 """
 
 _ADVANTAGES = """\
-Of one number a rollout, but for `reinforce_plus_plus` and `gae`, which have one a token. `advantage.whiten` whitens any
-of them over the whole step: minus the mean and divided by (deviation + 1e-6), over all response tokens of all ranks;
-"whitened" are those that are unless it is set to false."""
+One number per rollout; with `reinforce_plus_plus` and `gae` one per token. `advantage.whiten` whitens any of them over
+the whole step: (A - mean) / (std + 1e-6), with the population's deviation over all response tokens of all ranks. The
+estimators marked "whitened" are, unless it is set to false."""
 
 _LOSSES = """\
-Per token, before the divergence and the entropy are added. `gspo` and `gmpo` know one advantage a response: they are
+Per token, before the divergence and the entropy are added. `gspo` and `gmpo` know one advantage per response: they are
 refused together with `reinforce_plus_plus` and `gae`. `kl_cov` needs `updates_per_step` above 1."""
 
 _CRITIC = """\
 Per token, where a token's return R is V_old plus its generalized advantage (with `critic.gae_lambda`), not whitened."""
 
 _DIVERGENCES = """\
-Of the policy from the reference, in the loss (`loss.kl_coef`) or in the reward (`reward.kl_coef`), not in both."""
+KL(policy || reference), in the loss (`loss.kl_coef`) or in the reward (`reward.kl_coef`), not in both. Nothing
+is clamped."""
 
 _AGGREGATIONS = """\
-What a token's loss is multiplied with. N is the number of loss tokens behind the optimizer step and S that of rollouts
-with any, over all ranks and micro-batches; L is `rollout.max_response_tokens`."""
+The factor of a token's loss. N is the number of loss tokens behind the optimizer step and S that of rollouts with any,
+over all ranks and micro-batches; L is `rollout.max_response_tokens`."""
 
 
 def reference() -> str:
-    """The whole page."""
+    """Write the whole page."""
     parts = [
         _INTRODUCTION,
         *_section("Advantages: `advantage.estimator`", _ADVANTAGES, ESTIMATORS),
