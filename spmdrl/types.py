@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class UserError(ValueError):
-    """What the user asked for cannot be done. The message says what was set, what is true, and what to set instead."""
+    """A user's request that cannot be met. The message says what was set, what is true, and what to set instead."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -38,7 +38,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # after the chat template
     text: str  # the same, readable
     answer: str | None  # the reference answer, when the data has one
-    task: str  # the data source it came from, for per-task metrics and scorers
+    task: str  # the data source it came from, for per-task metrics and rewards
     metadata: dict[str, Any]  # the row's other columns, handed to the reward unchanged
 
 
@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What the engine sampled for one request."""
+    """The tokens that the engine sampled for one request."""
 
     token_ids: tuple[int, ...]  # includes the stop token when finish_reason is "stop"
     logprobs: tuple[float, ...]  # nats, of the temperature-scaled distribution before top-p; greedy: unscaled
@@ -101,7 +101,7 @@ class Rollout:
     sample_index: int  # 0 to group_size - 1, and group_size of a baseline
     seed: int
     response: Response
-    is_baseline: bool = False  # sampled greedily for the others of its group to be compared with, and not trained on
+    is_baseline: bool = False  # sampled greedily, for comparison with the others of its group; not trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ FILLING = -1  # the index of a sequence that only fills up a micro-batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one rank feeds one forward pass: S sequences laid end to end, T tokens in all."""
+    """The input of one forward pass on one rank: S sequences laid end to end, T tokens in all."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, restarts at 0 in every sequence
@@ -156,7 +156,7 @@ class MicroBatch:
     values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
     returns: Tensor | None = None  # [T] float32, what the critic learns; both are None without one
     mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
-    chosen: Tensor | None = None  # [T] bool, what clip_cov and kl_cov treat apart; None for other losses
+    chosen: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for other losses
     sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order, or FILLING
 
     def __post_init__(self) -> None:

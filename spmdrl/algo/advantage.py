@@ -52,7 +52,7 @@ def opo(rewards: Tensor, *, num_tokens: Tensor) -> Tensor:
 
 
 def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
-    """What a rollout adds to the best of k, for rewards [P, G], Pass@k Training arXiv:2508.10751.
+    """Advantages of adding a rollout to the best of k, for rewards [P, G]; Pass@k Training arXiv:2508.10751.
 
     Over all subsets of k of the group's rollouts, each rewarded with its best: (mean over the subsets that hold this
     rollout - mean over all) / (std over all + EPS). For rewards of 0 and 1 this is the source's equations 14 and 15.
@@ -63,16 +63,25 @@ def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
         raise ValueError(f"there are no subsets of {k} in a prompt group of {group_size}")
     ascending, order = _shifted(rewards).sort(dim=1, stable=True)
     places = range(group_size)
-    best = rewards.new_tensor([math.comb(j, k - 1) for j in places]) / math.comb(group_size, k)
+    # Numbers of subsets are divided as whole numbers: those of a large group are none of a tensor's.
+    num_subsets, num_with_i = math.comb(group_size, k), math.comb(group_size - 1, k - 1)
+    best = rewards.new_tensor([math.comb(j, k - 1) / num_subsets for j in places])
     mean = _row_sums(best * ascending)
     std = _row_sums(best * (ascending - mean).square()).sqrt()
     # Row i: how often the best of the subsets with i is j. It is i itself when the others all come before it.
     with_i = rewards.new_tensor(
         [
-            [math.comb(i, k - 1) if j == i else math.comb(j - 1, k - 2) if j > i and k > 1 else 0 for j in places]
+            [
+                math.comb(i, k - 1) / num_with_i
+                if j == i
+                else math.comb(j - 1, k - 2) / num_with_i
+                if j > i and k > 1
+                else 0.0
+                for j in places
+            ]
             for i in places
         ]
-    ) / math.comb(group_size - 1, k - 1)
+    )
     expected = _row_sums(with_i[None] * ascending[:, None, :], dim=2).squeeze(2)
     return torch.empty_like(rewards).scatter(1, order, (expected - mean) / (std + EPS))
 
@@ -81,7 +90,7 @@ def remax(rewards: Tensor, *, greedy_rewards: Tensor) -> Tensor:
     """R - R_greedy, for rewards [P, G] and those of one greedy response a prompt, greedy_rewards [P]; ReMax
     arXiv:2310.10505.
 
-    No rollout of the group takes part in its baseline, so that a group of one has advantages too.
+    The baseline is not made of the group's rollouts, so a group of one has advantages too.
     """
     return rewards - greedy_rewards[:, None]
 
@@ -89,7 +98,7 @@ def remax(rewards: Tensor, *, greedy_rewards: Tensor) -> Tensor:
 def returns(token_rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, discount: float) -> Tensor:
     """sum over later loss tokens j of discount^(j - t) r_j, itself included: [T], 0 outside loss_mask.
 
-    token_rewards [T] are -kl_coef KL_t, and at a sequence's last loss token the rollout's reward besides: REINFORCE++
+    token_rewards [T] are -kl_coef KL_t, plus the rollout's reward at a sequence's last loss token: REINFORCE++
     arXiv:2501.03262, which whitens the result over the global batch.
     """
     return discounted_sums(token_rewards, loss_mask, cu_seqlens, decay=discount)
@@ -146,9 +155,9 @@ def whiten(advantages: Tensor, sums: Tensor) -> Tensor:
 
 
 def _shifted(rewards: Tensor) -> Tensor:
-    """Rewards [P, G] less the first of their group, which no estimator of groups is changed by.
+    """Rewards [P, G] minus the first of their group, a shift that changes no group estimator.
 
-    The mean of equal rewards may round, and the rounding error divided by EPS would be an advantage.
+    Without it the mean of equal rewards could round, and the rounding error divided by EPS would be an advantage.
     """
     group_size = rewards.shape[1]
     if group_size < 2:
@@ -181,11 +190,10 @@ ESTIMATORS: dict[str, Estimator] = {
         function=returns,
         text="sum over j >= t of discount^(j - t) r_j, r_j = -kl_coef KL_j, at the last token + R; whitened",
         source="arXiv:2501.03262",
-        when="KL in the reward, credited to the tokens that caused it; prompts of like difficulty, for want of a "
-        "baseline of their own.",
+        when="KL in the reward, credited to the tokens that caused it. Prompts should be about equally difficult: none "
+        "has a baseline of its own.",
         settings={"discount": 1.0},
         whiten=True,
-        per_token=True,
         smallest_group=1,
     ),
     "reinforce_plus_plus_baseline": Estimator(
@@ -199,11 +207,9 @@ ESTIMATORS: dict[str, Estimator] = {
         function=gae,
         text="sum over j >= t of (discount gae_lambda)^(j - t) (r_j + discount V_j+1 - V_j), r_j as above; whitened",
         source="arXiv:1506.02438, arXiv:1707.06347",
-        when="PPO with a critic (`[critic]`), which credits each token with what it changed; few rollouts a prompt.",
+        when="PPO with a critic (`[critic]`), which credits each token with what it changed; few rollouts per prompt.",
         settings={"discount": 1.0, "gae_lambda": 0.95},
-        needs=("values",),
         whiten=True,
-        per_token=True,
         smallest_group=1,
     ),
     "opo": Estimator(
@@ -211,14 +217,12 @@ ESTIMATORS: dict[str, Estimator] = {
         text="R - sum(n R) / sum(n) over the group, n being a rollout's loss tokens",
         source="arXiv:2505.23585",
         when="Exactly on-policy training; lengths that differ much within a group.",
-        needs=("num_tokens",),
     ),
     "remax": Estimator(
         function=remax,
-        text="R - R of one more response to the prompt, which is sampled greedily and not trained on",
+        text="R - the reward of one more response to the prompt, sampled greedily and not trained on",
         source="arXiv:2310.10505",
-        when="One rollout a prompt, or few: the baseline costs one response more, and is the prompt's own.",
-        needs=("greedy_rewards",),
+        when="One rollout per prompt, or few: the baseline costs one more response, and is the prompt's own.",
         smallest_group=1,
     ),
     "pass_at_k": Estimator(
@@ -229,3 +233,5 @@ ESTIMATORS: dict[str, Estimator] = {
         settings={"k": 4},
     ),
 }
+# What is known of a function of the user's before it is loaded.
+UNKNOWN_ESTIMATOR = Estimator(function=lambda rewards: rewards, text="", source="", when="", smallest_group=1)

@@ -15,7 +15,7 @@ def token_weights(
     global_sequences: int,
     max_response_tokens: int,
 ) -> list[float]:
-    """What each loss token of a sequence counts, for sequences of num_loss_tokens [S]; 0 for those without any.
+    """Weights of the loss tokens of sequences with num_loss_tokens [S]; 0 for those without any.
 
     The sum of weight times per-token loss over all ranks is the global loss. The two totals are over the mini-batch
     on all ranks; global_sequences counts sequences with at least one loss token.
@@ -52,6 +52,6 @@ AGGREGATIONS: dict[str, Formula] = {
         function=lambda n, tokens, sequences, longest: sequences * longest,
         text="1 / (S L)",
         source="Dr.GRPO, arXiv:2503.20783",
-        when="As before, with a scale that does not depend on the lengths drawn.",
+        when="As before, with a scale that does not depend on the lengths sampled.",
     ),
 }

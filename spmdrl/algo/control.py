@@ -1,4 +1,4 @@
-"""Coefficients that follow a target: pure steps from one value to the next."""
+"""Coefficients that follow a target: from the value of one step to that of the next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ def next_kl_coef(coef: float, kl_nats: float, *, target_nats: float, rollouts: i
 
 
 def next_entropy_coef(coef: float, entropy_nats: float, *, target_nats: float, change: float) -> float:
-    """coef + change while the entropy is below its target, coef - change above it, never below 0.
+    """coef + change where the entropy is below its target, else coef - change, but not below 0.
 
-    After the adaptive entropy control of Skywork-OR1, arXiv:2505.22312.
+    After the adaptive entropy control of Skywork-OR1, arXiv:2505.22312, with one difference: there the coefficient
+    counts as 0 in every step whose entropy is above the target; here it stays in the loss until it has come down to 0.
     """
     return max(0.0, coef + change if entropy_nats < target_nats else coef - change)

@@ -1,8 +1,8 @@
 """Corrections for sampling with one program and training with another: weights, rejections and masks, as pure maths.
 
-The engine sampled with probability exp(b), the trainer says exp(o) of the same weights, and the mismatch is s = o - b:
-`old_logprobs - rollout_logprobs`. Tensors are [T], laid out by cu_seqlens [S+1]; what lies outside loss_mask is never
-seen. Nothing here carries a gradient. What each does to the denominator of the loss is in `docs/agreement.md`.
+The engine sampled a token with probability exp(b), the trainer computes exp(o) with the same weights, and the mismatch
+is s = o - b: `old_logprobs - rollout_logprobs`. Tensors are [T], laid out by cu_seqlens [S+1]; values outside loss_mask
+have no effect. Nothing here carries a gradient. `docs/agreement.md` says what each does to the loss's denominator.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def bounded_weights(log_weight: Tensor, *, mode: str, low: float, high: float) -
 
 
 def vetoed(mismatch: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, below: float) -> Tensor:
-    """[T] bool, True on whole sequences in which the trainer gives some loss token less than `below` times the
-    probability the engine gave it: s < ln(below)."""
+    """[T] bool, True on all tokens of a sequence in which the trainer gives some loss token less than `below` times the
+    probability that the engine gave it: s < ln(below)."""
     catastrophic = loss_mask & (mismatch.detach() < math.log(below))
     return on_tokens(sequence_sums(catastrophic.double(), cu_seqlens) > 0, cu_seqlens, len(mismatch))
 

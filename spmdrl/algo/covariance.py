@@ -1,4 +1,4 @@
-"""Tokens by the covariance of log-probability and advantage, which is what changes the policy's entropy.
+"""Tokens ranked by the covariance of log-probability and advantage, which is what changes the policy's entropy.
 
 J. Cui and others, "The Entropy Mechanism of Reinforcement Learning", arXiv:2505.22617. The source takes means and ranks
 within a micro-batch; here both are of the whole mini-batch on all ranks, from the log-probabilities before its update,
@@ -21,19 +21,19 @@ def covariances(old_logprobs: Tensor, advantages: Tensor, *, mean_logprob: float
 
 
 def greatest_first(covariance: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """[N]: covariance [N] itself, as KL-Cov ranks tokens."""
+    """Priorities [N] of KL-Cov: covariance [N] itself."""
     return covariance
 
 
 def random_priorities(
     covariance: Tensor, seeds: Tensor, positions: Tensor, *, cov_low: float, cov_high: float
 ) -> Tensor:
-    """[N]: a random number of the token's own where cov_low < covariance [N] < cov_high, elsewhere -inf; Clip-Cov.
+    """Priorities [N] of Clip-Cov: the token's own random number where cov_low < covariance [N] < cov_high, else -inf.
 
-    seeds and positions are [N] int64: of the token's sequence, and its place there.
+    seeds and positions are [N] int64: the seed of the token's sequence, and its place there.
     """
-    drawn = uniform(seeds, positions).to(covariance.dtype)
-    return torch.where((covariance > cov_low) & (covariance < cov_high), drawn, -torch.inf)
+    random = uniform(seeds, positions).to(covariance.dtype)
+    return torch.where((covariance > cov_low) & (covariance < cov_high), random, -torch.inf)
 
 
 def num_chosen(num_tokens: int, fraction: float) -> int:
@@ -42,13 +42,13 @@ def num_chosen(num_tokens: int, fraction: float) -> int:
 
 
 def highest(priorities: Tensor, count: int) -> Tensor:
-    """The `count` highest of priorities [N], or all; those of the parts of a whole hold the whole's."""
+    """The `count` highest of priorities [N], or all. Those of a whole are among those of its parts."""
     return priorities.topk(min(count, len(priorities))).values
 
 
 def chosen_tokens(priorities: Tensor, threshold: float) -> Tensor:
-    """[N] bool: those with at least the threshold, the whole's count-th highest; never those of -inf.
+    """[N] bool, True where a priority is at least the threshold, which is the whole's count-th highest; never at -inf.
 
-    Equals are chosen together, so that there may be more than count.
+    Equal priorities are chosen together, so there may be more than count.
     """
     return (priorities >= threshold) & (priorities > -torch.inf)

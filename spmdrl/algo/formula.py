@@ -1,7 +1,8 @@
-"""What the documentation, the configuration and the loop know of an algorithm beside its function."""
+"""An algorithm's function with what the documentation, the configuration and the loop must know of it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,21 +17,29 @@ class Formula:
     source: str
     when: str  # to use it
     settings: Mapping[str, bool | float | None] = field(default_factory=dict)  # its keyword arguments by default
-    needs: tuple[str, ...] = ()  # what else of the batch it is given, by keyword
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The columns that the function takes: its parameters that are not settings."""
+        return tuple(name for name in inspect.signature(self.function).parameters if name not in self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator(Formula):
-    """An advantage estimator. Of a group: rewards [P, G] to advantages [P, G]; per token: see `advantage.returns`."""
+    """An advantage estimator: rewards [P, G] of groups, or token_rewards [T], to advantages of the same shape."""
 
     whiten: bool = False  # over the global batch, unless the user says otherwise
-    per_token: bool = False
     smallest_group: int = 2  # rollouts: fewer leave nothing to compare a reward with
+
+    @property
+    def per_token(self) -> bool:
+        """True for an estimator of tokens, which takes token_rewards; others take the rewards of groups."""
+        return "token_rewards" in self.needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossKind(Formula):
-    """A policy loss: logprobs, old_logprobs, advantages, loss_mask to `PolicyLoss`."""
+    """A policy loss: logprobs, old_logprobs, advantages, loss_mask and what else it needs to `PolicyLoss`."""
 
     per_sequence: bool = False  # it knows one advantage a sequence
     off_policy_only: bool = False  # it does nothing of its own while the policy is the one that sampled

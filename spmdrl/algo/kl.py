@@ -12,31 +12,36 @@ from spmdrl.algo.formula import Formula
 
 
 def k1(difference: Tensor) -> Tensor:
-    """D."""
+    """Return D itself: unbiased, of either sign."""
     return difference
 
 
 def k2(difference: Tensor) -> Tensor:
-    """D^2 / 2."""
+    """Return D^2 / 2: biased, never negative."""
     return difference.square() / 2
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(-D) - 1 + D; expm1 keeps the digits of small differences."""
+    """Return exp(-D) - 1 + D: unbiased, never negative; expm1 keeps the digits of small differences.
+
+    Nothing is clamped: where the policy has made a token much rarer than the reference, -D of 20 nats gives 5e8, and
+    one of 89 more than float32 holds.
+    """
     return torch.expm1(-difference) + difference
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
-    """[T] nats, exactly 0 where the two agree: the estimator of that name, D = logprobs - ref_logprobs, both [T]."""
+    """Estimate the divergence of each token, [T] nats, from D = logprobs - ref_logprobs, both [T]; exactly 0 where the
+    two agree."""
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f'unknown KL estimator "{estimator}"')
     return KL_ESTIMATORS[estimator].function(logprobs - ref_logprobs)
 
 
 def kl_at_loss_tokens(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str) -> Tensor:
-    """`kl_estimate` where loss_mask, elsewhere 0; all inputs are [T].
+    """Apply `kl_estimate` where loss_mask; 0 elsewhere. All inputs are [T].
 
-    Masked before the estimator: exp of a prompt token's difference means nothing and may overflow.
+    The mask comes before the estimator: exp of a prompt token's difference means nothing and may overflow.
     """
     here, there = (torch.where(loss_mask, values, 0.0) for values in (logprobs, ref_logprobs))
     return kl_estimate(here, there, estimator=estimator)

@@ -1,8 +1,8 @@
-"""Per-token losses. They stay per token: what a token counts in the global loss is `aggregation.token_weights`."""
+"""Per-token losses. They stay per token: `aggregation.token_weights` says what each counts in the global loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ class PolicyLoss:
     per_token: Tensor  # [T] float32, with grad; 0 outside loss_mask
     clipped: Tensor  # [T] bool, True where a bound decides the loss
     ratio: Tensor  # [T] float32, no grad; that of the token or of its sequence, 1 outside loss_mask
+    means: dict[str, Tensor] = field(default_factory=dict)  # [T] each, no grad; reported as means over loss tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +33,6 @@ class Mismatch:
     def k3(self) -> Tensor:
         """[T] nats, exp(mismatch) - 1 - mismatch: estimates KL(engine || trainer), never negative."""
         return torch.expm1(self.mismatch) - self.mismatch
-
-
-def clipped_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
-    """max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), PPO arXiv:1707.06347.
-
-    The two-sided clip is DAPO's arXiv:2503.14476. With `dual_clip` c, where A < 0 the loss is at most -c A,
-    arXiv:1912.09729. All inputs are [T]; only logprobs carries grad. Without old_logprobs the policy is the one that
-    sampled: every ratio is exactly 1 and the gradient is that of -A logprobs.
-
-    A ratio that overflows at a loss token gives a gradient that is not finite, even where the loss is.
-    """
-    log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
-    ratio = log_ratio.exp()
-    per_token, clipped = clip_both_sides(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-    if dual_clip is not None:
-        highest = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
-        per_token, clipped = torch.minimum(per_token, highest), clipped | (per_token > highest)
-    return PolicyLoss(per_token, clipped, ratio.detach())
 
 
 def at_loss_tokens(
@@ -90,5 +64,5 @@ def weighted_sum(per_token: Tensor, loss_weights: Tensor) -> Tensor:
 
 
 def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Mismatch:
-    """Compare what the trainer says of the sampled tokens with what the engine reported; all inputs are [T]."""
+    """Compare the trainer's log-probabilities of the sampled tokens with the engine's; all inputs are [T]."""
     return Mismatch(torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0))

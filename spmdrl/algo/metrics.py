@@ -164,7 +164,7 @@ class Worst:
 
 
 def _size_then_place(token: TokenValue) -> tuple[float, int, int]:
-    """What is not a number comes first."""
+    """Sort by size, the greatest first, nan before all others."""
     size = math.inf if math.isnan(token.value) else abs(token.value)
     return -size, token.sequence_index, token.position
 

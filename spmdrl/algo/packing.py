@@ -41,7 +41,7 @@ def flop_coefficients(*, matmul_parameters: int, num_layers: int, num_heads: int
 
 
 def sequence_costs(lengths: Sequence[int], *, linear: int, quadratic: int) -> list[int]:
-    """What each sequence of these lengths, in tokens, costs: linear T + quadratic T^2, in the coefficients' unit."""
+    """Costs of sequences of these lengths in tokens: linear T + quadratic T^2, in the coefficients' unit."""
     return [(linear + quadratic * length) * length for length in lengths]
 
 
@@ -157,7 +157,7 @@ def _even_out(bins: list[list[int]], costs: Sequence[int], *, enough: int) -> li
 def _best_swap(
     giving: list[Item], taking: list[Item], *, gap: int, excess: int
 ) -> tuple[list[Item], list[Item]] | None:
-    """What a bin that costs `gap` more than another gives it, one sequence, and what it gets back, at most one.
+    """Find the swap for a bin that costs `gap` more than another: one sequence that it gives, at most one that it gets.
 
     Worth as nearly as can be the excess, so that no more is changed than has to be, or half the gap if that is less.
     None where no swap makes the costlier of the two cheaper. Contents ascend.
@@ -249,7 +249,7 @@ def _usable_tokens(lengths: Sequence[int], max_tokens: int, multiple: int) -> in
 def _balanced(
     fitted: list[list[int]], lengths: Sequence[int], costs: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
-    """As many bins as `fitted`, of even costs, if it can be done within max_tokens; else `fitted` itself."""
+    """Even out the costs of as many bins as `fitted` has; where that breaks max_tokens, return `fitted`."""
     # What is cut by cost can have too many tokens here and there. Swaps of tokens mend that, at little loss of balance.
     balanced = _even_out(balance(costs, len(fitted)), lengths, enough=max_tokens)
     if all(sum(lengths[i] for i in indices) <= max_tokens for indices in balanced):
@@ -287,7 +287,7 @@ def fill_fraction(micro_batch_tokens: Sequence[int], max_tokens: int) -> float:
 
 
 def imbalance(rank_costs: Sequence[int]) -> float:
-    """What the costliest rank has over what ranks have on average: 1 at best, and where there is nothing to do."""
+    """Ratio of the costliest rank's cost to the mean over ranks: 1 at best, and where there is nothing to do."""
     total = sum(rank_costs)
     return max(rank_costs) * len(rank_costs) / total if total else 1.0
 

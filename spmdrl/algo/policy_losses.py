@@ -1,7 +1,7 @@
-"""The policy losses by name: what each is, and the functions beside PPO's.
+"""The policy losses, and the table of their names.
 
 All take logprobs, old_logprobs, advantages and loss_mask, each [T], of which only logprobs carries grad; without
-old_logprobs the policy is the one that sampled, and every ratio is exactly 1. What is outside loss_mask is never seen.
+old_logprobs the policy is the one that sampled, and every ratio is exactly 1. Values outside loss_mask have no effect.
 """
 
 from __future__ import annotations
@@ -11,8 +11,35 @@ from torch import Tensor
 
 from spmdrl.algo.covariance import greatest_first, random_priorities
 from spmdrl.algo.formula import LossKind
-from spmdrl.algo.loss import PolicyLoss, at_loss_tokens, clip_both_sides, clipped_policy_loss
+from spmdrl.algo.loss import PolicyLoss, at_loss_tokens, clip_both_sides
 from spmdrl.algo.segments import sequence_means
+
+
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), PPO arXiv:1707.06347.
+
+    The two-sided clip is DAPO's arXiv:2503.14476. With `dual_clip` c, where A < 0 the loss is at most -c A,
+    arXiv:1912.09729. All inputs are [T]; only logprobs carries grad. Without old_logprobs the policy is the one that
+    sampled: every ratio is exactly 1 and the gradient is that of -A logprobs.
+
+    A ratio that overflows at a loss token gives a gradient that is not finite, even where the loss is.
+    """
+    log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
+    ratio = log_ratio.exp()
+    per_token, clipped = clip_both_sides(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        highest = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        per_token, clipped = torch.minimum(per_token, highest), clipped | (per_token > highest)
+    return PolicyLoss(per_token, clipped, ratio.detach())
 
 
 def gspo(
@@ -27,8 +54,7 @@ def gspo(
 ) -> PolicyLoss:
     """PPO's clip of s = exp(mean over the sequence of logprobs - old_logprobs), GSPO arXiv:2507.18071.
 
-    All tokens of a sequence have the same s, clipped together, and the gradient goes through every one of them.
-    advantages are alike on the tokens of a sequence.
+    All tokens of a sequence have the same advantage and the same s, are clipped together, and carry a gradient each.
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     ratio = sequence_means(log_ratio, loss_mask, cu_seqlens).exp()
@@ -68,7 +94,7 @@ def gmpo(
     """-A exp(mean over the sequence of the bounded logprobs - old_logprobs), GMPO arXiv:2507.20673.
 
     Each token's difference is bounded before the mean, in nats: to clip_high from above where A > 0, to -clip_low from
-    below elsewhere. advantages are alike on the tokens of a sequence.
+    below elsewhere. All tokens of a sequence have the same advantage.
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     gains = advantages > 0
@@ -111,7 +137,7 @@ def clip_cov(
 
     `covariance.random_priorities` says which tokens are chosen.
     """
-    loss = clipped_policy_loss(logprobs, old_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high)
+    loss = ppo(logprobs, old_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high)
     chosen = chosen & loss_mask
     return PolicyLoss(torch.where(chosen, 0.0, loss.per_token), loss.clipped | chosen, loss.ratio)
 
@@ -137,7 +163,7 @@ def kl_cov(
 
 POLICY_LOSSES: dict[str, LossKind] = {
     "ppo": LossKind(
-        function=clipped_policy_loss,
+        function=ppo,
         text="max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A); with dual_clip c, where A < 0, at most -c A",
         source="arXiv:1707.06347, arXiv:2503.14476 (two bounds), arXiv:1912.09729 (dual)",
         when="The default. A higher clip_high (0.28) leaves unlikely tokens room to grow.",
@@ -149,7 +175,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2507.18071",
         when="Mixtures of experts, where single ratios are noise; long responses.",
         settings={"clip_low": 3e-4, "clip_high": 4e-4},
-        needs=("cu_seqlens",),
         per_sequence=True,
     ),
     "cispo": LossKind(
@@ -165,7 +190,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2507.20673",
         when="As `gspo`, with outliers bounded token by token; the bounds are in nats.",
         settings={"clip_low": 0.4, "clip_high": 0.4},
-        needs=("cu_seqlens",),
         per_sequence=True,
     ),
     "sapo": LossKind(
@@ -177,11 +201,10 @@ POLICY_LOSSES: dict[str, LossKind] = {
     ),
     "clip_cov": LossKind(
         function=clip_cov,
-        text="`ppo`; 0 at cov_fraction of the tokens, drawn among those with cov_low < cov < cov_high",
+        text="`ppo`; 0 at cov_fraction of the tokens, chosen at random among those with cov_low < cov < cov_high",
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are left out at random.",
         settings={"clip_low": 0.2, "clip_high": 0.2},
-        needs=("chosen",),
         prioritise=random_priorities,
         choice={"cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
     ),
@@ -191,7 +214,6 @@ POLICY_LOSSES: dict[str, LossKind] = {
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are held back.",
         settings={"cov_kl_coef": 1.0},
-        needs=("chosen",),
         prioritise=greatest_first,
         choice={"cov_fraction": 2e-3},
         off_policy_only=True,

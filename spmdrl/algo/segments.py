@@ -1,4 +1,4 @@
-"""Sums within the sequences of a pack; each is the same wherever the sequence lies, and in whatever company."""
+"""Sums within the sequences of a micro-batch; none depends on where its sequence lies, or next to which others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a critic learns: the return of each token, as a per-token loss."""
+"""The critic's loss: how far its value of each token is from the return."""
 
 from __future__ import annotations
 

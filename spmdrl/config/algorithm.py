@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.algo.advantage import ESTIMATORS
-from spmdrl.algo.formula import LossKind
+from spmdrl.algo.advantage import ESTIMATORS, UNKNOWN_ESTIMATOR
+from spmdrl.algo.formula import Estimator, LossKind
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config.base import Count, Fraction, NonNegative, Positive, Section, idle_settings, rule, with_defaults
 
 
+def _known(name: str, names: Iterable[str]) -> str:
+    """Return a name that is built in or names code of the user's. Raises ValueError for others."""
+    if name not in names and ":" not in name:
+        known = ", ".join(f'"{name}"' for name in names)
+        raise ValueError(f'is not known; use one of {known}, "package.module:function" or "path/file.py:function"')
+    return name
+
+
+def _known_estimator(name: str) -> str:
+    return _known(name, ESTIMATORS)
+
+
+def _known_loss(name: str) -> str:
+    return _known(name, POLICY_LOSSES)
+
+
 class AdvantageConfig(Section):
-    estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "opo", "remax", "pass_at_k"
-    ] = "grpo"
-    """Advantage estimator: see `docs/algorithms.md`. `remax` samples one more response for each prompt, greedily."""
+    estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
+    """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `opo`, `remax` (which samples one
+    more response for each prompt, greedily) or `pass_at_k`, see `docs/algorithms.md`; or a function of yours,
+    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     divide_by_std: bool | None = None
     """`grpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -26,44 +42,50 @@ class AdvantageConfig(Section):
     """`gae` only: 1 relies on the rewards, 0 on the critic's value one token later. Unset: 0.95."""
     k: Count | None = None
     """`pass_at_k` only: rollouts that may try, fewer than `rollout.group_size`. Unset: 4."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for a function of yours."""
     whiten: bool | None = None
-    """Subtract the mean over the whole step and divide by its standard deviation; each response token counts once.
-    Unset: true for `gae` and the two `reinforce_plus_plus`, as in their sources."""
+    """Make advantages (A - mean) / (std + 1e-6), with the mean and the population's standard deviation of the whole
+    step, in which each response token counts once. Unset: true for `gae` and the two `reinforce_plus_plus`, as in their
+    sources."""
+
+    @property
+    def is_users(self) -> bool:
+        """True when the estimator is a function of the user's."""
+        return ":" in self.estimator
+
+    @property
+    def formula(self) -> Estimator:
+        """The estimator; for a function of the user's only what is known before it is loaded."""
+        return ESTIMATORS.get(self.estimator, UNKNOWN_ESTIMATOR)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments of the estimator's function."""
-        return with_defaults(self, ESTIMATORS[self.estimator].settings)
+        return dict(self.params) if self.is_users else with_defaults(self, self.formula.settings)
 
     @property
     def compares_with_greedy(self) -> bool:
         """True when each prompt group has one more response, sampled greedily and not trained on."""
-        return "greedy_rewards" in ESTIMATORS[self.estimator].needs
+        return "greedy_rewards" in self.formula.needs
 
     @property
     def whitens(self) -> bool:
         """True when advantages are whitened over the global batch."""
-        return ESTIMATORS[self.estimator].whiten if self.whiten is None else self.whiten
+        return self.formula.whiten if self.whiten is None else self.whiten
 
 
 @rule(AdvantageConfig)
 def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str]:
-    known = {name for estimator in ESTIMATORS.values() for name in estimator.settings}
-    others = sorted(known - set(ESTIMATORS[advantage.estimator].settings))
-    yield from idle_settings(advantage, others, f'estimator = "{advantage.estimator}"')
-
-
-def _known_loss(kind: str) -> str:
-    if kind not in POLICY_LOSSES and ":" not in kind:
-        known = ", ".join(f'"{name}"' for name in POLICY_LOSSES)
-        raise ValueError(f'is not known; use one of {known} or "package.module:function"')
-    return kind
+    known = {"params"} | {name for estimator in ESTIMATORS.values() for name in estimator.settings}
+    used = ["params"] if advantage.is_users else advantage.formula.settings
+    yield from idle_settings(advantage, sorted(known - set(used)), f'estimator = "{advantage.estimator}"')
 
 
 class LossConfig(Section):
     kind: Annotated[str, AfterValidator(_known_loss)] = "ppo"
     """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
-    `package.module:function`, see `docs/losses.md`."""
+    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     clip_low: NonNegative | None = None
     """Lower bound of the ratio: 1 - clip_low, or exp(-clip_low) under `gmpo`. Unset: the default of `kind`, as
     for all settings that only some kinds have."""
@@ -84,7 +106,7 @@ class LossConfig(Section):
     cov_kl_coef: Positive | None = None
     """`kl_cov` only: weight of the divergence from the policy that sampled, at the chosen tokens."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for a function named by `package.module:function`."""
+    """Keyword arguments for a function of yours."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """Divisor of the per-token losses, always counted over the global batch: see `docs/losses.md`."""
     kl_coef: NonNegative = 0.0

@@ -12,7 +12,7 @@ from spmdrl.config.base import BelowOne, Fraction, NonNegative, Positive, Sectio
 
 class OptimConfig(Section):
     name: str = "adamw"
-    """`adamw` (fused where it works), `sgd`, or `package.module:Class`."""
+    """`adamw` (fused where it works), `sgd`, or a class of yours, `package.module:Class` or `path/file.py:Class`."""
     lr: Positive
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
@@ -24,7 +24,7 @@ class OptimConfig(Section):
     momentum: BelowOne = 0.0
     """`sgd` only."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for an optimizer named by `package.module:Class`."""
+    """Keyword arguments for a class of yours."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global 2-norm."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
 from spmdrl.config.engines import ENGINES, engine_facts, engine_name_problems, engine_setting_problems
@@ -33,7 +32,7 @@ def critic_warmup_ends_before_the_run(cfg: Config) -> Iterator[str]:
 @rule(Config)
 def group_size_allows_the_estimator(cfg: Config) -> Iterator[str]:
     estimator, group_size = cfg.advantage.estimator, cfg.rollout.group_size
-    if group_size < (smallest := ESTIMATORS[estimator].smallest_group):
+    if group_size < (smallest := cfg.advantage.formula.smallest_group):
         yield (
             f'rollout.group_size = {group_size} leaves advantage.estimator = "{estimator}" no other rollout of the '
             f'prompt to compare with; set group_size to {smallest} or more, or estimator = "remax" or "gae"'
@@ -71,7 +70,7 @@ def kl_counts_once(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def sequence_losses_need_sequence_advantages(cfg: Config) -> Iterator[str]:
-    if _is_per_sequence(cfg) and ESTIMATORS[cfg.advantage.estimator].per_token:
+    if _is_per_sequence(cfg) and cfg.advantage.formula.per_token:
         yield (
             f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but '
             f'advantage.estimator = "{cfg.advantage.estimator}" gives each its own; change one of them'
@@ -106,7 +105,7 @@ def _is_per_sequence(cfg: Config) -> bool:
 
 @rule(Config)
 def dynamic_sampling_needs_group_comparison(cfg: Config) -> Iterator[str]:
-    if cfg.rollout.dynamic_sampling and ESTIMATORS[cfg.advantage.estimator].per_token:
+    if cfg.rollout.dynamic_sampling and cfg.advantage.formula.per_token:
         yield (
             "rollout.dynamic_sampling = true drops groups of equal rewards, which do teach something with "
             f'advantage.estimator = "{cfg.advantage.estimator}", where no reward is compared with its group\'s; '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.config.algorithm import AdvantageConfig, LossConfig
 from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
@@ -59,7 +58,7 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """True when a critic is trained too."""
-        return "values" in ESTIMATORS[self.advantage.estimator].needs
+        return "values" in self.advantage.formula.needs
 
     @property
     def critic_model(self) -> ModelConfig:

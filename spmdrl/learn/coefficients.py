@@ -1,7 +1,7 @@
-"""Coefficients that a run adapts after each step, by their name in the metrics, where they are under `update/`.
+"""Coefficients that a run adapts after each step, by name; their metrics are `update/<name>`.
 
-They are the same on every rank, for they follow from metrics that all ranks have; the `Learner` holds them, and with it
-they go into checkpoints. A coefficient that has no target is not among them: it is what the configuration says.
+They are alike on every rank, because they follow from metrics that all ranks have. The `Learner` holds them and takes
+them into checkpoints. A coefficient without a target is not among them: it stays as configured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HORIZON, _ENTROPY_CHANGE = 10_000, 0.005  # where the settings leave them open
 
 
 def starting_coefficients(cfg: Config) -> dict[str, float]:
-    """Those with a target, before the first step."""
+    """Make the coefficients with a target, as they are before the first step."""
     coefficients: dict[str, float] = {}
     if cfg.loss.entropy_target_nats is not None:
         coefficients[ENTROPY] = cfg.loss.entropy_coef

@@ -27,7 +27,7 @@ from spmdrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class _Weighting:
-    """The weights that a configuration asks for."""
+    """How mismatches become weights."""
 
     level: str
     mode: str
@@ -45,14 +45,14 @@ def _weighting(correction: CorrectionConfig) -> _Weighting:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What a correction does to the policy loss of a micro-batch; without one, no `means`."""
+    """Factors of a micro-batch's policy loss, and metrics of them."""
 
-    weights: Tensor  # [T] float32, no grad, factors of the per-token policy loss; 0 where a token does not teach
-    means: dict[str, Tensor]  # per-token values [T], to be averaged over loss tokens
+    weights: Tensor  # [T] float32, no grad, factors of the per-token policy loss; 0 where a token is not trained on
+    means: dict[str, Tensor]  # per-token values [T], to be averaged over loss tokens; none without a correction
 
 
 def weigh(mismatch: Tensor, logprobs: Tensor, micro_batch: MicroBatch, correction: CorrectionConfig) -> Weighed:
-    """Weights and masks for these mismatches [T]; logprobs [T] are the policy's now."""
+    """Compute weights and masks from mismatches [T] and the policy's current logprobs [T]."""
     mask, cu_seqlens = micro_batch.loss_mask, micro_batch.cu_seqlens
     weights = torch.ones_like(mismatch, dtype=torch.float64)
     means: dict[str, Tensor] = {}
@@ -82,7 +82,7 @@ def weigh(mismatch: Tensor, logprobs: Tensor, micro_batch: MicroBatch, correctio
 
 
 def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor:
-    """[T] bool: the loss tokens that neither rejection nor veto takes out."""
+    """[T] bool: the loss tokens that neither rejection nor veto takes out of the loss."""
     mask, cu_seqlens, mismatch = micro_batch.loss_mask, micro_batch.cu_seqlens, _old_mismatch(micro_batch)
     kept = mask
     if correction.reject != "none":
@@ -110,7 +110,10 @@ def batch_sums(micro_batch: MicroBatch, kept: Tensor, correction: CorrectionConf
 def settle(
     micro_batch: MicroBatch, kept: Tensor, global_sums: list[float], *, aggregation: str, max_response_tokens: int
 ) -> MicroBatch:
-    """The micro-batch with the denominators of what is kept and the scale of its weights, for `batch_sums` of all."""
+    """Return the micro-batch with loss weights of the kept tokens only, and with the scale of its correction weights.
+
+    `global_sums` are the `batch_sums` of the whole mini-batch.
+    """
     num_tokens, num_sequences, weight_total, weight_count = global_sums
     counts = sequence_sums(kept.double(), micro_batch.cu_seqlens)
     per_sequence = token_weights(

@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself
 
 
 def mismatch_means(drift: Mismatch, *, threshold_nats: float) -> dict[str, Tensor]:
-    """Per-token values [T] that are averaged over the loss tokens."""
+    """Mismatch metrics as per-token values [T], to be averaged over the loss tokens."""
     size = drift.mismatch.abs()
     return {
         "mismatch/mean_abs_nats": size,
@@ -26,14 +26,14 @@ def mismatch_means(drift: Mismatch, *, threshold_nats: float) -> dict[str, Tenso
 
 
 def effective_fraction(weights: Tensor, loss_mask: Tensor) -> EffectiveFraction:
-    """Of weights [T], over the loss tokens; in float64, in which squares of large weights still fit."""
+    """Effective sample size of weights [T] over the loss tokens; in float64, where squares of large weights fit."""
     seen = torch.where(loss_mask, weights.double(), 0.0)
     total, squares, count = torch.stack([seen.sum(), seen.square().sum(), loss_mask.sum().double()]).tolist()
     return EffectiveFraction(total, squares, count)
 
 
 def worst_of(values: Tensor, micro_batch: MicroBatch) -> Worst:
-    """The loss tokens with the greatest values [T] in size, each with its place and the tokens before it."""
+    """Find the loss tokens with the greatest values [T] in size; each comes with its place and the tokens before it."""
     size = torch.where(micro_batch.loss_mask, values.abs(), 0.0)
     places = size.topk(min(MAX_WORST, len(size))).indices
     places = places[size[places] != 0]
@@ -61,7 +61,7 @@ def worst_of(values: Tensor, micro_batch: MicroBatch) -> Worst:
 
 
 def exceeded(values: Mapping[str, float], limits: MismatchLimits) -> list[str]:
-    """A clause for each limit that these metrics are beyond."""
+    """List a clause for each limit that these metrics exceed."""
     found = []
     for name, limit in limits:
         metric, lowest = f"mismatch/{name}", name == "effective_fraction"

@@ -1,4 +1,4 @@
-"""What an update minimises: the pure losses of `algo`, put together as the configuration says."""
+"""The objective of an update: the pure losses of `algo`, put together as the configuration says."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from spmdrl.learn.policy_loss import policy_loss_function
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch
 
-DRIFT = "update/k3_old_nats"  # KL(policy that sampled || policy): how far a step's updates have gone so far
+DRIFT = "update/k3_old_nats"  # KL(policy that sampled || policy): how far the step's updates have moved it so far
 NO_CORRECTION, USUAL_MISMATCH = CorrectionConfig(), MismatchConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of one micro-batch, and what it says about the loss tokens."""
+    """The loss of one micro-batch, with per-token values to report."""
 
     loss_sum: Tensor  # [] float32, with grad; summed over micro-batches and ranks it is the loss
     means: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T], to be averaged over loss tokens
     peaks: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T] >= 0, to be maximised
-    worst: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T], whose greatest in size are reported
+    worst: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T]; the greatest in size are reported
     weights: dict[str, Tensor] = field(default_factory=dict)  # [T] >= 0, whose effective sample size is reported
 
 
 class ObjectiveFunction(Protocol):
     """Any loss that `update` can minimise."""
 
-    def __call__(self, scores: Any, micro_batch: MicroBatch, /) -> Objective:
-        """Of what the model's forward says about the micro-batch."""
+    def __call__(self, outputs: Any, micro_batch: MicroBatch, /) -> Objective:
+        """Compute the objective from what the model's forward returned for the micro-batch."""
         ...
 
 
 class PolicyObjective:
-    """Weighed policy loss + kl_coef KL(policy, reference) - entropy_coef entropy, per token."""
+    """Corrected policy loss + kl_coef KL(policy || reference) - entropy_coef entropy, per token."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class PolicyObjective:
         correction: CorrectionConfig = NO_CORRECTION,
         mismatch: MismatchConfig = USUAL_MISMATCH,
     ) -> None:
-        """`coefficients`: those of `coefficients.py`, which may change from step to step."""
+        """`coefficients` are those of `coefficients.py`, which may change from step to step."""
         self._loss, self._coefficients, self._correction, self._mismatch = loss, coefficients, correction, mismatch
         self._policy_loss = policy_loss_function(loss)
 
-    def __call__(self, scores: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
-        mask, logprobs = micro_batch.loss_mask, scores.logprobs
-        policy = self._policy_loss(logprobs, micro_batch)
+    def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
+        mask, logprobs = micro_batch.loss_mask, outputs.logprobs
+        policy = self._policy_loss(logprobs, outputs.entropy, micro_batch)
         now = logprobs.detach()
         old = now if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         # What the ratio calls old may be the engine's; the mismatch is always between trainer and engine.
@@ -69,12 +69,13 @@ class PolicyObjective:
         per_token = policy.per_token * weighed.weights
         means = {
             "update/clip_fraction": policy.clipped.float(),
-            "update/entropy_nats": scores.entropy.detach(),
+            "update/entropy_nats": outputs.entropy.detach(),
             "update/ratio": policy.ratio.detach(),
             "update/k1_old_nats": old - now,
             DRIFT: kl_at_loss_tokens(old, now, mask, estimator="k3"),
             **mismatch_means(drift, threshold_nats=self._mismatch.threshold_nats),
             **weighed.means,
+            **{f"loss/{name}": values for name, values in policy.means.items()},
         }
         if micro_batch.ref_logprobs is not None:
             kl = kl_at_loss_tokens(logprobs, micro_batch.ref_logprobs, mask, estimator=self._loss.kl_estimator)
@@ -82,7 +83,7 @@ class PolicyObjective:
                 per_token = per_token + self._loss.kl_coef * kl
             means[f"update/{self._loss.kl_estimator}_ref_nats"] = kl.detach()
         if entropy_coef := self._coefficients.get(ENTROPY, self._loss.entropy_coef):
-            per_token = per_token - entropy_coef * scores.entropy
+            per_token = per_token - entropy_coef * outputs.entropy
         return Objective(
             loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
             means=means,
@@ -99,11 +100,11 @@ class PolicyObjective:
 class SftObjective:
     """Cross-entropy of the responses."""
 
-    def __call__(self, scores: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
-        per_token = sft_loss(scores.logprobs, micro_batch.loss_mask)
+    def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
+        per_token = sft_loss(outputs.logprobs, micro_batch.loss_mask)
         return Objective(
             loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
-            means={"update/entropy_nats": scores.entropy.detach()},
+            means={"update/entropy_nats": outputs.entropy.detach()},
         )
 
 
@@ -115,7 +116,7 @@ class ValueObjective:
 
     def __call__(self, values: Tensor, micro_batch: MicroBatch) -> Objective:
         old, returns = micro_batch.values, micro_batch.returns
-        assert old is not None and returns is not None, "a critic learns from prepared micro-batches"
+        assert old is not None and returns is not None, "the batch has not been through add_advantages"
         loss = clipped_value_loss(values, old, returns, micro_batch.loss_mask, clip_value=self.clip_value)
         return Objective(
             loss_sum=weighted_sum(loss.per_token, micro_batch.loss_weights),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,41 +14,44 @@ from spmdrl.algo.schedule import lr_fraction
 from spmdrl.config import OptimConfig
 from spmdrl.model.host_state import with_state_on_host
 from spmdrl.types import UserError
+from spmdrl.user_code import load
 
 
 def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """The class that `optim.name` means, and the arguments that make it fast. Raises UserError if there is none."""
+    """Return the class that `optim.name` names, with the arguments that make it fast. Raises UserError if there is
+    none."""
     if name == "adamw":
         return torch.optim.AdamW, {"fused": True}
     if name == "sgd":
         return torch.optim.SGD, {"foreach": True}
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise UserError(f'optim.name = "{name}" is not known; use "adamw", "sgd" or "package.module:Class"')
+    if ":" not in name:
+        raise UserError(
+            f'optim.name = "{name}" is not known; use "adamw", "sgd", "package.module:Class" or "path/file.py:Class"'
+        )
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module is the user's: importing it can raise anything
-        raise UserError(f'optim.name = "{name}" cannot be imported: {type(error).__name__}: {error}') from error
+        found = load(name)
+    except ValueError as error:
+        raise UserError(f'optim.name = "{name}": {error}') from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f'optim.name = "{name}" is not a torch.optim.Optimizer')
     return found, {}
 
 
-def check_optimizer(cfg: OptimConfig) -> None:
-    """Take one step on two small parameters. Raises UserError when the settings do not make an optimizer."""
+def optimizer_problems(cfg: OptimConfig) -> Iterator[str]:
+    """Sentences on settings that make no optimizer, which is tried on two small parameters."""
     module = nn.Linear(2, 2)
     try:
         optimizer = make_optimizer(module, cfg)
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f'optim.name = "{cfg.name}" does not work with these settings: {error}') from error
+    except UserError as error:
+        yield str(error)
+    except Exception as error:  # the class may be the user's: it can raise anything
+        yield f'optim.name = "{cfg.name}" does not work with these settings: {error}'
 
 
 def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over the policy's shards; one-dimensional parameters (norms, biases) are not decayed."""
+    """Make the optimizer of this rank's shards; one-dimensional parameters (norms, biases) are not decayed."""
     kind, options = optimizer_class(cfg.name)
     if cfg.name == "adamw":
         options |= {"betas": cfg.betas, "eps": cfg.eps}

@@ -17,8 +17,8 @@ from spmdrl.data.sources import open_source
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.dist.session import default_device_type
-from spmdrl.learn.optim import check_optimizer
-from spmdrl.learn.policy_loss import check_policy_loss
+from spmdrl.learn.optim import optimizer_problems
+from spmdrl.learn.policy_loss import policy_loss_problems
 from spmdrl.model import invariant, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
@@ -34,6 +34,7 @@ from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
+from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import Prompt, UserError
 
@@ -179,11 +180,13 @@ def _time_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 def _optimizer_problems(cfg: Config | SftConfig) -> Iterator[str]:
-    return _refusals(check_optimizer, cfg.optim)
+    return optimizer_problems(cfg.optim)
 
 
 def _loss_problems(cfg: Config | SftConfig) -> Iterator[str]:
-    return _refusals(check_policy_loss, cfg.loss) if isinstance(cfg, Config) else iter(())
+    if isinstance(cfg, Config):
+        yield from policy_loss_problems(cfg)
+        yield from advantage_problems(cfg)
 
 
 def _attention_problems(cfg: Config | SftConfig) -> Iterator[str]:

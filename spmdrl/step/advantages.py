@@ -7,25 +7,33 @@ data mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.advantage import ESTIMATORS, gae, moments, whiten
+from spmdrl.algo.advantage import gae, moments, whiten
+from spmdrl.algo.formula import Estimator
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.metrics import ExplainedVariance, Mean, Metrics, merge_all
 from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.algo.value import fit_sums
 from spmdrl.config import AdvantageConfig, Config
-from spmdrl.dist.collectives import gather_rows, sum_over
+from spmdrl.dist.collectives import failing_together, gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.coefficients import KL_IN_REWARD
+from spmdrl.learn.policy_loss import example_micro_batch
 from spmdrl.step.batch import Batch
-from spmdrl.types import FILLING, MicroBatch
+from spmdrl.types import FILLING, MicroBatch, UserError
+from spmdrl.user_code import argument_problems, call, load, with_metrics
+
+# The columns of a micro-batch that an estimator of tokens can ask for, next to token_rewards.
+TOKEN_COLUMNS = ("rewards", "rollout_logprobs", "loss_mask", "cu_seqlens", "positions", "token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +61,11 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
         return batch
     kl_coef = coefficients.get(KL_IN_REWARD, cfg.reward.kl_coef)
     parts = [_penalised(micro_batch, cfg.reward.kl_estimator, kl_coef) for micro_batch in batch.micro_batches]
-    estimate = _by_token if ESTIMATORS[cfg.advantage.estimator].per_token else _by_group
-    columns, of_sequences = estimate(parts, cfg, meshes.data)
+    estimator = _estimator(cfg.advantage)
+    estimate = _by_token if estimator.per_token else _by_group
+    columns, of_sequences, reported = estimate(parts, estimator, cfg, meshes.data)
     completed = [_completed(part, column, cfg) for part, column in zip(parts, columns, strict=True)]
-    metrics = [_reward_metrics(part, cfg) for part in parts]
+    metrics = [reported, *(_reward_metrics(part, cfg) for part in parts)]
     if cfg.has_critic:
         metrics += [_critic_metrics(micro_batch) for micro_batch in completed]
     return replace(
@@ -66,11 +75,65 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
     )
 
 
-def group_advantages(rewards: Tensor, cfg: AdvantageConfig, **columns: Tensor) -> Tensor:
-    """Advantages [P, G] of rewards [P, G] by the estimator named, which takes what it needs of the columns:
-    num_tokens [P, G], the rollouts' loss tokens, and greedy_rewards [P]."""
-    estimator = ESTIMATORS[cfg.estimator]
-    return estimator.function(rewards, **{name: columns[name] for name in estimator.needs}, **cfg.settings)
+def advantage_problems(cfg: Config) -> Iterator[str]:
+    """Sentences on what is wrong with an estimator of the user's, which is tried on a few rewards."""
+    if not cfg.advantage.is_users:
+        return
+    setting = f'advantage.estimator = "{cfg.advantage.estimator}"'
+    try:
+        estimator = _estimator(cfg.advantage)
+    except ValueError as error:
+        yield f"{setting}: {error}"
+        return
+    part = _penalised(example_micro_batch(cfg), cfg.reward.kl_estimator, cfg.reward.kl_coef)
+    rewards = torch.linspace(0.0, 1.0, 2 * cfg.rollout.group_size, dtype=torch.float64).view(2, -1)
+    by_name = _token_columns(part) if estimator.per_token else _group_columns(rewards, torch.full_like(rewards, 3.0))
+    if sentences := list(argument_problems(estimator.function, by_name, cfg.advantage.params)):
+        yield from (f"{setting}: {sentence}" for sentence in sentences)
+        return
+    if not {"rewards", "token_rewards"} & set(estimator.needs):
+        yield f"{setting} takes neither rewards, [P, G] of the groups, nor token_rewards, [T] of the tokens"
+        return
+    if estimator.per_token and cfg.loss.formula is not None and cfg.loss.formula.per_sequence:
+        yield (
+            f'{setting} gives each token an advantage, but loss.kind = "{cfg.loss.kind}" knows one for all tokens of a '
+            "response; change one of them"
+        )
+    if estimator.per_token and cfg.rollout.dynamic_sampling:
+        yield (
+            f"{setting} gives each token an advantage, but rollout.dynamic_sampling = true drops groups of equal "
+            "rewards, which do teach something then; remove one of them"
+        )
+    try:
+        _estimated(estimator, cfg.advantage, by_name)
+    except UserError as error:
+        yield str(error)
+    except Exception as error:  # the function is the user's: calling it can raise anything
+        yield f"{setting} does not work: {type(error).__name__}: {error}"
+
+
+def _estimator(cfg: AdvantageConfig) -> Estimator:
+    """The estimator with its function. Raises ValueError when that is the user's and cannot be loaded."""
+    return replace(cfg.formula, function=load(cfg.estimator)) if cfg.is_users else cfg.formula
+
+
+def _estimated(
+    estimator: Estimator, cfg: AdvantageConfig, columns: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Advantages float64, shaped as the rewards, and metrics. Raises UserError where the user's function errs."""
+    advantages, metrics = with_metrics(call(estimator.function, columns, cfg.settings))
+    if cfg.is_users:
+        shape = columns["token_rewards" if estimator.per_token else "rewards"].shape
+        if not isinstance(advantages, Tensor) or advantages.shape != shape:
+            found = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+            raise UserError(
+                f'advantage.estimator = "{cfg.estimator}" returned {found}; return an advantage for each reward, '
+                f"{list(shape)}"
+            )
+        seen = advantages[columns["loss_mask"]] if estimator.per_token else advantages
+        if not seen.isfinite().all():
+            raise UserError(f'advantage.estimator = "{cfg.estimator}" returned advantages that are not finite')
+    return advantages.double(), metrics
 
 
 def _penalised(micro_batch: MicroBatch, estimator: str, kl_coef: float) -> _Penalised:
@@ -87,20 +150,28 @@ def _rounded(rewards: Tensor) -> Tensor:
     return rewards.float().double()
 
 
-def _by_group(parts: list[_Penalised], cfg: Config, mesh: DeviceMesh) -> tuple[list[Tensor], dict[int, float]]:
-    """Advantages [T] float64 of each part, and those of all sequences by index: one for each rollout."""
+def _by_group(
+    parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
+) -> tuple[list[Tensor], dict[int, float], Metrics]:
+    """Advantages [T] float64 of each part, those of all sequences by index, and metrics: one for each rollout."""
     sequences = _gathered([_reward_rows(part, cfg) for part in parts], mesh)
     assert torch.equal(sequences[:, 0], torch.arange(len(sequences)).double()), "a sequence is missing, or there twice"
     _, rewards, num_tokens, greedy = (column.view(-1, cfg.rollout.group_size) for column in sequences.T.contiguous())
-    advantages = group_advantages(rewards, cfg.advantage, num_tokens=num_tokens, greedy_rewards=greedy[:, 0])
+    columns = _group_columns(rewards, num_tokens) | {"greedy_rewards": greedy[:, 0]}
+    advantages, reported = _estimated(estimator, cfg.advantage, columns)
     if cfg.advantage.whitens:
         advantages = whiten(advantages, moments(advantages, num_tokens))
     with_filling = torch.cat([advantages.flatten(), advantages.new_zeros(1)])  # at FILLING, which is -1
-    columns = [
+    on_tokens_of_parts = [
         on_tokens(with_filling[torch.tensor(m.sequence_index)], m.cu_seqlens, len(m.token_ids))
         for m in (part.micro_batch for part in parts)
     ]
-    return columns, dict(enumerate(advantages.flatten().tolist()))
+    metrics: Metrics = {name: Mean.of(torch.as_tensor(values).flatten().tolist()) for name, values in reported.items()}
+    return on_tokens_of_parts, dict(enumerate(advantages.flatten().tolist())), _named(metrics)
+
+
+def _group_columns(rewards: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
+    return {"rewards": rewards, "num_tokens": num_tokens}
 
 
 def _reward_rows(part: _Penalised, cfg: Config) -> Tensor:
@@ -113,27 +184,36 @@ def _reward_rows(part: _Penalised, cfg: Config) -> Tensor:
     return torch.stack([_indices(micro_batch), rewards, num_tokens, micro_batch.baseline_rewards[first_tokens]], dim=1)
 
 
-def _by_token(parts: list[_Penalised], cfg: Config, mesh: DeviceMesh) -> tuple[list[Tensor], dict[int, float]]:
-    """Advantages [T] float64 of each part, and their means over the loss tokens of all sequences by index."""
-    advantages = [_token_advantages(part, cfg.advantage) for part in parts]
+def _by_token(
+    parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
+) -> tuple[list[Tensor], dict[int, float], Metrics]:
+    """Advantages [T] float64 of each part, their means over the loss tokens of all sequences by index, and metrics."""
+    with failing_together(mesh) if cfg.advantage.is_users else nullcontext():
+        estimated = [_estimated(estimator, cfg.advantage, _token_columns(part)) for part in parts]
+    advantages = [column for column, _ in estimated]
     masks = [part.micro_batch.loss_mask for part in parts]
     if cfg.advantage.whitens:
-        mine = sum(map(moments, advantages, masks), torch.zeros(3, dtype=torch.float64))
-        sums = sum_over(mesh, mine)
+        sums = sum_over(mesh, sum(map(moments, advantages, masks), torch.zeros(3, dtype=torch.float64)))
         advantages = [whiten(column, sums) for column in advantages]
     rows = [_mean_rows(part.micro_batch, column) for part, column in zip(parts, advantages, strict=True)]
-    return advantages, {int(index): mean for index, mean in _gathered(rows, mesh).tolist()}
+    of_sequences = {int(index): mean for index, mean in _gathered(rows, mesh).tolist()}
+    metrics: list[Metrics] = [
+        {name: Mean.of(values[mask].tolist()) for name, values in reported.items()}
+        for mask, (_, reported) in zip(masks, estimated, strict=True)
+    ]
+    return advantages, of_sequences, _named(merge_all(metrics))
 
 
-def _token_advantages(part: _Penalised, cfg: AdvantageConfig) -> Tensor:
-    micro_batch, estimator = part.micro_batch, ESTIMATORS[cfg.estimator]
-    return estimator.function(
-        part.token_rewards,
-        micro_batch.loss_mask,
-        micro_batch.cu_seqlens,
-        **{name: getattr(micro_batch, name).double() for name in estimator.needs},
-        **cfg.settings,
-    )
+def _token_columns(part: _Penalised) -> dict[str, Tensor]:
+    """The columns that an estimator of tokens can ask for; values are among them where there is a critic."""
+    columns = {name: part.micro_batch.columns[name] for name in TOKEN_COLUMNS if name in part.micro_batch.columns}
+    if part.micro_batch.values is not None:
+        columns["values"] = part.micro_batch.values.double()
+    return {"token_rewards": part.token_rewards} | columns
+
+
+def _named(metrics: Metrics) -> Metrics:
+    return {f"advantage/{name}": metric for name, metric in metrics.items()}
 
 
 def _mean_rows(micro_batch: MicroBatch, advantages: Tensor) -> Tensor:

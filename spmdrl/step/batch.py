@@ -150,7 +150,7 @@ def _micro_batches(share: list[list[SequenceSize]], plan: Plan, *, multiple: int
 
 
 def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> dict[int, float]:
-    """What one loss token of each sequence counts in the mini-batch's loss, by sequence index."""
+    """The weight of one loss token of each sequence in the mini-batch's loss, by sequence index."""
     counts = [size.num_loss_tokens for size in sizes]
     weights = token_weights(
         counts,
@@ -163,10 +163,10 @@ def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> di
 
 
 def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1) -> MicroBatch:
-    """One micro-batch of these sequences, `weights` being what a loss token of each counts.
+    """Make one micro-batch of these sequences; `weights` are those of their loss tokens, by sequence index.
 
-    Its tokens are filled up to a multiple of `multiple` with one more sequence, which is not trained. No sequence at
-    all gives a micro-batch of filling: every rank must run the forward.
+    One more sequence, which is not trained on, fills it up to a multiple of `multiple` tokens. Without any sequence the
+    micro-batch is all filling: every rank must run the forward.
     """
     filling = (
         padding_tokens(sum(len(sequence.token_ids) for sequence in sequences), multiple) if sequences else multiple
@@ -202,7 +202,7 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
 
 
 def _pack_metrics(bins: list[list[list[SequenceSize]]], plan: Plan, *, place: int) -> Metrics:
-    """Of the micro-batches of all places on the data mesh; what belongs to one place is told by that one."""
+    """Packing metrics: global values are computed alike on every rank, values of one place are reported by that one."""
     tokens = [sum(size.num_tokens for size in sizes) for sizes in bins[place]]
     costs = [[sum(_costs(sizes, plan)) for sizes in of_place] for of_place in bins]
     num_micro_batches = float(len(tokens))

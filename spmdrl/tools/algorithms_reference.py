@@ -17,9 +17,10 @@ _INTRODUCTION = """\
 
 <!-- Generated from the tables in spmdrl/algo/ by `make docs`; a test compares the two. -->
 
-Each algorithm under the name that selects it: formula, settings with their defaults, source, and when to use it.
-[losses.md](losses.md) describes how they work together, and [configuration.md](configuration.md) what the settings
-mean. A setting that the selected algorithm does not use is refused.
+Every algorithm by the name that a setting gives it: its formula, where it comes from, its settings with their defaults,
+and when to use it. [losses.md](losses.md) says how they are put together, [configuration.md](configuration.md) what the
+settings mean, and [extending.md](extending.md) how to write your own. A setting that the chosen algorithm does not use
+is refused.
 
 Notation: R is the reward of a rollout in a prompt group of G; A the advantage of a token; d = logprob - old_logprob
 and ratio = exp(d); D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over the loss tokens of the
@@ -29,8 +30,8 @@ is the return it expects, and V_old the same value before the step's updates.
 
 _ADVANTAGES = """\
 One number per rollout, except for `reinforce_plus_plus` and `gae`, which have one per token. `advantage.whiten` whitens
-any of them over the whole step: subtract the mean and divide by (deviation + 1e-6), over all response tokens of all
-ranks. An estimator marked "whitened" does so unless the setting is false."""
+any of them over the whole step: (A - mean) / (std + 1e-6), with the population's standard deviation over all response
+tokens of all ranks. An estimator marked "whitened" does so unless the setting is false."""
 
 _LOSSES = """\
 Per token, before the divergence and the entropy are added. `gspo` and `gmpo` need one advantage per response: they are
@@ -41,7 +42,7 @@ Per token, where a token's return R is V_old plus its generalized advantage (wit
 
 _DIVERGENCES = """\
 The divergence of the policy from the reference, in the loss (`loss.kl_coef`) or in the reward (`reward.kl_coef`), not
-in both."""
+in both. Nothing is clamped."""
 
 _AGGREGATIONS = """\
 The factor of each token's loss. N is the number of loss tokens behind the optimizer step and S the number of rollouts

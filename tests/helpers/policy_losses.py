@@ -55,6 +55,6 @@ def random_micro_batch(drift: float = 0.5) -> tuple[Tensor, MicroBatch]:
 
 def with_gradient(case: dict[str, Any], logprobs: Tensor, micro_batch: MicroBatch) -> tuple[PolicyLoss, Tensor]:
     logprobs = logprobs.clone().requires_grad_()
-    loss = policy_loss_function(LossConfig(**case))(logprobs, micro_batch)
+    loss = policy_loss_function(LossConfig(**case))(logprobs, -logprobs.detach(), micro_batch)
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
     return loss, gradient

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from spmdrl import checkpoint
+from spmdrl.algo.advantage import returns
+from spmdrl.algo.metrics import scalars
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, OptimConfig, ParallelConfig
-from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
@@ -26,7 +28,7 @@ from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenLogprobs
-from spmdrl.step.advantages import add_advantages
+from spmdrl.step.advantages import add_advantages, advantage_problems
 from spmdrl.step.batch import Batch, build_batch, to_sequences
 from spmdrl.step.choice import choose_tokens
 from spmdrl.step.rewards import shape_rewards
@@ -175,6 +177,106 @@ def test_group_advantages_are_those_of_the_oracle_on_any_ranks(num_ranks: int) -
             assert reward == pytest.approx(rewards[index], abs=1e-9)
             assert advantage == pytest.approx(advantages[index], abs=1e-9)
             assert of_tokens == pytest.approx([advantage] * lengths[index], rel=1e-6)
+
+
+def twice_the_mean(rewards, num_tokens, scale):
+    """An estimator of groups, as a user might write it."""
+    centred = scale * (rewards - rewards.mean(dim=1, keepdim=True))
+    return centred, {"spread": rewards.std(dim=1), "tokens": float(num_tokens.sum())}
+
+
+def from_here_on(token_rewards, loss_mask, cu_seqlens):
+    """An estimator of tokens: `reinforce_plus_plus` without whitening."""
+    advantages = returns(token_rewards, loss_mask, cu_seqlens, discount=1.0)
+    return advantages, {"positive": (advantages > 0).float()}
+
+
+def only_num_tokens(num_tokens):
+    return num_tokens
+
+
+def a_number(rewards):
+    return 0.0
+
+
+def a_divider(rewards):
+    return rewards / 0.0
+
+
+def asks_the_critic(token_rewards, values):
+    return token_rewards - values
+
+
+def _users(case: dict[str, Any]) -> tuple[dict[int, list[float]], dict[str, float]]:
+    """Advantages and their metrics by an estimator of the user's."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        plan = plan_for(COUNT, world.num_ranks, prompts_per_step=COUNT // GROUP_SIZE)
+        batch = build_batch(
+            random_sequences(COUNT)[world.rank :: world.num_ranks], plan, meshes, aggregation="constant"
+        )
+        batch = batch.with_micro_batches(map(with_logprobs, batch.micro_batches))
+        batch = add_advantages(batch, groups_config(**case), {}, meshes)
+        metrics = scalars(merge_over(meshes.training, batch.metrics))
+        values = {name: value for name, value in metrics.items() if name.startswith("advantage/")}
+        return everywhere([(m.advantages, m) for m in batch.micro_batches], meshes), values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_estimator_of_the_users_sees_the_whole_step(num_ranks: int) -> None:
+    sequences = random_sequences(COUNT)
+    of_groups = {"advantage": {"estimator": f"{__name__}:twice_the_mean", "params": {"scale": 2.0}}}
+    (found, metrics), *_ = run_ranks(num_ranks, _users, of_groups)
+    rewards = [s.reward for s in sequences]
+    groups = [rewards[i : i + GROUP_SIZE] for i in range(0, COUNT, GROUP_SIZE)]
+    expected = [2 * (r - statistics.fmean(group)) for group in groups for r in group]
+    assert_same({s.index: [a] * sum(s.loss_mask) for s, a in zip(sequences, expected, strict=True)}, found)
+    assert metrics == {
+        "advantage/spread": pytest.approx(statistics.fmean(map(statistics.stdev, groups))),
+        "advantage/tokens": sum(sum(s.loss_mask) for s in sequences),
+    }
+    of_tokens = {"advantage": {"estimator": f"{__name__}:from_here_on"}, "reward": KL}
+    (found, metrics), *_ = run_ranks(num_ranks, _users, of_tokens)
+    assert_same(credited_by_hand(groups_config(**CREDITS[2])), found)
+    values = [value for of_sequence in found.values() for value in of_sequence]
+    assert metrics == {"advantage/positive": pytest.approx(statistics.fmean(value > 0 for value in values))}
+
+
+@pytest.mark.parametrize(
+    ("function", "tables", "sentence"),
+    [
+        ("twice_the_mean", {}, "asks for scale, which is neither a column nor in params; columns are rewards, num_tok"),
+        ("twice_the_meen", {}, "has no function or class twice_the_meen; did you mean twice_the_mean?"),
+        ("only_num_tokens", {}, "takes neither rewards, [P, G] of the groups, nor token_rewards, [T] of the tokens"),
+        ("a_number", {}, "returned float; return an advantage for each reward, [2, 4]"),
+        ("a_divider", {}, "returned advantages that are not finite"),
+        (
+            "asks_the_critic",
+            {},
+            "asks for values, which is neither a column nor in params; columns are token_rewards, ",
+        ),
+        ("from_here_on", {"loss": {"kind": "gspo"}}, 'gives each token an advantage, but loss.kind = "gspo" knows'),
+        ("from_here_on", {"rollout": {"dynamic_sampling": True}}, "but rollout.dynamic_sampling = true drops groups"),
+    ],
+)
+def test_what_is_no_estimator_is_refused(function: str, tables: dict[str, Any], sentence: str) -> None:
+    cfg = groups_config(advantage={"estimator": f"{__name__}:{function}"}, **tables)
+    (problem,) = advantage_problems(cfg)
+    assert problem.startswith(f'advantage.estimator = "{__name__}:{function}"') and sentence in problem
+
+
+def test_settings_of_estimators_are_not_mixed_up() -> None:
+    users = {"estimator": "package.module:function"}
+    for advantage, sentence in (
+        ({"estimator": "gropo"}, 'estimator = "gropo" is not known; use one of "grpo", '),
+        (users | {"k": 2}, "k has no meaning for estimator"),
+        ({"estimator": "grpo", "params": {"k": 2}}, 'params has no meaning for estimator = "grpo"'),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            groups_config(advantage=advantage)
+    assert groups_config(advantage=users | {"params": {"k": 2}}, rollout={"group_size": 1}).advantage.settings == {
+        "k": 2
+    }
 
 
 def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:

@@ -15,7 +15,7 @@ from spmdrl.algo import advantage
 from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten
 from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.config import AdvantageConfig
-from spmdrl.step.advantages import group_advantages
+from spmdrl.user_code import call
 from tests.helpers import oracle
 
 CASES: list[dict[str, Any]] = [
@@ -28,6 +28,7 @@ CASES: list[dict[str, Any]] = [
     {"estimator": "pass_at_k", "k": 2},
     {"estimator": "pass_at_k"},
 ]
+GROUP_COLUMNS = {"rewards", "num_tokens", "greedy_rewards"}
 REMAX = {"estimator": "remax"}  # the only one whose baseline is none of the group
 
 
@@ -51,7 +52,9 @@ def greedy_of(rewards: Tensor) -> Tensor:
 
 
 def estimated(rewards: Tensor, lengths: Tensor, case: dict[str, Any]) -> Tensor:
-    return group_advantages(rewards, AdvantageConfig(**case), num_tokens=lengths, greedy_rewards=greedy_of(rewards))
+    cfg = AdvantageConfig(**case)
+    columns = {"rewards": rewards, "num_tokens": lengths, "greedy_rewards": greedy_of(rewards)}
+    return call(cfg.formula.function, columns, cfg.settings)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,14 @@ def test_pass_at_k_of_right_and_wrong_is_the_closed_form(num_right: int, num_wro
     rewards = torch.tensor([[0.0] * num_wrong + [1.0] * num_right], dtype=torch.float64)
     right, wrong = oracle.binary_pass_at_k(num_right, num_wrong, k)
     expected = torch.tensor([[wrong] * num_wrong + [right] * num_right], dtype=torch.float64)
+    torch.testing.assert_close(pass_at_k(rewards, k=k), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_pass_at_k_of_a_large_group_is_the_closed_form() -> None:
+    group_size, num_right, k = 128, 5, 16  # C(127, 15) is beyond 64 bits
+    rewards = torch.tensor([[0.0] * (group_size - num_right) + [1.0] * num_right], dtype=torch.float64)
+    right, wrong = oracle.binary_pass_at_k(num_right, group_size - num_right, k)
+    expected = torch.tensor([[wrong] * (group_size - num_right) + [right] * num_right], dtype=torch.float64)
     torch.testing.assert_close(pass_at_k(rewards, k=k), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -228,6 +239,7 @@ def test_whitening_is_over_the_loss_tokens_of_all_ranks(cuts: list[int]) -> None
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_table_knows_each_function(name: str) -> None:
     estimator = ESTIMATORS[name]
-    taken = [p.name for p in inspect.signature(estimator.function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert set(taken) == {*estimator.settings, *estimator.needs}
-    assert AdvantageConfig(estimator=name).estimator == name  # type: ignore[arg-type]
+    known = {"token_rewards", "loss_mask", "cu_seqlens", "values"} if estimator.per_token else GROUP_COLUMNS
+    assert set(estimator.settings) <= set(inspect.signature(estimator.function).parameters)
+    assert set(estimator.needs) <= known and estimator.per_token is (name in ("gae", "reinforce_plus_plus"))
+    assert AdvantageConfig(estimator=name).estimator == name

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.loss import PolicyLoss, clipped_policy_loss, mismatch, sft_loss, weighted_sum
+from spmdrl.algo.loss import PolicyLoss, mismatch, sft_loss, weighted_sum
+from spmdrl.algo.policy_losses import ppo
 from tests.helpers import oracle
 
 CLIPS = [
@@ -43,7 +44,7 @@ def random_tokens(num_tokens: int, seed: int = 0, drift: float = 0.8) -> Tokens:
 
 
 def policy_loss(tokens: Tokens, **clips: float | None) -> PolicyLoss:
-    return clipped_policy_loss(tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.loss_mask, **clips)
+    return ppo(tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.loss_mask, **clips)
 
 
 def with_grad(tokens: Tokens) -> Tokens:

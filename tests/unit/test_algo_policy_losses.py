@@ -15,9 +15,12 @@ from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chos
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.segments import sequence_means
 from spmdrl.config import LossConfig
-from spmdrl.learn.policy_loss import check_policy_loss, policy_loss_function
-from spmdrl.types import MicroBatch, UserError
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.policy_loss import COLUMNS, policy_loss_function, policy_loss_problems
+from spmdrl.model.policy import TokenLogprobs
+from spmdrl.types import MicroBatch
 from tests.helpers import oracle
+from tests.helpers.groups import groups_config
 from tests.helpers.policy_losses import CASES, random_micro_batch, with_gradient
 
 
@@ -112,8 +115,8 @@ def test_weights_of_tokens_act_as_their_mean_on_losses_of_sequences(kind: str) -
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_table_knows_each_function(name: str) -> None:
     kind = POLICY_LOSSES[name]
-    taken = [p.name for p in inspect.signature(kind.function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert set(taken) == {*kind.settings, *kind.needs}
+    assert set(kind.settings) <= set(inspect.signature(kind.function).parameters)
+    assert set(kind.needs) <= {"logprobs", "old_logprobs", "advantages", "loss_mask", "cu_seqlens", "chosen"}
     assert (kind.prioritise is not None) is ("chosen" in kind.needs) is ("cov_fraction" in kind.choice)
 
 
@@ -151,7 +154,24 @@ def plain(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, scale=1.0):
     return -scale * (logprobs - old_logprobs).exp() * advantages
 
 
-def two_arguments(logprobs, old_logprobs):
+def two_arguments(logprobs, entropy):
+    return logprobs * entropy.exp(), {"surprise": -logprobs}
+
+
+def all_columns(**columns):
+    assert set(columns) == {*COLUMNS} - {"ref_logprobs"}
+    return -columns["logprobs"] * columns["advantages"]
+
+
+def of_the_reference(logprobs, ref_logprobs):
+    return logprobs - ref_logprobs
+
+
+def raises(logprobs):
+    raise KeyError("nothing")
+
+
+def by_position(logprobs, /):
     return logprobs
 
 
@@ -168,7 +188,7 @@ not_a_function = 3
 
 def test_a_function_of_the_users_is_a_loss() -> None:
     case = {"kind": f"{__name__}:plain", "params": {"scale": 2.0}}
-    check_policy_loss(LossConfig(**case))
+    assert not list(policy_loss_problems(groups_config(loss=case)))
     logprobs, whole = random_micro_batch()
     loss, gradient = with_gradient(case, torch.where(whole.loss_mask, logprobs, math.nan), whole)
     expected, slope = with_gradient({"kind": "ppo", "clip_low": 1.0, "clip_high": 1e9}, logprobs, whole)
@@ -177,18 +197,37 @@ def test_a_function_of_the_users_is_a_loss() -> None:
     assert torch.equal(loss.ratio, expected.ratio)
 
 
+def test_a_function_of_the_users_asks_for_columns_and_returns_metrics() -> None:
+    logprobs, whole = random_micro_batch()
+    loss, gradient = with_gradient({"kind": f"{__name__}:two_arguments"}, logprobs, whole)
+    assert list(policy_loss_problems(groups_config(loss={"kind": f"{__name__}:two_arguments"}))) == []
+    assert list(policy_loss_problems(groups_config(loss={"kind": f"{__name__}:all_columns"}))) == []
+    torch.testing.assert_close(gradient, torch.where(whole.loss_mask, (-logprobs).exp(), 0.0))
+    (surprise,) = loss.means.values()
+    torch.testing.assert_close(surprise, torch.where(whole.loss_mask, -logprobs, 0.0).float())
+    with_reference = groups_config(loss={"kind": f"{__name__}:of_the_reference", "kl_coef": 0.1})
+    assert list(policy_loss_problems(with_reference)) == []
+    scores = TokenLogprobs(logprobs, -logprobs)
+    objective = PolicyObjective(LossConfig(kind=f"{__name__}:two_arguments"))
+    assert torch.equal(objective(scores, whole).means["loss/surprise"], surprise)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "sentence"),
     [
-        ("no.such.module:f", {}, "cannot be imported"),
-        (f"{__name__}:absent", {}, "cannot be imported"),
-        (f"{__name__}:not_a_function", {}, "is not a function"),
-        (f"{__name__}:two_arguments", {}, "does not work: TypeError"),
-        (f"{__name__}:plain", {"scael": 1.0}, "does not work: TypeError"),
-        (f"{__name__}:a_sum", {}, r"returned \[\]; return the loss of each token"),
+        ("no.such.module:f", {}, "there is no module no"),
+        ("no_such_file.py:f", {}, "there is no file no_such_file.py"),
+        (f"{__name__}:plian", {}, "has no function or class plian; did you mean plain?"),
+        (f"{__name__}:not_a_function", {}, "is neither a function nor a class, but int"),
+        (f"{__name__}:of_the_reference", {}, "asks for ref_logprobs, which is neither a column nor in params; columns"),
+        (f"{__name__}:plain", {"scael": 1.0}, "params has scael, but plain takes no such argument"),
+        (f"{__name__}:plain", {"advantages": 1.0}, "params has advantages, which is the name of a column"),
+        (f"{__name__}:by_position", {}, "takes logprobs by position only"),
+        (f"{__name__}:raises", {}, "does not work: KeyError: 'nothing'"),
+        (f"{__name__}:a_sum", {}, "returned [] for the loss; return a number for each token, [5]"),
         (f"{__name__}:infinite", {}, "not finite"),
     ],
 )
 def test_what_is_no_loss_is_refused_before_the_run(name: str, params: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        check_policy_loss(LossConfig(kind=name, params=params))
+    (problem,) = policy_loss_problems(groups_config(loss={"kind": name, "params": params}))
+    assert problem.startswith(f'loss.kind = "{name}"') and sentence in problem

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import OptimConfig
-from spmdrl.learn.optim import check_optimizer, make_optimizer
+from spmdrl.learn.optim import make_optimizer, optimizer_problems
 from spmdrl.model.host_state import StateOnHost
 
 SETTINGS: list[dict[str, Any]] = [
@@ -96,4 +96,4 @@ def test_no_block_brings_more_than_its_state() -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings["name"])
 def test_the_check_at_launch_takes_a_step_as_well(settings: dict[str, Any]) -> None:
-    check_optimizer(OptimConfig(**({"lr": 0.1, "state_on_host": True} | settings)))
+    assert not list(optimizer_problems(OptimConfig(**({"lr": 0.1, "state_on_host": True} | settings))))

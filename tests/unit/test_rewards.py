@@ -250,7 +250,7 @@ def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., F
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     (tmp_path / "leaving.py").write_text("raise SystemExit(2)\n")
     for name, message in (
-        (function("misbehav").function, "no function misbehav; did you mean misbehave?"),
+        (function("misbehav").function, "no function or class misbehav; did you mean misbehave?"),
         (function("wrong_arguments").function, "wrong_arguments must take the keyword arguments"),
         ("absent.py:f", "there is no file absent.py"),
         ("no_such_package.rewards:f", "there is no module no_such_package"),
