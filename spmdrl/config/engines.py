@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from spmdrl.config.base import is_set
 from spmdrl.types import UserError
 from spmdrl.user_code import load
 
@@ -91,8 +92,7 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
     engine = f'rollout.engine = "{cfg.rollout.engine}"'
     for setting in ENGINE_SETTINGS:
         section, _, name = setting.partition(".")
-        table = getattr(cfg, section)
-        if setting not in facts.settings and getattr(table, name) != type(table).model_fields[name].default:
+        if setting not in facts.settings and is_set(getattr(cfg, section), name):
             yield f"{setting} has no meaning for {engine}; remove it"
     if "cuda_graph" in cfg.offload.engine and not facts.has_graphs:
         yield f'offload.engine names "cuda_graph", but {engine} has no CUDA graphs; leave it out'

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import Config, CorrectionConfig, LossConfig, PackConfig, ParallelConfig, SftConfig, run_rules
+from spmdrl.config import Config, CorrectionConfig, LossConfig, ParallelConfig, SftConfig, run_rules
 from spmdrl.types import UserError
 
 
@@ -28,7 +28,6 @@ class Plan:
     max_response_tokens: int
     max_tokens_per_micro_batch: int | None  # per rank that trains; None in static mode
     sequences_per_micro_batch: int | None  # per rank; None under a token budget
-    max_micro_batches_per_update: int  # per rank, if every sequence had the greatest length
     max_eval_sequence_tokens: int  # prompt and response in an evaluation
     eval_prompts: int  # over all ranks
     eval_every: int  # steps; 0: only before the first and after the last
@@ -115,9 +114,6 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_response_tokens=cfg.rollout.max_response_tokens,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
-        max_micro_batches_per_update=_max_micro_batches(
-            cfg.pack, rollouts // updates, (num_ranks - engine_ranks) // ranks_per_share, max_sequence
-        ),
         max_eval_sequence_tokens=cfg.data.max_prompt_tokens + eval_response,
         eval_prompts=cfg.eval.num_prompts if cfg.eval else 0,
         eval_every=cfg.eval.every if cfg.eval else 0,
@@ -152,9 +148,6 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         max_response_tokens=cfg.sft.max_response_tokens,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
-        max_micro_batches_per_update=_max_micro_batches(
-            cfg.pack, sequences, num_ranks // ranks_per_share, max_sequence
-        ),
         max_eval_sequence_tokens=0,
         eval_prompts=0,
         eval_every=0,
@@ -239,12 +232,6 @@ def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[s
             f"parallel.ep = {ep} does not divide the {in_a_copy} ranks that hold one copy of the policy "
             f"({num_training} that train / dp_replicate = {replicate}); set it to a divisor of {in_a_copy}"
         )
-
-
-def _max_micro_batches(pack: PackConfig, sequences: int, num_ranks: int, max_sequence: int) -> int:
-    per_rank = math.ceil(sequences / num_ranks)
-    per_micro_batch = pack.sequences_per_micro_batch or max(1, (pack.max_tokens_per_micro_batch or 0) // max_sequence)
-    return math.ceil(per_rank / per_micro_batch)
 
 
 def looks_ahead(correction: CorrectionConfig) -> bool:

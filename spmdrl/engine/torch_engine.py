@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,13 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
+from spmdrl.engine.kv_cache import AttendToCache, KVCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
-from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
@@ -36,8 +36,6 @@ from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
-AttendToCache = Callable[..., Tensor]  # as `_attend_to_cache`
-
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
 
 
@@ -71,16 +69,9 @@ class _Running:
 def model_problems(model_config: Any) -> Iterator[str]:
     """Yield a sentence when this engine cannot sample from such a model."""
     if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
-        yield _cannot_sample(model_config, "not the state of linear-attention layers")
+        yield cannot_sample(model_config, "not the state of linear-attention layers")
     elif getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
-        yield _cannot_sample(model_config, "all of one size, and this model has several sizes")
-
-
-def _cannot_sample(model_config: Any, but: str) -> str:
-    return (
-        f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, {but}'
-        '; set it to "sglang", or train with spmdrl.sft, which needs no engine'
-    )
+        yield cannot_sample(model_config, "all of one size, and this model has several sizes")
 
 
 class TorchEngine(RolloutEngine):
@@ -110,12 +101,12 @@ class TorchEngine(RolloutEngine):
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
         self._kernel: Kernel = kernel
-        self._attend_to_cache, self._sample_tokens = _decoding_of(kernel)
+        self.attend_to_cache, self._sample_tokens = _decoding_of(kernel)
         self._max_running = max_running
         self._release = frozenset(release)
-        self._cache: _Cache | None = None
-        self._weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
-        self._missing: set[str] = set(self._weights)
+        self._cache: KVCache | None = None
+        self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
+        self._missing: set[str] = set(self.weights)
         self._abort = False
 
     @classmethod
@@ -198,8 +189,8 @@ class TorchEngine(RolloutEngine):
         if "kv_cache" in self._release:
             self._cache = None
         if "weights" in self._release:
-            self._missing = set(self._weights)
-            for weight in self._weights.values():
+            self._missing = set(self.weights)
+            for weight in self.weights.values():
                 weight.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -207,8 +198,8 @@ class TorchEngine(RolloutEngine):
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         super().begin_update(buckets, buffers, version=version)
-        self._missing = set(self._weights)
-        for weight in self._weights.values():
+        self._missing = set(self.weights)
+        for weight in self.weights.values():
             # A weight's storage holds that weight alone; tied ones share it, and the second finds it whole.
             weight.untyped_storage().resize_(weight.numel() * weight.itemsize)
 
@@ -216,7 +207,7 @@ class TorchEngine(RolloutEngine):
     def load(self, number: int) -> None:
         # There is nothing to wait for: what follows on this device comes after the copy.
         for name, tensor in self.tensors(number):
-            self._weights[name].copy_(tensor)
+            self.weights[name].copy_(tensor)
             self._missing.discard(name)
 
     def end_update(self) -> None:
@@ -230,20 +221,16 @@ class TorchEngine(RolloutEngine):
         return {entry.name: digest(entry.view(flat)) for entry in bucket.flat_entries}
 
     def differing(self, expected: dict[str, str]) -> list[str]:
-        return [name for name, tensor in self._weights.items() if digest(tensor) != expected.get(name)]
+        return [name for name, tensor in self.weights.items() if digest(tensor) != expected.get(name)]
 
     def close(self) -> None:
         self._cache = None
-
-    def weights(self) -> dict[str, Tensor]:
-        """The loaded weights by name."""
-        return self._weights
 
     def _reserve(self, runs: Sequence[_Running], *, num_rows: int) -> None:
         """Make the cache large enough for these runs, and for `num_rows` rows if so many may run."""
         longest = max(len(run.request.prompt_ids) + run.request.max_response_tokens for run in runs)
         if self._cache is None:
-            self._cache = _Cache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
+            self._cache = KVCache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
         elif not self._cache.holds(len(runs), longest):
             self._cache.grow(min(num_rows, self._max_running), longest)
 
@@ -275,7 +262,7 @@ class TorchEngine(RolloutEngine):
     def _decode(self, last: Tensor) -> Tensor:
         """Compute the logits [n, V] of the token after `last` [n] int64 in every row."""
         assert self._cache is not None
-        attend, positions = self._cache.begin_decode(self._attend_to_cache)
+        attend, positions = self._cache.begin_decode(self.attend_to_cache)
         return self.model(
             input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attend=attend
         ).logits[0]
@@ -325,105 +312,6 @@ def _admit(waiting: deque[_Running], num_free: int) -> list[_Running]:
     return admitted
 
 
-class _Cache:
-    """Keys and values of the running rows: per layer [rows, K, capacity, D]. Rows 0 to n - 1 are in use."""
-
-    def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, num_rows, num_heads, capacity, head_dim)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
-        self._lengths: list[int] = []
-        self._config = config
-        self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
-
-    def grow(self, num_rows: int, capacity: int) -> None:
-        """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
-        layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
-        shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
-        used, longest = len(self._lengths), max(self._lengths, default=0)
-        self._keys = self._moved(self._keys, shape, used, longest)
-        self._values = self._moved(self._values, shape, used, longest)
-
-    @staticmethod
-    def _moved(cells: Tensor, shape: tuple[int, ...], used: int, longest: int) -> Tensor:
-        larger = cells.new_zeros(shape)
-        larger[:, :used, :, :longest] = cells[:, :used, :, :longest]
-        return larger
-
-    def holds(self, num_rows: int, capacity: int) -> bool:
-        """Return True when `num_rows` rows of `capacity` tokens fit."""
-        return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
-
-    def begin_prefill(self, packed: Any, *, starts: list[int], sequences: list[int], first_row: int) -> Any:
-        """Return an `attend` that runs `packed` and stores its keys and values.
-
-        Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
-        """
-        device = self._keys.device
-        tokens, rows, places = [], [], []
-        for row, sequence in enumerate(sequences, start=first_row):
-            tokens.append(torch.arange(starts[sequence], starts[sequence + 1], device=device))
-            rows.append(torch.full_like(tokens[-1], row))
-            places.append(tokens[-1] - starts[sequence])
-        token_index, row_index, place_index = torch.cat(tokens), torch.cat(rows), torch.cat(places)
-        self._stored.clear()
-        del self._lengths[first_row:]
-        self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            self._check(layer.index, key, value)
-            self._keys[layer.index][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
-            self._values[layer.index][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
-            return packed(query, key, value, layer)
-
-        return attend
-
-    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Any, Tensor]:
-        """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
-        device, num_rows = self._keys.device, len(self._lengths)
-        positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
-        shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
-        # Where the new tokens go: a plain slice when all rows have the same length, which is much cheaper.
-        place = (slice(num_rows), slice(None), longest - 1) if shortest == longest else None
-        cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
-        distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
-        self._lengths = [length + 1 for length in self._lengths]
-        self._stored.clear()
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            self._check(layer.index, key, value)
-            self._keys[layer.index][cells] = key[0].transpose(0, 1)
-            self._values[layer.index][cells] = value[0].transpose(0, 1)
-            keys, values = (x[layer.index, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
-            hidden, window = None, layer.window
-            if shortest < longest or window is not None:
-                hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            return attend_to_cache(query, keys, values, scale=layer.scale, hidden=hidden, sinks=layer.sinks)
-
-        return attend, positions
-
-    def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Raise UserError when a layer stores keys and values [1, K, T, D] more than once, or of another size."""
-        if layer in self._stored:
-            raise UserError(
-                _cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
-            )
-        if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
-            raise UserError(_cannot_sample(self._config, "all of one size, and this model has several sizes"))
-        self._stored.add(layer)
-
-    def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
-        """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
-        if holes:
-            longest = max(self._lengths)
-            into, out_of = (torch.tensor(rows, device=self._keys.device) for rows in (holes, movers))
-            for cells in (self._keys, self._values):
-                cells[:, into, :, :longest] = cells[:, out_of, :, :longest]
-        self._lengths = [self._lengths[row] for row in kept]
-
-
 def _settings(run: Launch[Config]) -> dict[str, Any]:
     return {
         "device": run.device,
@@ -437,32 +325,4 @@ def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, SampleTokens]:
     """Choose the attention to the cache and the sampling of tokens that match the kernel."""
     if kernel == "invariant":
         return attend_to_cache_in_tiles, functools.partial(sample_with_head_logprobs, invariant.HEAD)
-    return _attend_to_cache, sample_tokens
-
-
-def _attend_to_cache(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
-) -> Tensor:
-    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D]; hidden is [n, L]; gives [1, n, H, D].
-
-    In float32 as two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
-    Narrower types go to the fused kernel, which keeps scores in float32 without a copy of the cache; but not with
-    sinks [H], of which it knows nothing.
-    """
-    num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
-    q = query[0].transpose(0, 1)  # [n, H, D]
-    if q.dtype != torch.float32 and sinks is None:
-        visible = None if hidden is None else ~hidden[:, None, None]
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys, values, attn_mask=visible, scale=scale, enable_gqa=num_groups > 1
-        )
-        return out.squeeze(2).unsqueeze(0)
-    grouped = (q * scale).unflatten(1, (keys.shape[1], num_groups))  # [n, K, H / K, D]
-    scores = torch.matmul(grouped, keys.transpose(-1, -2)).float()
-    if hidden is not None:
-        scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
-    return torch.matmul(weights, values).reshape(1, num_rows, num_heads, -1)
+    return attend_to_cache, sample_tokens

@@ -1,1 +1,1 @@
-"""What an update is: objectives, optimizers, and the limits that they keep."""
+"""Updates: objectives, optimizers, and limits on them."""

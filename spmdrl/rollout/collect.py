@@ -6,91 +6,20 @@ stream, and seeds belong to the prompt and the sample, so samples do not depend 
 
 from __future__ import annotations
 
-import concurrent.futures
-import math
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import Store
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.metrics import Max, Mean, Metrics, Total
-from spmdrl.config import Config
-from spmdrl.config.plan import Plan
-from spmdrl.data.stream import PromptStream
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.engine.protocol import EngineDied, RolloutEngine
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
-from spmdrl.types import Prompt, Request, Response, Rollout, UserError
-
-POLL_S = 0.1  # how soon an engine sees what others have done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectionRules:
-    """Rules for opening, keeping and dropping the prompt groups of a step."""
-
-    groups_per_step: int  # wanted, over all engines
-    extra_groups: int = 0  # open at the same time beyond those
-    max_groups: int  # opened in a step at most, over all engines
-    drops_equal: bool = False  # groups with equal rewards are replaced
-    carries_over: bool = False  # unfinished groups go on in the next step
-    max_staleness: int = 1  # steps, of a group that was carried over
-    steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
-    with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
-
-    @property
-    def can_be_stale(self) -> bool:
-        """True when tokens may come from older weights than those that are updated with them."""
-        return self.carries_over or self.steps_ahead > 0
-
-    @property
-    def prompts_follow_from_step(self) -> bool:
-        """True when every step uses exactly the prompts it wants, so that the step number alone gives them."""
-        return not self.drops_equal and not self.extra_groups
-
-
-def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
-    """The rules that the settings give for groups to train on."""
-    return CollectionRules(
-        groups_per_step=plan.prompts_per_step,
-        extra_groups=plan.extra_groups,
-        max_groups=plan.max_groups,
-        drops_equal=cfg.rollout.dynamic_sampling,
-        carries_over=cfg.rollout.partial,
-        max_staleness=cfg.rollout.max_staleness,
-        steps_ahead=plan.steps_ahead,
-        with_baseline=cfg.advantage.compares_with_greedy,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlace:
-    """This rank's engine, and its place among all engines of the run."""
-
-    engine: RolloutEngine
-    index: int
-    count: int
-    mesh: DeviceMesh  # all ranks that hold engines
-    restarts: Restarts
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSource:
-    """What prompt groups are made of, and where their finished rollouts go."""
-
-    prompts: PromptStream
-    sampling: Sampling
-    run_seed: int
-    submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
+from spmdrl.types import Prompt, Rollout, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +36,6 @@ class Collected:
         """Look up the rollout's place in the step's global order; a baseline has none."""
         assert not rollout.is_baseline, "a greedy response is not trained on"
         return self.places[rollout.prompt.prompt_id] * self.group_size + rollout.sample_index
-
-
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    """One rank's part, as the other ranks need to know it."""
-
-    kept: list[int]  # prompt ids
-    num_dropped: int
-    num_failed: int  # rewards of the dropped groups that could not be computed
-    num_opened: int
-    tickets_end: int  # one past the highest ticket taken, 0 when there was none
-    num_left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +84,7 @@ class Collector:
                 with_baseline=rules.with_baseline,
             )
 
-        part = _Part(
+        part = EnginePart(
             self._place,
             source,
             rules,
@@ -182,13 +99,13 @@ class Collector:
 
         now = _Progress(
             cursor=first + max(summary.tickets_end for summary in summaries),
-            carried=tuple(sorted(part.left, key=_prompt_id)) if rules.carries_over else (),
+            carried=tuple(sorted(part.left, key=prompt_id_of)) if rules.carries_over else (),
             num_carried=sum(summary.num_left for summary in summaries) if rules.carries_over else 0,
         )
         self._after = {step - 1: before, step: now}
         if shortfall := _shortfall(step, summaries, rules):
             self._message(shortfall)
-        kept = sorted(part.kept, key=_prompt_id)
+        kept = sorted(part.kept, key=prompt_id_of)
         everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.kept)
         return Collected(
             pending=[pending for group in kept for pending in group.pending_rollouts()],
@@ -197,7 +114,7 @@ class Collector:
             group_size=source.sampling.group_size,
         )
 
-    def _sample(self, part: _Part, tickets: Tickets, step: int) -> None:
+    def _sample(self, part: EnginePart, tickets: Tickets, step: int) -> None:
         """Sample this rank's part. Where it fails, the other engines stop waiting for it."""
 
         def sample() -> None:
@@ -297,163 +214,12 @@ class Collector:
         )
 
 
-class _Part:
-    """One engine's work in one step."""
-
-    def __init__(
-        self,
-        place: EnginePlace,
-        source: GroupSource,
-        rules: CollectionRules,
-        tickets: Tickets,
-        *,
-        open_group: Callable[[int], PromptGroup],
-        carried: Sequence[PromptGroup],
-    ) -> None:
-        self.kept: list[PromptGroup] = []
-        self.dropped: list[PromptGroup] = []
-        self.num_opened = self.tickets_end = 0
-        self.num_continued = sum(
-            group.responses[index].token_ids != () for group in carried for index in group.unfinished
-        )
-        self._engine, self._source, self._rules = place.engine, source, rules
-        self._tickets, self._open_group = tickets, open_group
-        # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
-        # The engine asks for requests only as it has room. But an engine with room for every group would take all
-        # tickets before another took its first, so none has more than its share open at once.
-        self._max_open = math.ceil((rules.groups_per_step + rules.extra_groups) / place.count)
-        # By prompt_id; a group goes from one to the next, and is then kept or dropped.
-        self._unfinished = {_prompt_id(group): group for group in carried if not group.is_sampled}
-        self._undecided = {_prompt_id(group): group for group in carried if group.is_sampled}
-        self._requested: list[tuple[PromptGroup, int]] = []  # (group, sample index) of each request, by place
-        self._num_running = 0
-
-    @property
-    def left(self) -> list[PromptGroup]:
-        """The groups that were still open when the step had enough."""
-        return [*self._unfinished.values(), *self._undecided.values()]
-
-    def sample(self) -> None:
-        """Sample until the step has enough groups, or can get no more, and each of this engine's is kept or dropped.
-
-        It can be called again after an interruption: responses that died with an engine are requested once more.
-        """
-        self._requested, self._num_running = [], 0
-        requests = self._requests() if self._engine.leads else ()
-        with self._aborted_in_time():
-            for place, response in self._engine.generate(requests):
-                self._add(place, response)
-        while not self._is_over() and self._undecided:
-            self._wait()
-
-    def summary(self) -> _Summary:
-        """Summarize this part for the other ranks."""
-        return _Summary(
-            kept=[_prompt_id(group) for group in self.kept],
-            num_dropped=len(self.dropped),
-            num_failed=sum(group.num_failed for group in self.dropped),
-            num_opened=self.num_opened,
-            tickets_end=self.tickets_end,
-            num_left=len(self.left),
-        )
-
-    def _requests(self) -> Iterator[Request | None]:
-        """Yield requests as long as there are more: of groups that go on, then of those that this engine opens."""
-        for group in list(self._unfinished.values()):
-            if self._is_over():
-                return
-            yield from self._requests_of(group)
-        while not self._is_over():
-            if self._tickets.is_interrupted():
-                return
-            if len(self._unfinished) < self._max_open and (ticket := self._tickets.take()) is not None:
-                self.num_opened, self.tickets_end = self.num_opened + 1, ticket + 1
-                group = self._open_group(ticket)
-                self._unfinished[_prompt_id(group)] = group
-                yield from self._requests_of(group)
-            elif self._tickets.is_empty():
-                return
-            elif self._num_running:
-                yield None
-            else:
-                self._wait()
-
-    def _requests_of(self, group: PromptGroup) -> Iterator[Request]:
-        for index in group.unfinished:
-            self._requested.append((group, index))
-            self._num_running += 1
-            sampling = self._source.sampling.greedy() if group.is_baseline(index) else self._source.sampling
-            yield sampling.request(group.prompt, group.seeds[index], group.responses[index].token_ids)
-
-    def _add(self, place: int, response: Response) -> None:
-        group, sample_index = self._requested[place]
-        self._num_running -= 1
-        if (rollout := group.add(sample_index, response)) is None:
-            return
-        group.pending[sample_index] = self._source.submit(rollout)
-        if group.is_sampled:
-            self._undecided[_prompt_id(group)] = self._unfinished.pop(_prompt_id(group))
-            # At once, not in the thread that watches: what this engine samples after its last group is wasted.
-            if self._is_over() and self._num_running:
-                self._engine.abort()
-
-    def _is_over(self) -> bool:
-        """Keep or drop the groups that can be decided; return True when the step has enough."""
-        for prompt_id, group in list(self._undecided.items()):
-            if self._rules.drops_equal and not group.is_rewarded:
-                continue
-            if self._rules.drops_equal and group.has_equal_rewards:
-                self._tickets.drop()
-                self.dropped.append(self._undecided.pop(prompt_id))
-            elif self._tickets.keep():
-                self.kept.append(self._undecided.pop(prompt_id))
-            else:
-                break
-        return self._tickets.is_over()
-
-    def _wait(self) -> None:
-        """Wait until a reward arrives, or until other engines may have changed what this one may do."""
-        futures = [future for group in self._undecided.values() for _, future in group.pending.values()]
-        if missing := [future for future in futures if not future.done()]:
-            concurrent.futures.wait(missing, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)
-        else:
-            time.sleep(POLL_S)
-
-    @contextmanager
-    def _aborted_in_time(self) -> Iterator[None]:
-        """With more groups open than wanted, end the engine's work as soon as any engine has kept the last one.
-
-        A thread watches for that: this rank looks again only after a response, and that may be the slowest one.
-        """
-        if not self._rules.extra_groups or not self._engine.leads:
-            yield
-            return
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(POLL_S):
-                if self._tickets.is_over():
-                    self._engine.abort()
-
-        watcher = threading.Thread(target=watch, name="collect", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            watcher.join()
-
-
-def _prompt_id(group: PromptGroup) -> int:
-    return group.prompt.prompt_id
-
-
 def _staleness(group: PromptGroup, step: int) -> int:
     """Count the steps between the weights that sampled its oldest token and those that the step updates."""
     return 0 if group.oldest_version is None else step - 1 - group.oldest_version
 
 
-def _shortfall(step: int, summaries: Sequence[_Summary], rules: CollectionRules) -> str | None:
+def _shortfall(step: int, summaries: Sequence[PartSummary], rules: CollectionRules) -> str | None:
     """Return a line for the user when the step trains on fewer groups than it wants."""
     num_kept = sum(len(summary.kept) for summary in summaries)
     if num_kept == rules.groups_per_step:
@@ -470,7 +236,7 @@ def _shortfall(step: int, summaries: Sequence[_Summary], rules: CollectionRules)
 
 
 def _metrics(
-    part: _Part, stale: Sequence[PromptGroup], rules: CollectionRules, *, step: int, reports_wanted: bool
+    part: EnginePart, stale: Sequence[PromptGroup], rules: CollectionRules, *, step: int, reports_wanted: bool
 ) -> Metrics:
     """Metrics of this rank's part; one rank also reports how many groups all of them want."""
     metrics: Metrics = {}

@@ -12,7 +12,8 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.collect import Collected, Collector, EnginePlace, GroupSource, training_rules
+from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.part import EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.run import Launch
 from spmdrl.types import Rollout

@@ -261,18 +261,18 @@ def start_handover(run: Launch[Config], trainer: TrainerMemory, engine: RolloutE
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """Where torch's random numbers are, on the host and on this rank's device."""
+    """The states of torch's random number generators, on the host and on this rank's device."""
 
     cpu: Tensor
     cuda: Tensor | None
 
     @classmethod
     def now(cls, device: torch.device) -> RandomStates:
-        """Of this process."""
+        """Capture this process's random states."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if device.type == "cuda" else None)
 
     def restore(self) -> None:
-        """Go on from here."""
+        """Set the generators back to these states."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)

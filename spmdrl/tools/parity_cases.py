@@ -318,7 +318,6 @@ def plan_of(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_upda
         max_response_tokens=longest,
         max_tokens_per_micro_batch=pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=pack.sequences_per_micro_batch,
-        max_micro_batches_per_update=len(batch),
         max_eval_sequence_tokens=0,
         eval_prompts=0,
         eval_every=0,

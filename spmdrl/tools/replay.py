@@ -122,7 +122,7 @@ def _no_weights(folder: RunFolder, step: int) -> str:
 
 
 def lines(found: Replay, step: int) -> Iterator[str]:
-    """What a user wants to know of it."""
+    """Describe how the step as it is found now differs from the run's."""
     numbers = found.now[0].numbers
     if found.before is None:
         yield f"the run did not get to the end of step {step}; there is nothing to compare with"

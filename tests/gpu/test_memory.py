@@ -121,7 +121,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         learner = start(qwen3, meshes)
         memory = TrainerMemory([learner], CUDA, moves="all")
         engine = engine_for(qwen3, world)
-        held, weights = allocated(), sum(weight.nbytes for weight in engine.weights().values())
+        held, weights = allocated(), sum(weight.nbytes for weight in engine.weights.values())
         engine.sleep()
         assert held - allocated() >= weights
         memory.sleep()
@@ -136,7 +136,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         assert len(dict(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=4)]))) == 1
         memory.wake()
         for name, parameter in learner.model.model.named_parameters():
-            assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
+            assert torch.equal(engine.weights[name], parameter.full_tensor().bfloat16()), name
         del learner, memory, refit
 
 

@@ -164,7 +164,7 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
             version=1
         )
         for name, parameter in policy.model.named_parameters():
-            assert torch.equal(engine.weights()[name], parameter.full_tensor().bfloat16()), name
+            assert torch.equal(engine.weights[name], parameter.full_tensor().bfloat16()), name
         asked = [Request(prompt_ids=(3, 4, 5 + i), seed=i, max_response_tokens=20) for i in range(40)]
         responses = dict(engine.generate(asked))
         again = dict(engine.generate(asked))

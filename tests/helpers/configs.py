@@ -23,7 +23,6 @@ def plan_for(num_sequences: int, num_ranks: int, **changes: Any) -> Plan:
         "max_response_tokens": 32,
         "max_tokens_per_micro_batch": 64,
         "sequences_per_micro_batch": None,
-        "max_micro_batches_per_update": num_sequences,
         "max_eval_sequence_tokens": 0,
         "eval_prompts": 0,
         "eval_every": 0,

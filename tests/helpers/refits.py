@@ -30,7 +30,7 @@ def refit_differences(path: str, dtype: torch.dtype, bucket_bytes: int) -> list[
                     parameter.to_local().mul_(1.01).add_(0.001 * version)
             refit(version=version)
             assert engine.version == version
-            held = engine.weights()
+            held = engine.weights
             full = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
             assert held.keys() == full.keys()
             worst.append(max(float((held[name] != full[name].to(dtype)).sum()) for name in full))

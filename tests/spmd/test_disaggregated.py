@@ -101,7 +101,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
             for version in (1, 2):
                 weights.receive()
                 assert engine.version == version
-                found.append({name: digest(tensor) for name, tensor in engine.weights().items()})
+                found.append({name: digest(tensor) for name, tensor in engine.weights.items()})
             weights.settle()
             return found
         policy = load_policy(settings, meshes.model, temperature=1.0)

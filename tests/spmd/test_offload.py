@@ -122,7 +122,7 @@ def _slept(path: str, moves: Moves) -> dict[str, Any]:
                 )
                 assert sum(len(tensors) for tensors in gatherer.whole_tensors()) == len(parameters)
             found["refitted"] = all(
-                torch.equal(engine.weights()[name.removeprefix("model.")], before[name])
+                torch.equal(engine.weights[name.removeprefix("model.")], before[name])
                 for name, _ in learner.model.named_parameters()
             )
             refused = 0

@@ -196,7 +196,7 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
 
 
 def _with_another_decode(argv: list[str]) -> int:
-    with mock.patch.object(torch_engine, "_decoding_of", lambda _: (torch_engine._attend_to_cache, sample_tokens)):
+    with mock.patch.object(torch_engine, "_decoding_of", lambda _: (torch_engine.attend_to_cache, sample_tokens)):
         return main(argv)
 
 

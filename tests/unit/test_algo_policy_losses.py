@@ -106,7 +106,7 @@ def test_weights_of_tokens_act_as_their_mean_on_losses_of_sequences(kind: str) -
     gradients = []
     for factors in (weights, sequence_means(weights, whole.loss_mask, whole.cu_seqlens)):
         now = logprobs.clone().requires_grad_()
-        per_token = policy_loss_function(LossConfig(kind=kind))(now, whole).per_token
+        per_token = policy_loss_function(LossConfig(kind=kind))(now, -logprobs, whole).per_token
         gradients.append(torch.autograd.grad((factors * per_token).sum(), now)[0])
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
     assert gradients[0].any()

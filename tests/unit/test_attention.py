@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engine.torch_engine import _attend_to_cache
+from spmdrl.engine.kv_cache import attend_to_cache
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
@@ -150,9 +150,9 @@ def test_decoding_in_bfloat16_counts_the_sinks() -> None:
     keys, values = (x[:20].transpose(0, 1).expand(rows, -1, -1, -1) for x in (k, v))
     hidden = torch.arange(20) >= torch.tensor(SEQLENS)[:, None]
     arguments = (q[:rows].transpose(0, 1).unsqueeze(0), keys, values)
-    exact = _attend_to_cache(*arguments, scale=SCALE, hidden=hidden, sinks=sinks)
+    exact = attend_to_cache(*arguments, scale=SCALE, hidden=hidden, sinks=sinks)
     halves = [x.bfloat16() for x in arguments]
-    rounded = _attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=sinks.bfloat16())
-    without = _attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=None)
+    rounded = attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=sinks.bfloat16())
+    without = attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=None)
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=0.02)
     assert (without.float() - exact).abs().max() > 0.2

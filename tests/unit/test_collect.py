@@ -28,7 +28,8 @@ from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.collect import Collected, CollectionRules, Collector, EnginePlace, GroupSource
+from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
 from tests.helpers import exact

@@ -382,7 +382,6 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "cp_style_needs_cp": ("parallel.cp_style=ulysses",),
     "one_size_of_micro_batches": ("pack.sequences_per_micro_batch=2",),
     "loaded_rollouts_are_not_saved_again": ("debug.load_rollouts=a", "debug.save_rollouts=1"),
-    "sglang_settings_need_sglang": ("rollout.tp_size=2",),
     "max_draw_ratio_needs_dynamic_sampling": ("rollout.max_draw_ratio=2.0",),
     "max_draw_ratio_allows_oversampling": (
         "rollout.dynamic_sampling=true",
@@ -437,8 +436,13 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "state_on_host_needs_the_device": ("optim.state_on_host=true", "model.cpu_offload=true"),
     "offload_needs_colocated": ("rollout.placement=disaggregated", "offload.trainer=all"),
     "transport_needs_colocated": ("rollout.placement=disaggregated", "refit.transport=cuda_ipc"),
-    "transport_needs_sglang": ("refit.transport=cuda_ipc",),
-    "released_graphs_need_graphs": ('offload.engine=["cuda_graph"]',),
+    "engine_has_a_name": ("rollout.engine=vlm",),
+    "settings_belong_to_the_engine": ("refit.transport=cuda_ipc",),
+    "released_graphs_need_graphs": (
+        "rollout.engine=sglang",
+        "rollout.cuda_graphs=false",
+        'offload.engine=["cuda_graph"]',
+    ),
     "loaded_rollouts_allow_no_evaluation": (
         "debug.load_rollouts=a",
         'eval={num_prompts=1,sources=[{kind="jsonl",path="a"}]}',

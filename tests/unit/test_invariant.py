@@ -132,7 +132,7 @@ def test_threads_do_not_matter(tmp_path: Path) -> None:
 PLAIN_OPERATORS = {
     "linear": (invariant, "linear", F.linear),
     "silu": (invariant, "silu", F.silu),
-    "attention": (torch_engine, "attend_to_cache_in_tiles", torch_engine._attend_to_cache),
+    "attention": (torch_engine, "attend_to_cache_in_tiles", torch_engine.attend_to_cache),
     "log-probabilities": (torch_engine, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
 }
 

@@ -24,7 +24,6 @@ def test_the_counts_of_a_step_fit_together(tmp_path: Path) -> None:
     assert plan.rollouts_per_mini_batch == 8
     assert plan.num_updates == 9
     assert plan.max_sequence_tokens == 13
-    assert plan.max_micro_batches_per_update == 1  # 2 sequences a rank, 4 fit into 64 tokens
     places = [plan.first_prompt(step, rank) for step in (1, 2, 3) for rank in range(4)]
     assert places == list(range(0, 36, 3))
     assert [plan.first_rollout(rank) for rank in range(4)] == [0, 6, 12, 18]
@@ -85,7 +84,6 @@ def test_counts_of_ranks_that_only_hold_engines(tmp_path: Path) -> None:
     plan = make_plan(cfg, num_ranks=5)
     assert (plan.training_ranks, plan.engine_ranks) == (3, 2)
     assert plan.prompts_per_rank == 3  # of 2 ranks that sample
-    assert plan.max_micro_batches_per_update == 4  # 12 rollouts on 3 ranks that train
     assert make_plan(config(tmp_path), num_ranks=4).engine_ranks == 0
 
 

@@ -238,7 +238,7 @@ def test_a_sleeping_engine_keeps_only_what_it_was_not_told_to_release(model) -> 
         engine.sleep()
         engine.sleep()
         assert engine._cache is None
-        assert {weight.untyped_storage().nbytes() for weight in engine.weights().values()} == {0}
+        assert {weight.untyped_storage().nbytes() for weight in engine.weights.values()} == {0}
         engine.wake()
         with pytest.raises(AssertionError, match="refit before sampling"):
             next(engine.generate(asked))

@@ -1,0 +1,149 @@
+"""The torch engine's KV cache, and attention to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.types import UserError
+
+AttendToCache = Callable[..., Tensor]  # as `attend_to_cache`
+
+
+def cannot_sample(model_config: Any, but: str) -> str:
+    return (
+        f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, {but}'
+        '; set it to "sglang", or train with spmdrl.sft, which needs no engine'
+    )
+
+
+class KVCache:
+    """Keys and values of the running rows: per layer [rows, K, capacity, D]. Rows 0 to n - 1 are in use."""
+
+    def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, num_rows, num_heads, capacity, head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._lengths: list[int] = []
+        self._config = config
+        self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
+
+    def grow(self, num_rows: int, capacity: int) -> None:
+        """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
+        layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
+        shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
+        used, longest = len(self._lengths), max(self._lengths, default=0)
+        self._keys = self._moved(self._keys, shape, used, longest)
+        self._values = self._moved(self._values, shape, used, longest)
+
+    @staticmethod
+    def _moved(cells: Tensor, shape: tuple[int, ...], used: int, longest: int) -> Tensor:
+        larger = cells.new_zeros(shape)
+        larger[:, :used, :, :longest] = cells[:, :used, :, :longest]
+        return larger
+
+    def holds(self, num_rows: int, capacity: int) -> bool:
+        """Return True when `num_rows` rows of `capacity` tokens fit."""
+        return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
+
+    def begin_prefill(self, packed: Any, *, starts: list[int], sequences: list[int], first_row: int) -> Any:
+        """Return an `attend` that runs `packed` and stores its keys and values.
+
+        Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
+        """
+        device = self._keys.device
+        tokens, rows, places = [], [], []
+        for row, sequence in enumerate(sequences, start=first_row):
+            tokens.append(torch.arange(starts[sequence], starts[sequence + 1], device=device))
+            rows.append(torch.full_like(tokens[-1], row))
+            places.append(tokens[-1] - starts[sequence])
+        token_index, row_index, place_index = torch.cat(tokens), torch.cat(rows), torch.cat(places)
+        self._stored.clear()
+        del self._lengths[first_row:]
+        self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+            self._check(layer.index, key, value)
+            self._keys[layer.index][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
+            self._values[layer.index][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
+            return packed(query, key, value, layer)
+
+        return attend
+
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Any, Tensor]:
+        """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
+        device, num_rows = self._keys.device, len(self._lengths)
+        positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
+        shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
+        # Where the new tokens go: a plain slice when all rows have the same length, which is much cheaper.
+        place = (slice(num_rows), slice(None), longest - 1) if shortest == longest else None
+        cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
+        distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
+        self._lengths = [length + 1 for length in self._lengths]
+        self._stored.clear()
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+            self._check(layer.index, key, value)
+            self._keys[layer.index][cells] = key[0].transpose(0, 1)
+            self._values[layer.index][cells] = value[0].transpose(0, 1)
+            keys, values = (x[layer.index, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
+            hidden, window = None, layer.window
+            if shortest < longest or window is not None:
+                hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            return attend_to_cache(query, keys, values, scale=layer.scale, hidden=hidden, sinks=layer.sinks)
+
+        return attend, positions
+
+    def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Raise UserError when a layer stores keys and values [1, K, T, D] more than once, or of another size."""
+        if layer in self._stored:
+            raise UserError(
+                cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
+            )
+        if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
+            raise UserError(cannot_sample(self._config, "all of one size, and this model has several sizes"))
+        self._stored.add(layer)
+
+    def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
+        """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
+        if holes:
+            longest = max(self._lengths)
+            into, out_of = (torch.tensor(rows, device=self._keys.device) for rows in (holes, movers))
+            for cells in (self._keys, self._values):
+                cells[:, into, :, :longest] = cells[:, out_of, :, :longest]
+        self._lengths = [self._lengths[row] for row in kept]
+
+
+def attend_to_cache(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D]; hidden is [n, L]; gives [1, n, H, D].
+
+    In float32 as two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
+    Narrower types go to the fused kernel, which keeps scores in float32 without a copy of the cache; but not with
+    sinks [H], of which it knows nothing.
+    """
+    num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
+    q = query[0].transpose(0, 1)  # [n, H, D]
+    if q.dtype != torch.float32 and sinks is None:
+        visible = None if hidden is None else ~hidden[:, None, None]
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2), keys, values, attn_mask=visible, scale=scale, enable_gqa=num_groups > 1
+        )
+        return out.squeeze(2).unsqueeze(0)
+    grouped = (q * scale).unflatten(1, (keys.shape[1], num_groups))  # [n, K, H / K, D]
+    scores = torch.matmul(grouped, keys.transpose(-1, -2)).float()
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+    return torch.matmul(weights, values).reshape(1, num_rows, num_heads, -1)

@@ -1,0 +1,248 @@
+"""One engine's part of a step: the prompt groups that it samples, by which rules, and which of them it keeps."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.config import Config
+from spmdrl.config.plan import Plan
+from spmdrl.data.stream import PromptStream
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.restart import Restarts
+from spmdrl.rewards.client import Pending
+from spmdrl.rollout.group import PromptGroup
+from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.tickets import Tickets
+from spmdrl.types import Request, Response, Rollout
+
+POLL_S = 0.1  # how soon an engine sees what others have done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectionRules:
+    """Rules for opening, keeping and dropping the prompt groups of a step."""
+
+    groups_per_step: int  # wanted, over all engines
+    extra_groups: int = 0  # open at the same time beyond those
+    max_groups: int  # opened in a step at most, over all engines
+    drops_equal: bool = False  # groups with equal rewards are replaced
+    carries_over: bool = False  # unfinished groups go on in the next step
+    max_staleness: int = 1  # steps, of a group that was carried over
+    steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
+    with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
+
+    @property
+    def can_be_stale(self) -> bool:
+        """True when tokens may come from older weights than those that are updated with them."""
+        return self.carries_over or self.steps_ahead > 0
+
+    @property
+    def prompts_follow_from_step(self) -> bool:
+        """True when every step uses exactly the prompts it wants, so that the step number alone gives them."""
+        return not self.drops_equal and not self.extra_groups
+
+
+def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
+    """The rules that the settings give for groups to train on."""
+    return CollectionRules(
+        groups_per_step=plan.prompts_per_step,
+        extra_groups=plan.extra_groups,
+        max_groups=plan.max_groups,
+        drops_equal=cfg.rollout.dynamic_sampling,
+        carries_over=cfg.rollout.partial,
+        max_staleness=cfg.rollout.max_staleness,
+        steps_ahead=plan.steps_ahead,
+        with_baseline=cfg.advantage.compares_with_greedy,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """This rank's engine, and its place among all engines of the run."""
+
+    engine: RolloutEngine
+    index: int
+    count: int
+    mesh: DeviceMesh  # all ranks that hold engines
+    restarts: Restarts
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSource:
+    """The source of prompt groups, and the destination of their finished rollouts."""
+
+    prompts: PromptStream
+    sampling: Sampling
+    run_seed: int
+    submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """One rank's part, as the other ranks need to know it."""
+
+    kept: list[int]  # prompt ids
+    num_dropped: int
+    num_failed: int  # rewards of the dropped groups that could not be computed
+    num_opened: int
+    tickets_end: int  # one past the highest ticket taken, 0 when there was none
+    num_left: int
+
+
+class EnginePart:
+    """One engine's work in one step."""
+
+    def __init__(
+        self,
+        place: EnginePlace,
+        source: GroupSource,
+        rules: CollectionRules,
+        tickets: Tickets,
+        *,
+        open_group: Callable[[int], PromptGroup],
+        carried: Sequence[PromptGroup],
+    ) -> None:
+        self.kept: list[PromptGroup] = []
+        self.dropped: list[PromptGroup] = []
+        self.num_opened = self.tickets_end = 0
+        self.num_continued = sum(
+            group.responses[index].token_ids != () for group in carried for index in group.unfinished
+        )
+        self._engine, self._source, self._rules = place.engine, source, rules
+        self._tickets, self._open_group = tickets, open_group
+        # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
+        # The engine asks for requests only as it has room. But an engine with room for every group would take all
+        # tickets before another took its first, so none has more than its share open at once.
+        self._max_open = math.ceil((rules.groups_per_step + rules.extra_groups) / place.count)
+        # By prompt_id; a group goes from one to the next, and is then kept or dropped.
+        self._unfinished = {prompt_id_of(group): group for group in carried if not group.is_sampled}
+        self._undecided = {prompt_id_of(group): group for group in carried if group.is_sampled}
+        self._requested: list[tuple[PromptGroup, int]] = []  # (group, sample index) of each request, by place
+        self._num_running = 0
+
+    @property
+    def left(self) -> list[PromptGroup]:
+        """The groups that were still open when the step had enough."""
+        return [*self._unfinished.values(), *self._undecided.values()]
+
+    def sample(self) -> None:
+        """Sample until the step has enough groups, or can get no more, and each of this engine's is kept or dropped.
+
+        It can be called again after an interruption: responses that died with an engine are requested once more.
+        """
+        self._requested, self._num_running = [], 0
+        requests = self._requests() if self._engine.leads else ()
+        with self._aborted_in_time():
+            for place, response in self._engine.generate(requests):
+                self._add(place, response)
+        while not self._is_over() and self._undecided:
+            self._wait()
+
+    def summary(self) -> PartSummary:
+        """Summarize this part for the other ranks."""
+        return PartSummary(
+            kept=[prompt_id_of(group) for group in self.kept],
+            num_dropped=len(self.dropped),
+            num_failed=sum(group.num_failed for group in self.dropped),
+            num_opened=self.num_opened,
+            tickets_end=self.tickets_end,
+            num_left=len(self.left),
+        )
+
+    def _requests(self) -> Iterator[Request | None]:
+        """Yield requests as long as there are more: of groups that go on, then of those that this engine opens."""
+        for group in list(self._unfinished.values()):
+            if self._is_over():
+                return
+            yield from self._requests_of(group)
+        while not self._is_over():
+            if self._tickets.is_interrupted():
+                return
+            if len(self._unfinished) < self._max_open and (ticket := self._tickets.take()) is not None:
+                self.num_opened, self.tickets_end = self.num_opened + 1, ticket + 1
+                group = self._open_group(ticket)
+                self._unfinished[prompt_id_of(group)] = group
+                yield from self._requests_of(group)
+            elif self._tickets.is_empty():
+                return
+            elif self._num_running:
+                yield None
+            else:
+                self._wait()
+
+    def _requests_of(self, group: PromptGroup) -> Iterator[Request]:
+        for index in group.unfinished:
+            self._requested.append((group, index))
+            self._num_running += 1
+            sampling = self._source.sampling.greedy() if group.is_baseline(index) else self._source.sampling
+            yield sampling.request(group.prompt, group.seeds[index], group.responses[index].token_ids)
+
+    def _add(self, place: int, response: Response) -> None:
+        group, sample_index = self._requested[place]
+        self._num_running -= 1
+        if (rollout := group.add(sample_index, response)) is None:
+            return
+        group.pending[sample_index] = self._source.submit(rollout)
+        if group.is_sampled:
+            self._undecided[prompt_id_of(group)] = self._unfinished.pop(prompt_id_of(group))
+            # At once, not in the thread that watches: what this engine samples after its last group is wasted.
+            if self._is_over() and self._num_running:
+                self._engine.abort()
+
+    def _is_over(self) -> bool:
+        """Keep or drop the groups that can be decided; return True when the step has enough."""
+        for prompt_id, group in list(self._undecided.items()):
+            if self._rules.drops_equal and not group.is_rewarded:
+                continue
+            if self._rules.drops_equal and group.has_equal_rewards:
+                self._tickets.drop()
+                self.dropped.append(self._undecided.pop(prompt_id))
+            elif self._tickets.keep():
+                self.kept.append(self._undecided.pop(prompt_id))
+            else:
+                break
+        return self._tickets.is_over()
+
+    def _wait(self) -> None:
+        """Wait until a reward arrives, or until other engines may have changed what this one may do."""
+        futures = [future for group in self._undecided.values() for _, future in group.pending.values()]
+        if missing := [future for future in futures if not future.done()]:
+            concurrent.futures.wait(missing, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)
+        else:
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def _aborted_in_time(self) -> Iterator[None]:
+        """With more groups open than wanted, end the engine's work as soon as any engine has kept the last one.
+
+        A thread watches for that: this rank looks again only after a response, and that may be the slowest one.
+        """
+        if not self._rules.extra_groups or not self._engine.leads:
+            yield
+            return
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(POLL_S):
+                if self._tickets.is_over():
+                    self._engine.abort()
+
+        watcher = threading.Thread(target=watch, name="collect", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def prompt_id_of(group: PromptGroup) -> int:
+    return group.prompt.prompt_id
