@@ -232,7 +232,7 @@ def toml(tmp_path: Path) -> str:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
     Qwen3Config(**large, **heads, tie_word_embeddings=True, dtype="bfloat16").save_pretrained(tmp_path / "model")
     tables: dict[str, Any] = {
-        "run": {"name": "x", "num_steps": 1, "deterministic": None},
+        "run": {"name": "x", "num_steps": 1, "deterministic": None, "threads_per_rank": None},
         "data": {"max_prompt_tokens": 2000, "sources": [{"kind": "jsonl", "path": "a"}]},
         "optim": {"lr": 1e-3},
         "pack": {"max_tokens_per_micro_batch": 16000},
