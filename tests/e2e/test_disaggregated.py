@@ -62,7 +62,7 @@ def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_
     # The first rank writes the samples that it holds itself.
     written = tokens(folder / "runs" / name)
     assert written and set(written) <= set(tokens(alone))
-    for one, other in zip(rows(alone), rows(folder / "runs" / name), strict=False):
+    for one, other in zip(rows(alone)[:3], rows(folder / "runs" / name), strict=True):
         for metric in ("reward/mean", "rollout/response_tokens", "pack/loss_tokens", "eval/reward"):
             if metric in one and one["step"] < 2:
                 assert one[metric] == pytest.approx(other[metric], rel=1e-12), metric

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
-from spmdrl.memory.activations import Decoder, Kept, kept_bytes, kept_per_layer
+from spmdrl.memory.activations import Decoder, Kept, kept_per_layer
 from spmdrl.memory.device import CONTEXT_BYTES, GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
@@ -45,12 +45,14 @@ def test_every_part_of_every_phase() -> None:
     trainer = {"weights": 4 * shard, "optimizer": 8 * shard, "refit buckets": 2 * bucket + bucket + bucket // 2}
     host = {"process": CUDA_PROCESS_BYTES}
     tokens = 64
-    kept = Kept(level="none", every_layers=1, compute_bytes=2, repeats_keys=True)
+    # For each token: norms, inputs of the projections, norms of heads, attention with repeated keys, the MLP.
+    layer = 2 * 6 * 64 + 2 * 2 * 64 + 6 * (128 + 64) + (2 * 4 * 128 + 4 * 4) + 4 * 2 * 256
+    beside = 6 * 64 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
     # A model this small has its fullest moment at the head.
     update = {
         "gradients": 4 * shard,
         "gathered": gathered,
-        "activations": kept_bytes(describe(QWEN3), kept, num_tokens=tokens),
+        "activations": tokens * (4 * layer + beside),
         "logits": 4 * (4 * tokens * 1000 + tokens * 64),
         "whole gradients": 2 * EMBEDDING,
     }
@@ -97,7 +99,8 @@ def test_fine_tuning_has_the_trainers_phases_with_nothing_beside_them(sections: 
 
 def test_fine_tuning_that_cannot_fit_is_refused_to_the_byte() -> None:
     cfg, model = sft_config(), model_of(QWEN3)
-    needs = describe_rank(cfg, model, num_ranks=2, device_bytes=GIB, on_gpu=True).memory.awake + CONTEXT_BYTES
+    # float32 weights, gradients and two moments of half of the model; and what is whole, in bfloat16.
+    needs = 4 * 4 * WHOLE // 2 + 2 * (EMBEDDING + 64 + 2 * LAYER) + CONTEXT_BYTES
 
     def problems(device_bytes: int) -> list[str]:
         return predict(cfg, model, num_ranks=2, device_bytes=device_bytes, on_gpu=True).problems
@@ -151,7 +154,10 @@ def test_a_chunk_of_the_context_and_a_part_of_the_layers_need_less() -> None:
     decoder = describe(QWEN3)
     kept = Kept(level="none", every_layers=1, compute_bytes=2, repeats_keys=False)
     half = decoder.cut(2)
-    assert kept_per_layer(decoder, kept, level="none") > kept_per_layer(half, kept, level="none")
+    # As in `test_every_part_of_every_phase`, with keys that are not repeated; hidden states and their norms stay whole.
+    hidden = 2 * 6 * 64 + 2 * 2 * 64
+    assert kept_per_layer(decoder, kept, level="none") == hidden + 6 * 192 + (2 * 2 * 192 + 4 * 4) + 4 * 2 * 256
+    assert kept_per_layer(half, kept, level="none") == hidden + 6 * 96 + (2 * 2 * 96 + 4 * 2) + 4 * 2 * 128
     assert kept_per_layer(decoder, kept, level="full") == kept_per_layer(half, kept, level="full") == 2 * 64
 
 
