@@ -96,7 +96,7 @@ def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight:
     assert [row["step"] for row in rows(branch)] == [4, 5, 6]
 
 
-LONGER = "run.num_steps=30"  # so long that it is not over when it has been killed three times
+LONGER = "run.num_steps=20"  # so long that it is not over when it has been killed three times
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +140,9 @@ def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longe
     survives(folder, longer, "killed", range(3))
 
 
-def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:
+def test_torchrun_may_start_the_ranks_again(folder: Path, straight: Path) -> None:
     """Also when there must be no run yet where they are started first."""
-    settings = argv(folder, "restarted", LONGER, "resume.checkpoint=never")
+    settings = argv(folder, "restarted", "resume.checkpoint=never")
     launched = start_torchrun(2, *settings, max_restarts=1, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         kill_at_random(folder / "runs/restarted", random.Random(3), lambda: launched.poll() is not None)
@@ -150,7 +150,7 @@ def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:
     finally:
         launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
         launched.wait()
-    assert_same_run(folder / "runs/restarted", longer)
+    assert_same_run(folder / "runs/restarted", straight)
     assert (folder / "runs/restarted/logs/rank-0.log").read_text().count("rank 0 of 2 on") == 2
 
 
