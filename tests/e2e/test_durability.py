@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spmdrl.checkpoint import storage, write
 from spmdrl.checkpoint.manifest import Digest, Manifest
 from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
 from spmdrl.faults import cause
-from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
 from spmdrl.rollout.files import read_parts
@@ -33,10 +34,17 @@ from spmdrl.train import main
 from tests.helpers import small_run
 from tests.helpers.files import flip_bit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import assert_same_weights, rows, sample_rows, start_torchrun, steady_rows, weights
+from tests.helpers.small_run import (
+    assert_same_weights,
+    rows,
+    sample_rows,
+    start_torchrun,
+    steady_rows,
+    weights,
+    without_curves,
+)
 
 COMMON = (
-    "run.threads_per_rank=1",
     "run.num_steps=6",
     "eval.every=3",
     "checkpoint.every=1",
@@ -88,7 +96,7 @@ def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight:
     assert [row["step"] for row in rows(branch)] == [4, 5, 6]
 
 
-LONGER = "run.num_steps=30"  # so long that it is not over when it has been killed three times
+LONGER = "run.num_steps=20"  # so long that it is not over when it has been killed three times
 
 
 @pytest.fixture(scope="module")
@@ -97,42 +105,19 @@ def longer(folder: Path) -> Path:
     return launch(folder, "longer", 2, LONGER)
 
 
-def torchrun(folder: Path, name: str, *overrides: str, max_restarts: int = 0) -> subprocess.Popen[str]:
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return start_torchrun(2, *argv(folder, name, *overrides), max_restarts=max_restarts, **streams)
-
-
-def killed_at_random(
-    folder: Path,
-    name: str,
-    *overrides: str,
-    seed: int,
-    max_restarts: int = 0,
-) -> None:
-    """Start the run, and kill -9 one of its ranks somewhere in a step, a few steps further than it was.
+def kill_at_random(run: Path, chance: random.Random, is_over: Callable[[], bool]) -> None:
+    """Kill -9 one of two ranks somewhere in a step, a few steps after the last that has ended.
 
     In steps and not in seconds, so that the run is not over before it has been killed, however fast the machine is.
     """
-    chance = random.Random(seed)
-    run = folder / "runs" / name
-    wanted = newest_step(run / "checkpoints") + chance.randint(1, 4)
-    launched = torchrun(folder, name, LONGER, *overrides, max_restarts=max_restarts)
-    try:
-        began = time.monotonic()
-        while (last := _last_step(run)).get("step", 0) < wanted:
-            assert launched.poll() is None and time.monotonic() - began < 200, launched.communicate()
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0.0, last["time/step_s"]))
-        victim = str(chance.randrange(2))
-        ranks = [
-            child for child in psutil.Process(launched.pid).children() if _environment(child).get("RANK") == victim
-        ]
-        for rank in ranks:
-            rank.send_signal(signal.SIGKILL)
-        launched.communicate(timeout=200)
-    finally:
-        launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
-        launched.wait()
+    wanted, began = _last_step(run).get("step", 0) + chance.randint(1, 4), time.monotonic()
+    while (last := _last_step(run)).get("step", 0) < wanted:
+        assert not is_over() and time.monotonic() - began < 200
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.0, last["time/step_s"]))
+    status = read_json(FaultFiles(run).post_of(chance.randrange(2)))
+    assert status is not None
+    os.kill(status["pid"], signal.SIGKILL)
 
 
 def _last_step(run: Path) -> dict[str, float]:
@@ -140,31 +125,32 @@ def _last_step(run: Path) -> dict[str, float]:
     return [{}, *(row for row in read_rows(run / "metrics.jsonl") if "time/step_s" in row)][-1]
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
-
-
 def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> None:
     """Killed once for each seed, and then left alone, a run ends as if nothing had been."""
     for seed in seeds:
-        killed_at_random(folder, name, seed=seed)
-    done = torchrun(folder, name, LONGER)
-    _, said = done.communicate(timeout=250)
-    assert done.returncode == 0, said
-    assert_same_run(folder / "runs" / name, longer)
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(run_ranks, 2, without_curves, main, argv(folder, name, LONGER), timeout_s=200.0)
+            kill_at_random(folder / "runs" / name, random.Random(seed), job.done)
+            with pytest.raises(AssertionError, match="died without a word"):
+                job.result()
+    assert_same_run(launch(folder, name, 2, LONGER), longer)
 
 
 def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:
     survives(folder, longer, "killed", range(3))
 
 
-def test_torchrun_may_start_the_ranks_again(folder: Path, longer: Path) -> None:
+def test_torchrun_may_start_the_ranks_again(folder: Path, straight: Path) -> None:
     """Also when there must be no run yet where they are started first."""
-    killed_at_random(folder, "restarted", "resume.checkpoint=never", seed=3, max_restarts=1)
-    assert_same_run(folder / "runs/restarted", longer)
+    settings = argv(folder, "restarted", "resume.checkpoint=never")
+    launched = start_torchrun(2, *settings, max_restarts=1, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        kill_at_random(folder / "runs/restarted", random.Random(3), lambda: launched.poll() is not None)
+        launched.communicate(timeout=200)
+    finally:
+        launched.terminate()  # torchrun then ends its ranks; after a kill they would stay
+        launched.wait()
+    assert_same_run(folder / "runs/restarted", straight)
     assert (folder / "runs/restarted/logs/rank-0.log").read_text().count("rank 0 of 2 on") == 2
 
 
@@ -221,7 +207,9 @@ def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: i
     assert not list(checkpoints.glob("*.*"))
 
 
-def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) -> None:
+def test_damaged_checkpoints_are_named_by_the_run(
+    folder: Path, straight: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = folder / "runs/damaged"
     shutil.copytree(straight, run)
     places = [folder_of(run / "checkpoints", step) for step in range(1, 7)]
@@ -230,13 +218,12 @@ def test_damaged_checkpoints_are_named_by_the_run(folder: Path, straight: Path) 
     (places[5] / "__1_0.distcp").write_bytes((places[5] / "__1_0.distcp").read_bytes()[:-1])
     changed = places[4] / "__0_0.distcp"
     flip_bit(changed, changed.stat().st_size // 2)
-    command = [sys.executable, "-m", "spmdrl.train", *argv(folder, "damaged")]
-    stopped = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert stopped.returncode == 2
-    assert "Traceback" not in stopped.stderr
-    assert "step-00000006: __1_0.distcp is truncated" in stopped.stderr
-    assert "step-00000005: __0_0.distcp was changed" in stopped.stderr
-    assert "resume.allow_older = true to resume from step 4" in stopped.stderr
+    assert main(argv(folder, "damaged")) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "step-00000006: __1_0.distcp is truncated" in said
+    assert "step-00000005: __0_0.distcp was changed" in said
+    assert "resume.allow_older = true to resume from step 4" in said
     assert_same_run(launch(folder, "damaged", 2, "resume.allow_older=true"), straight)
     assert {path.name for path in (run / "checkpoints").glob("*.*")} == {
         "step-00000005.broken",

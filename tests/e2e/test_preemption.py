@@ -28,7 +28,7 @@ from spmdrl.report import Report
 from spmdrl.sft import main as sft
 from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import assert_same_weights, steady_rows, torchrun_command, write_sft_config
+from tests.helpers.small_run import assert_same_weights, steady_rows, torchrun_command, without_curves, write_sft_config
 
 # Each launch goes on from the one before: where it is told to stop, and the step that is saved. Steps 2, 4, 6 and the
 # last are evaluated.
@@ -50,32 +50,27 @@ STOPS = {
     ),
 }
 SETTINGS = (
-    "run.threads_per_rank=1",
     "checkpoint.every=1",
     "eval.num_prompts=4",
     "loss.kl_coef=0.0",
     "report.tensorboard=false",
 )
-ENDLESS = ("run.num_steps=100000", "run.threads_per_rank=1", "export.at_end=false", "report.tensorboard=false")
+ENDLESS = ("run.num_steps=100000", "export.at_end=false", "report.tensorboard=false")
 END_LIMIT_S = 60.0  # for an idle machine and a busy one
 
 
 def plain(program: Any, argv: list[str]) -> int:
-    """Run one rank's program, without the seconds that drawing takes; `evaluations` in the run's folder gets the step
-    of each one."""
-    tell = Report.eval
+    """Run one rank's program; `evaluations` in the run's folder gets the step of each one."""
+    show = Report.eval
 
-    def note_and_tell(report: Report, step: int, scalars: Any) -> None:
+    def note_and_show(report: Report, step: int, scalars: Any) -> None:
         if report._folder is not None:
             with (report._folder.path / "evaluations").open("a") as file:
                 file.write(f"{step}\n")
-        tell(report, step, scalars)
+        show(report, step, scalars)
 
-    with (
-        mock.patch.object(Report, "_write_curves", lambda *_: "no curves"),
-        mock.patch.object(Report, "eval", note_and_tell),
-    ):
-        return program(argv)
+    with mock.patch.object(Report, "eval", note_and_show):
+        return without_curves(program, argv)
 
 
 def signalled(program: Any, argv: list[str], step: int, phase: str, rank: int = 1) -> int:
@@ -166,7 +161,7 @@ def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:
     config = write_sft_config(
         folder,
         name="sft.toml",
-        run={"seed": None, "threads_per_rank": 1},
+        run={"seed": None},
         data={"sources": [source]},
         sft={"sequences_per_step": 4, "max_response_tokens": 8},
         pack={"max_tokens_per_micro_batch": 64},

@@ -14,7 +14,7 @@ from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows, torchrun
+from tests.helpers.small_run import assert_same_weights, launch, rows, sample_rows, steady_rows, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_told(
 
 
 def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole: Path) -> None:
-    torchrun(folder, 2, "run.name=stopped", "run.num_steps=2", "export.every=1", "export.at_end=false")
+    launch(folder, 2, "run.name=stopped", "run.num_steps=2", "export.every=1", "export.at_end=false")
     exported = folder / "runs/stopped"
     assert sorted(path.name for path in exported.glob("hf*")) == ["hf-00000001", "hf-00000002"]
     done = torchrun(folder, 2, "run.name=stopped")
@@ -135,8 +135,8 @@ def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, wh
 
 
 def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> None:
-    torchrun(folder, 1, "run.name=alone", "run.num_steps=1", "report.samples_per_step=100")
-    torchrun(folder, 2, "run.name=pair", "run.num_steps=1", "report.samples_per_step=100")
+    launch(folder, 1, "run.name=alone", "run.num_steps=1", "report.samples_per_step=100")
+    launch(folder, 2, "run.name=pair", "run.num_steps=1", "report.samples_per_step=100")
     alone, pair = (rows(folder / "runs" / name)[-1] for name in ("alone", "pair"))
     for name in ("reward/mean", "rollout/response_tokens", "eval/reward", "batch/loss_tokens"):
         assert alone[name] == pytest.approx(pair[name], rel=1e-12), name
@@ -150,7 +150,6 @@ def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
         "run.name=drawn",
         "advantage.estimator=remax",
         "run.deterministic=false",
-        "run.threads_per_rank=1",
         "rollout.dynamic_sampling=true",
         "rollout.oversample_fraction=0.5",
         "rollout.partial=true",
@@ -160,8 +159,8 @@ def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
         "checkpoint.keep_last=4",
         "report.samples_per_step=100",
     )
-    torchrun(folder, 2, *settings, "run.num_steps=2")
-    torchrun(folder, 1, *settings, "run.num_steps=3")
+    launch(folder, 2, *settings, "run.num_steps=2")
+    launch(folder, 1, *settings, "run.num_steps=3")
     run = folder / "runs/drawn"
     steps = rows(run)[1:]
     assert [row["step"] for row in steps] == [1, 2, 3]
@@ -199,7 +198,7 @@ def test_what_needs_scored_tokens_is_in_the_loop(folder: Path) -> None:
         "eval.num_prompts": 2,
         "export.at_end": "false",
     }
-    torchrun(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
+    launch(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
     _, first, second = rows(folder / "runs/scored")
     assert first["reward/k1_ref_nats"] == 0.0 and second["reward/k1_ref_nats"] > 0.001
     assert (first["update/kl_in_reward_coef"], first["update/entropy_coef"]) == (0.05, 0.01)
@@ -225,7 +224,7 @@ def test_a_critic_learns_beside_the_policy(folder: Path) -> None:
         "checkpoint.every": 0,
         "export.at_end": "false",
     }
-    torchrun(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
+    launch(folder, 2, *(f"{name}={value}" for name, value in overrides.items()))
     _, first, *others = rows(folder / "runs/critic")
     assert first["critic/value_mean"] == first["critic/explained_variance"] == 0.0
     assert first["critic/grad_norm"] > 0 and "update/loss" not in first and 0 < first["mismatch/max_abs_nats"] < 1e-5
@@ -248,7 +247,7 @@ LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "par
     "layout", [name if name == "context" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layout: str) -> None:
-    torchrun(folder, 2, f"run.name={layout}", "run.num_steps=2", "checkpoint.every=0", LAYOUTS[layout])
+    launch(folder, 2, f"run.name={layout}", "run.num_steps=2", "checkpoint.every=0", LAYOUTS[layout])
     for one, other in zip(rows(whole)[:3], rows(folder / "runs" / layout), strict=True):
         for name in ("reward/mean", "rollout/response_tokens", "update/loss", "update/grad_norm", "batch/loss_tokens"):
             if name in one:

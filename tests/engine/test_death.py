@@ -38,9 +38,10 @@ class Job:
     def __init__(self, folder: Path, model: Path, *, num_steps: int, restart: bool, tp_size: int) -> None:
         self.run = folder / "runs/killed"
         rollout = {"engine": "sglang", "max_response_tokens": 100, "tp_size": tp_size, "restart_engine": restart}
+        defaults = dict.fromkeys(("seed", "deterministic", "threads_per_rank"))
         config = write_config(
             folder,
-            run={"name": "killed", "num_steps": num_steps, "seed": None, "deterministic": None},
+            run={"name": "killed", "num_steps": num_steps} | defaults,
             model={"path": str(model)},
             rollout=rollout,
             reward={"terms": [{"kind": "exact"}]},

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = (
     "run.deterministic=false",
-    "run.threads_per_rank=1",
     "rollout.engine=sglang",
     "rollout.temperature=0.7",
     "debug.assert_on_policy=false",

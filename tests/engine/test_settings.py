@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,36 +14,60 @@ from pathlib import Path
 import pytest
 
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.train import main
 from spmdrl.types import UserError
+from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import write_small_run
 
+WRONG = (
+    "rollout.tp_size=3",
+    "rollout.sglang.max_prefil_tokens=5",
+    "rollout.sglang.mem_fraction_static=0.5",
+    "rollout.sglang.load_format=auto",
+    "rollout.sglang.chunked_prefill_size=64",
+    "rollout.sglang.page_size=many",
+    "rollout.sglang.schedule_policy=nonsense",
+    "rollout.attention_backend=fa33",
+    "rollout.max_kv_tokens=20",
+    "rollout.stop_token_ids=[5]",
+)
+GOOD = ("run.deterministic=false", "rollout.tp_size=2", "rollout.sglang.max_prefill_tokens=4096")
+Answer = tuple[int, str]  # the exit code, and what is said of an error
 
-def dry_run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "spmdrl.train", str(folder / "c.toml"), "--dry-run", "--ranks", "2"]
-    return subprocess.run([*command, "rollout.engine=sglang", *overrides], capture_output=True, text=True, timeout=120)
+
+def _dry_runs(folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, Answer]:
+    """All in one process, because importing SGLang takes longer than all of them."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[variable]  # nobody starts a dry run by torchrun
+    answers = {}
+    for name, overrides in cases.items():
+        argv = [str(folder / "c.toml"), "--dry-run", "--ranks", "2", "rollout.engine=sglang", *overrides]
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            answers[name] = main(argv), said.getvalue()
+    return answers
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_small_run(tmp_path, model={"hidden_size": 128, "num_layers": 1})
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("settings")
+    write_small_run(path, model={"hidden_size": 128, "num_layers": 1})
+    config = json.loads((path / "model/config.json").read_text())
+    for name, architectures in (("unheard-of", ["UnheardOfForCausalLM"]), ("unnamed", None)):
+        shutil.copytree(path / "model", path / name)
+        (path / name / "config.json").write_text(json.dumps(config | {"architectures": architectures}))
+    return path
 
 
-def test_all_of_it_is_told_at_once(folder: Path) -> None:
-    answer = dry_run(
-        folder,
-        "rollout.tp_size=3",
-        "rollout.sglang.max_prefil_tokens=5",
-        "rollout.sglang.mem_fraction_static=0.5",
-        "rollout.sglang.load_format=auto",
-        "rollout.sglang.chunked_prefill_size=64",
-        "rollout.sglang.page_size=many",
-        "rollout.sglang.schedule_policy=nonsense",
-        "rollout.attention_backend=fa33",
-        "rollout.max_kv_tokens=20",
-        "rollout.stop_token_ids=[5]",
-    )
-    assert answer.returncode == 2 and "Traceback" not in answer.stderr
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Answer]:
+    models = ("unheard-of", "unnamed")
+    cases = {name: ("run.deterministic=false", f"model.path={folder / name}") for name in models}
+    return run_ranks(1, _dry_runs, folder, cases | {"wrong": WRONG, "good": GOOD}, timeout_s=200.0)[0]
+
+
+def test_all_of_it_is_told_at_once(folder: Path, answers: dict[str, Answer]) -> None:
+    code, said = answers["wrong"]
+    assert code == 2 and "Traceback" not in said
     for sentence in (
         "rollout.tp_size = 3 does not divide the 2 ranks; set it to 1 or 2",
         "rollout.tp_size = 3 does not divide the model's 4 attention heads; set it to 1, 2 or 4",
@@ -54,26 +82,26 @@ def test_all_of_it_is_told_at_once(folder: Path) -> None:
         "responses end at [5], but SGLang always stops at [1] as well",
         "run.deterministic = true cannot be kept",
     ):
-        assert sentence in answer.stderr, answer.stderr
+        assert sentence in said, said
     assert not (folder / "runs").exists()
 
 
-def test_settings_that_work_pass(folder: Path) -> None:
-    answer = dry_run(folder, "run.deterministic=false", "rollout.tp_size=2", "rollout.sglang.max_prefill_tokens=4096")
-    assert answer.returncode == 0, answer.stderr
+def test_settings_that_work_pass(answers: dict[str, Answer]) -> None:
+    code, said = answers["good"]
+    assert code == 0, said
 
 
-def test_a_model_that_sglang_does_not_know(folder: Path) -> None:
-    path = folder / "model/config.json"
-    config = json.loads(path.read_text())
-    for architectures, sentence in (
-        (["UnheardOfForCausalLM"], "is a UnheardOfForCausalLM, which SGLang 0.5.23 does not know"),
-        (None, "its config.json names no architecture, and SGLang finds its model by that"),
-    ):
-        path.write_text(json.dumps(config | {"architectures": architectures}))
-        answer = dry_run(folder, "run.deterministic=false")
-        assert answer.returncode == 2 and "Traceback" not in answer.stderr
-        assert sentence in answer.stderr
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("unheard-of", "is a UnheardOfForCausalLM, which SGLang 0.5.23 does not know"),
+        ("unnamed", "its config.json names no architecture, and SGLang finds its model by that"),
+    ],
+)
+def test_a_model_that_sglang_does_not_know(answers: dict[str, Answer], model: str, sentence: str) -> None:
+    code, said = answers[model]
+    assert code == 2 and "Traceback" not in said
+    assert sentence in said
 
 
 def test_sglang_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,21 +118,19 @@ def test_an_export_gives_the_trainers_log_probabilities(tmp_path: Path) -> None:
         torch.testing.assert_close(of_sglang, of_trainer[len(prompt) - 1 :], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rank_lives", [True, False])
-def test_processes_of_an_engine_end_with_their_rank_from_the_first_moment(tmp_path: Path, rank_lives: bool) -> None:
-    """Also those that their rank has not lived to see begin."""
+def test_a_process_of_an_engine_ends_at_once_when_its_rank_has_ended_before() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = os.environ | child_environment() | {"SPMDRL_ENGINE_OF": str(gone.pid)}
+    late = subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], env=environment, timeout=50)
+    assert late.returncode == 1
+
+
+def test_processes_of_an_engine_end_with_their_rank_from_the_first_moment() -> None:
     child = "import time; print('running', flush=True); time.sleep(60)"
     rank = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=sys.stdout); "
     rank += "print(p.pid, flush=True); time.sleep(60)"
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
     environment = os.environ | child_environment()
-    if not rank_lives:
-        late = subprocess.run(
-            [sys.executable, "-c", child], env=environment | {"SPMDRL_ENGINE_OF": str(gone.pid)}, timeout=60
-        )
-        assert late.returncode == 1
-        return
     parent = f"import os, sys; os.environ['SPMDRL_ENGINE_OF'] = str(os.getpid()); exec({rank!r})"
     process = subprocess.Popen([sys.executable, "-c", parent], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, in a server without threads, from which every rank is forked.
-_CONTEXT.set_forkserver_preload(["spmdrl.train", "spmdrl.sft", "transformers.models.qwen3.modeling_qwen3"])
+_CONTEXT.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:

@@ -23,7 +23,7 @@ def test_every_phase_of_a_run_is_predicted_and_measured_once(tmp_path: Path) -> 
     save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1)
     write_sft_config(
         tmp_path,
-        run={"dir": str(tmp_path), "num_steps": 2, "seed": None, "deterministic": None},
+        run={"dir": str(tmp_path), "num_steps": 2, "seed": None, "deterministic": None, "threads_per_rank": None},
         sft={"sequences_per_step": 8, "max_response_tokens": 8},
         pack={"max_tokens_per_micro_batch": 64},
         checkpoint={"every": 1},

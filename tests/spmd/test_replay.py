@@ -18,11 +18,14 @@ from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
 from spmdrl.tools import replay
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import write_small_run
+from tests.helpers.small_run import without_curves, write_small_run
 
 
 def train_on(num_ranks: int, folder: Path, *overrides: str, exit_code: int = 0) -> None:
-    assert run_ranks(num_ranks, train.main, [str(folder / "c.toml"), *overrides]) == [exit_code] * num_ranks
+    assert (
+        run_ranks(num_ranks, without_curves, train.main, [str(folder / "c.toml"), *overrides])
+        == [exit_code] * num_ranks
+    )
 
 
 def reading(rollouts: Path) -> str:
@@ -45,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_small_run(
         path,
         model={"num_layers": 2, "spare_tokens": 1},
-        run={"dir": str(path), "num_steps": 3, "seed": None, "threads_per_rank": 1},
+        run={"dir": str(path), "num_steps": 3, "seed": None},
         rollout={"prompts_per_step": 4, "max_response_tokens": 8},
         reward={"terms": [{"kind": "function", "function": f"{path}/reward.py:digits"}], "overlong_tokens": 4},
         advantage={"whiten": True},

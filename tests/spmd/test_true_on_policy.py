@@ -148,7 +148,14 @@ def _write_config(tmp_path: Path, save: Any) -> Path:
     return write_config(
         tmp_path,
         true_on_policy=True,
-        run={"name": "exact", "dir": str(tmp_path), "num_steps": 3, "seed": None, "deterministic": None},
+        run={
+            "name": "exact",
+            "dir": str(tmp_path),
+            "num_steps": 3,
+            "seed": None,
+            "deterministic": None,
+            "threads_per_rank": None,
+        },
         data={"sources": [source]},
         rollout={"max_response_tokens": 12, "max_running": 9, "temperature": 0.9},
         reward={"terms": [{"kind": "function", "function": f"{tmp_path}/reward.py:digits"}]},

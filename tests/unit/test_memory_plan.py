@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
-from spmdrl.memory.activations import ActivationSettings, Decoder, activation_bytes, layer_activation_bytes
+from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
 from spmdrl.memory.device import CONTEXT_BYTES, GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
@@ -45,12 +45,14 @@ def test_every_part_of_every_phase() -> None:
     trainer = {"weights": 4 * shard, "optimizer": 8 * shard, "refit buckets": 2 * bucket + bucket + bucket // 2}
     host = {"process": CUDA_PROCESS_BYTES}
     tokens = 64
-    kept = ActivationSettings(level="none", every_layers=1, compute_bytes=2, repeats_keys=True)
+    # For each token: norms, inputs of the projections, norms of heads, attention with repeated keys, the MLP.
+    layer = 2 * 6 * 64 + 2 * 2 * 64 + 6 * (128 + 64) + (2 * 4 * 128 + 4 * 4) + 4 * 2 * 256
+    outside = 6 * 64 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
     # A model this small has its fullest moment at the head.
     update = {
         "gradients": 4 * shard,
         "gathered": gathered,
-        "activations": activation_bytes(describe(QWEN3), kept, num_tokens=tokens),
+        "activations": tokens * (4 * layer + outside),
         "logits": 4 * (4 * tokens * 1000 + tokens * 64),
         "whole gradients": 2 * EMBEDDING,
     }
@@ -97,7 +99,8 @@ def test_fine_tuning_has_the_trainers_phases_with_nothing_beside_them(sections: 
 
 def test_fine_tuning_that_cannot_fit_is_refused_to_the_byte() -> None:
     cfg, model = sft_config(), model_of(QWEN3)
-    needs = describe_rank(cfg, model, num_ranks=2, device_bytes=GIB, on_gpu=True).memory.awake + CONTEXT_BYTES
+    # float32 weights, gradients and two moments of half of the model; and what is whole, in bfloat16.
+    needs = 4 * 4 * WHOLE // 2 + 2 * (EMBEDDING + 64 + 2 * LAYER) + CONTEXT_BYTES
 
     def problems(device_bytes: int) -> list[str]:
         return predict(cfg, model, num_ranks=2, device_bytes=device_bytes, on_gpu=True).problems
@@ -151,12 +154,12 @@ def test_a_chunk_of_the_context_and_a_part_of_the_layers_need_less() -> None:
     decoder = describe(QWEN3)
     kept = ActivationSettings(level="none", every_layers=1, compute_bytes=2, repeats_keys=False)
     half = decoder.split(2)
-    assert layer_activation_bytes(decoder, kept, level="none") > layer_activation_bytes(half, kept, level="none")
-    assert (
-        layer_activation_bytes(decoder, kept, level="full")
-        == layer_activation_bytes(half, kept, level="full")
-        == 2 * 64
-    )
+    # As in `test_every_part_of_every_phase`, with keys that are not repeated; hidden states and their norms stay whole.
+    hidden = 2 * 6 * 64 + 2 * 2 * 64
+    whole, split = (layer_activation_bytes(x, kept, level="none") for x in (decoder, half))
+    assert whole == hidden + 6 * 192 + (2 * 2 * 192 + 4 * 4) + 4 * 2 * 256
+    assert split == hidden + 6 * 96 + (2 * 2 * 96 + 4 * 2) + 4 * 2 * 128
+    assert [layer_activation_bytes(x, kept, level="full") for x in (decoder, half)] == [2 * 64, 2 * 64]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -236,7 +239,7 @@ def toml(tmp_path: Path) -> str:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
     Qwen3Config(**large, **heads, tie_word_embeddings=True, dtype="bfloat16").save_pretrained(tmp_path / "model")
     tables: dict[str, Any] = {
-        "run": {"name": "x", "num_steps": 1, "deterministic": None},
+        "run": {"name": "x", "num_steps": 1, "deterministic": None, "threads_per_rank": None},
         "data": {"max_prompt_tokens": 2000, "sources": [{"kind": "jsonl", "path": "a"}]},
         "optim": {"lr": 1e-3},
         "pack": {"max_tokens_per_micro_batch": 16000},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -29,16 +30,27 @@ def test_the_counts_of_a_step_fit_together(tmp_path: Path) -> None:
     assert [plan.first_rollout(rank) for rank in range(4)] == [0, 6, 12, 18]
 
 
-@pytest.mark.parametrize("prompts", [1, 5, 7, 13, 60])
+@pytest.mark.parametrize("prompts", [12, 48, 60])
+@pytest.mark.parametrize(("num_ranks", "updates"), [(4, 1), (1, 3), (4, 6), (12, 2)])
+def test_prompts_that_ranks_and_updates_divide_are_shared_evenly(
+    tmp_path: Path, prompts: int, num_ranks: int, updates: int
+) -> None:
+    overrides = (f"rollout.prompts_per_step={prompts}", f"loss.updates_per_step={updates}")
+    plan = make_plan(config(tmp_path, *overrides), num_ranks=num_ranks)
+    assert plan.prompts_per_rank * num_ranks == prompts
+    assert plan.rollouts_per_mini_batch * updates == plan.rollouts_per_step == 2 * prompts
+
+
+@pytest.mark.parametrize("prompts", [1, 5, 7, 13, 62])
 @pytest.mark.parametrize(("num_ranks", "updates"), [(4, 1), (1, 3), (4, 6), (16, 1)])
 def test_the_numbers_that_are_offered_work(tmp_path: Path, prompts: int, num_ranks: int, updates: int) -> None:
     overrides = (f"rollout.prompts_per_step={prompts}", f"loss.updates_per_step={updates}")
-    if prompts % num_ranks == 0 and prompts % updates == 0:
-        return
     with pytest.raises(UserError, match=f"rollout.prompts_per_step = {prompts} cannot be") as caught:
         make_plan(config(tmp_path, *overrides), num_ranks=num_ranks)
     offered = re.findall(r"\d+", str(caught.value).splitlines()[0].partition("set it to")[2])
-    assert offered
+    common = math.lcm(num_ranks, updates)
+    below = prompts // common * common
+    assert [int(number) for number in offered] == [number for number in (below, below + common) if number]
     for number in offered:
         make_plan(config(tmp_path, f"rollout.prompts_per_step={number}", overrides[1]), num_ranks=num_ranks)
 

@@ -1,0 +1,14 @@
+"""Everything that a rank may import: the server that ranks are forked from imports it once, for all of them."""
+
+from __future__ import annotations
+
+import gc
+
+import spmdrl.report.curves
+import spmdrl.report.tensorboard
+import spmdrl.sft
+import spmdrl.train  # noqa: F401
+
+# What is here now stays; a rank that collects garbage, as every session does at its end, need not look at it again.
+gc.collect()
+gc.freeze()
