@@ -85,7 +85,7 @@ def to_sequence(
 
 
 def check(cfg: SftConfig, inputs: Inputs) -> Sequence[str]:
-    """Tokenize one pair, as --dry-run promises; returns what was found to be in order."""
+    """Tokenize one pair, for --dry-run; returns lines that describe what was checked."""
     ((prompt, response),) = inputs.prompts.pairs(0, 1)
     sequence = to_sequence(prompt, response, 0, inputs.tokenizer, cfg.sft.max_response_tokens)
     return [

@@ -87,7 +87,7 @@ def train(run: Launch[Config]) -> None:
                     batch = correct(batch, cfg, meshes)
                     batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
                 with steps.phase("update"):  # until here a step can be abandoned: nothing has changed
-                    updates = [update(x, batch.mini_batches, meshes, step=step) for x in learners.values()]
+                    updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
             recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))
             with report.span("refit"):
                 handover.refit(version=step)
@@ -100,11 +100,11 @@ def train(run: Launch[Config]) -> None:
 
 
 def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
-    """Score one sample, as --dry-run promises; returns what was found to be in order."""
+    """Reward one reference answer, for --dry-run; returns lines that describe what was checked."""
     prompt = inputs.prompts.take(0, 1)[0]
-    with RewardClient(cfg.reward, inputs.tokenizer) as judge:
-        outcome = judge.check(prompt)
-        unprotected = judge.unprotected
+    with RewardClient(cfg.reward, inputs.tokenizer) as rewards:
+        outcome = rewards.check(prompt)
+        unprotected = rewards.unprotected
     return [
         f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
         f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",

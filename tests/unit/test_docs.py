@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +60,11 @@ def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {link.partition("#")[0] for link in LINK.findall(prose(index))}
     assert {page.name for page in index.parent.glob("*.md")} - linked - {index.name} == set()
+
+
+def test_the_readme_shows_the_loop_as_it_is() -> None:
+    source = (ROOT / "spmdrl/train.py").read_text(encoding="utf-8")
+    (loop,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For)]
+    lines = source.splitlines()[loop.lineno - 1 : loop.end_lineno]
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- loop -->\n```python\n")[1].split("```")[0]
+    assert shown == textwrap.dedent("\n".join(lines)) + "\n"

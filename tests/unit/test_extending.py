@@ -1,4 +1,4 @@
-"""Every example of docs/extending.md runs as it is printed."""
+"""Every example of docs/extending.md, and that of the README, runs as it is printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "extending.md"
+PAGES = (ROOT / "docs" / "extending.md", ROOT / "README.md")
 SECTION = re.compile(r"^##+ (?P<title>[^\n]+)$(?P<body>.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 METRIC = re.compile(r"`((?:loss|advantage)/\w+)`")
@@ -69,9 +69,9 @@ class Example:
 def examples() -> list[Example]:
     """The sections that have code."""
     found = []
-    for section in SECTION.finditer(PAGE.read_text(encoding="utf-8")):
+    for section in SECTION.finditer("".join(page.read_text(encoding="utf-8") for page in PAGES)):
         blocks = dict(BLOCK.findall(section["body"]))
-        if blocks:
+        if blocks.keys() == {"python", "toml"}:
             found.append(Example(section["title"], blocks["python"], blocks["toml"], METRIC.findall(section["body"])))
     return found
 
