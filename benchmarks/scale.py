@@ -39,7 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import spmdrl.step.batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.dist.collectives import merge_over
-from spmdrl.dist.exchange import SequenceSize
+from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World
 from spmdrl.learn.learner import Learner
@@ -127,7 +127,7 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
         mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)
         pack = PackConfig(max_tokens_per_micro_batch=BUDGET)
         everyones = [
-            *(SequenceSize(s.index, len(s.token_ids), sum(s.loss_mask), held_by=0) for s in mine),
+            *(SequenceInfo(s.index, len(s.token_ids), sum(s.loss_mask), held_by=0) for s in mine),
             *sizes_of_others(num_ranks),
         ]
         plan = dataclasses.replace(plan_of(mine, pack, meshes, num_updates=1), rollouts_per_step=len(everyones))
@@ -155,28 +155,28 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
     }
 
 
-def sizes_of_others(num_ranks: int) -> Iterator[SequenceSize]:
+def sizes_of_others(num_ranks: int) -> Iterator[SequenceInfo]:
     """What the other ranks would have sampled."""
     rng = random.Random(1)
     for index in range(ROLLOUTS_PER_RANK, num_ranks * ROLLOUTS_PER_RANK):
         prompt, response = rng.randint(1, MAX_TOKENS // 4), rng.randint(1, MAX_TOKENS * 3 // 4)
-        yield SequenceSize(index, prompt + response, response, held_by=index // ROLLOUTS_PER_RANK)
+        yield SequenceInfo(index, prompt + response, response, held_by=index // ROLLOUTS_PER_RANK)
 
 
 @contextmanager
-def synthetic_sizes(sizes: list[SequenceSize]) -> Iterator[None]:
+def synthetic_sizes(sizes: list[SequenceInfo]) -> Iterator[None]:
     """Let the batch be built of these, after the collective that would have brought them."""
-    gather = spmdrl.step.batch.gather_sizes
+    gather = spmdrl.step.batch.gather_infos
 
-    def gathered(sequences: Any, mesh: Any) -> list[SequenceSize]:
+    def gathered(sequences: Any, mesh: Any) -> list[SequenceInfo]:
         gather(sequences, mesh)
         return sizes
 
-    spmdrl.step.batch.gather_sizes = gathered
+    spmdrl.step.batch.gather_infos = gathered
     try:
         yield
     finally:
-        spmdrl.step.batch.gather_sizes = gather
+        spmdrl.step.batch.gather_infos = gather
 
 
 class Meter(TorchDispatchMode):

@@ -1,10 +1,19 @@
-"""The loop. Every rank runs `torchrun --nproc-per-node N -m spmdrl.train CONFIG.toml [section.key=value ...]`.
+"""The loop. `torchrun --nproc-per-node N -m spmdrl.train CONFIG.toml [section.key=value ...]` starts it on every rank.
 
     refit -> [ rollout -> reward -> batch -> logprobs -> update -> refit -> (eval, save) ] x num_steps
 
-After step N the policy and the engine are both at version N. They share each rank's device: the `handover` gives it to
-one of them at a time. With `rollout.placement = "disaggregated"` some ranks only hold engines: they run
-`rollout/serve.py`, and the loop here sees a sampler whose engines are elsewhere.
+| phase | who is awake | what it adds |
+|---|---|---|
+| rollout | engine | prompt groups, sampled with the weights of the last refit |
+| reward | neither | a reward for each rollout |
+| batch | neither | this rank's packed micro-batches, after one exchange between the ranks |
+| probe, logprobs | trainer | log-probabilities, advantages, corrections for the mismatch of engine and trainer |
+| update | trainer | new weights |
+| refit | neither | the new weights in the engine, read from wherever the sleeping trainer keeps them |
+
+After step N the policy and the engine are both at version N. Trainer and engine share each rank's device, which the
+`handover` gives to one of them at a time. With `rollout.placement = "disaggregated"` some ranks only hold engines: they
+run `rollout/serve.py`, and the loop here sees a sampler whose engines are elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +67,7 @@ def train(run: Launch[Config]) -> None:
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
     recorder = start_recorder(run, learners)
     trainer = TrainerMemory(list(learners.values()), run.device, moves=cfg.offload.trainer)
-    trainer.sleep()  # an engine may take its share of the free memory when it starts
+    trainer.sleep()  # the engine takes its share of what is free when it starts
     run.watch.enter("start engine")
     engine = run.enter(closing(start_engine(run)))
     handover = start_handover(run, trainer, engine, Refit(policy, engine, meshes, cfg.refit, dtype=run.dtype))
@@ -71,11 +80,11 @@ def train(run: Launch[Config]) -> None:
         for step in steps:
             with report.span("rollout"), handover.rollout():
                 collected = sampler.collect(step)
-            with steps.phase("reward"):  # a phase begins where all ranks agree to go on
+            with steps.phase("reward"):  # a vote, then the phase: all ranks stop here if one was asked to
                 rewarded = shape_rewards(run.rewards.collect(collected.pending), collected.index_of, cfg)
             recorder.save_rollouts(step, collected)
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
-            with steps.phase("batch"):  # one exchange; every rank computes the same plan
+            with steps.phase("batch"):  # every rank computes the same assignment
                 sequences = to_sequences(rewarded, meshes.training)
                 batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
             with handover.training():
@@ -86,7 +95,7 @@ def train(run: Launch[Config]) -> None:
                     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
                     batch = correct(batch, cfg, meshes)
                     batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
-                with steps.phase("update"):  # until here a step can be abandoned: nothing has changed
+                with steps.phase("update"):  # the last vote: from here on weights change
                     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
             recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))
             with report.span("refit"):

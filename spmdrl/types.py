@@ -59,7 +59,7 @@ class Request:
 class Span:
     """Neighbouring tokens of a response that the same weights sampled."""
 
-    version: int  # optimizer steps behind those weights
+    version: int  # the step after which those weights were sent to the engine
     num_tokens: int
 
 

@@ -16,7 +16,7 @@ from spmdrl.types import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSize:
+class SequenceInfo:
     """Size, place and rewards of one sequence; every rank has those of all sequences of the step."""
 
     index: int  # place in the step's global order
@@ -27,13 +27,13 @@ class SequenceSize:
     baseline_reward: float = math.nan  # nan where there is none
 
 
-def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSize]:
+def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
     """Return the sizes of all ranks' sequences in their global order, on every rank."""
     mine = [(s.index, len(s.token_ids), sum(s.loss_mask), s.reward, s.baseline_reward) for s in sequences]
     # In float64 rewards arrive as they were sent, and counts are exact.
     everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 5))
     sizes = [
-        SequenceSize(int(index), int(num_tokens), int(num_loss_tokens), rank, reward, baseline_reward)
+        SequenceInfo(int(index), int(num_tokens), int(num_loss_tokens), rank, reward, baseline_reward)
         for rank, part in enumerate(everyone)
         for index, num_tokens, num_loss_tokens, reward, baseline_reward in part.tolist()
     ]
@@ -42,7 +42,7 @@ def gather_sizes(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceSi
 
 def exchange(
     sequences: list[Sequence],
-    sizes: list[SequenceSize],
+    sizes: list[SequenceInfo],
     goes_to: Mapping[int, int],
     mesh: DeviceMesh,
     *,

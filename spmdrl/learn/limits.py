@@ -45,7 +45,7 @@ class Limits:
         )
         return None if limits == cls(mesh=mesh, only_first_compares=limits.only_first_compares) else limits
 
-    def check(self, local: Metrics, *, is_first: bool, cause: str) -> bool:
+    def check(self, local: Metrics, *, is_first: bool, where: str) -> bool:
         """Return True when the KL from the policy before the step exceeds `stop_kl_nats`; the same on every rank.
 
         Every rank of the mesh calls this with its own metrics. Raises TrainingDiverged on all of them, or on none, when
@@ -56,7 +56,7 @@ class Limits:
         if is_first and self.assert_on_policy:
             problems += _moved(values)
         if problems:
-            raise TrainingDiverged(f"{cause}: {'; '.join(problems)}; no weights were changed")
+            raise TrainingDiverged(f"{where}: {'; '.join(problems)}; no weights were changed")
         return self.stop_kl_nats is not None and values.get(DRIFT, 0.0) > self.stop_kl_nats
 
     def _mismatched(self, values: Mapping[str, float]) -> list[str]:

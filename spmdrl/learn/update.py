@@ -2,7 +2,8 @@
 
 Losses are sums. A token's weight in the loss (`MicroBatch.loss_weights`) already holds the one denominator of the
 mini-batch over all ranks, and FSDP only sums gradients, so nothing here divides by a number of tokens, micro-batches or
-ranks: the gradient is the same however the mini-batch is cut.
+ranks: the gradient is the same however the mini-batch is divided. Ranks of one share (cp, tp) compute the same loss,
+and the backward pass of context and tensor parallelism gives each its part of the gradient.
 """
 
 from __future__ import annotations
@@ -30,23 +31,29 @@ from spmdrl.types import MicroBatch, MiniBatch, TrainingDiverged
 def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, step: int) -> Metrics:
     """Take one optimizer step on each mini-batch in turn; every rank that trains must call this.
 
-    Updates are numbered by the step, so that the learning rate stays tied to it. Some are left out but counted: those
-    of a mini-batch that is empty, as it then is on every rank; in a step, the first that goes beyond the learner's KL
-    limit and all after it; and all of the learner's frozen steps, whose metrics are computed without an update.
+    Updates are numbered by step and mini-batch, so that the learning rate does not depend on which are skipped:
+    - those of an empty mini-batch, which is empty on every rank;
+    - within a step, the first update beyond the learner's KL limit and all that follow;
+    - those whose gradients overflow in float16, which lowers the loss scale;
+    - those of the learner's frozen steps, whose metrics are computed without an update.
 
-    Raises TrainingDiverged on every rank when the loss or a gradient is not finite on any, or a limit is exceeded.
+    Raises TrainingDiverged on every rank when the loss or a gradient is not finite on any, or a mismatch limit is
+    exceeded: that update changes no weights.
     """
     if step <= learner.frozen_steps:
         return _measure(learner, mini_batches, meshes)
-    first, stopped = (step - 1) * len(mini_batches) + 1, False
+    first_number = (step - 1) * len(mini_batches) + 1
+    beyond_kl_limit, is_first = False, True
     parts: list[Metrics] = []
-    for number, mini_batch in enumerate(mini_batches, start=first):
-        if mini_batch and not stopped:
-            done = _optimizer_step(learner, mini_batch, meshes, step=step, number=number, is_first=not parts)
-            stopped = done.stopped
-            parts.append(done.metrics)
-        if mini_batch and learner.limits and learner.limits.stop_kl_nats is not None:
-            parts.append({f"{learner.area}/left_out_fraction": Mean(float(stopped), 1.0)})
+    for number, mini_batch in enumerate(mini_batches, start=first_number):
+        if not mini_batch:
+            continue
+        if not beyond_kl_limit:
+            result = _optimizer_step(learner, mini_batch, meshes, step=step, number=number, is_first=is_first)
+            beyond_kl_limit, is_first = result.beyond_kl_limit, False
+            parts.append(result.metrics)
+        if learner.limits and learner.limits.stop_kl_nats is not None:
+            parts.append({f"{learner.area}/left_out_fraction": Mean(float(beyond_kl_limit), 1.0)})
     return merge_all(parts) if meshes.speaks_for_data else {}
 
 
@@ -59,27 +66,27 @@ def _measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) ->
         for micro_batch in mini_batch:
             on_device = micro_batch.to(device)
             metrics.append(_reduced(learner.objective(learner.model(on_device), on_device), on_device))
-    reshard(learner.model)  # what is updated next needs the memory
+    reshard(learner.model)  # the critic is updated next, and needs the memory
     return merge_all(metrics) if meshes.speaks_for_data else {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    """The outcome of one optimizer step."""
+class _Result:
+    """The result of one optimizer step."""
 
     metrics: Metrics
-    stopped: bool = False  # the KL limit was exceeded: no weights were changed, and no later update follows
+    beyond_kl_limit: bool = False  # then it changed no weights, and the step's later updates are skipped
 
 
 def _optimizer_step(
     learner: Learner, mini_batch: MiniBatch, meshes: Meshes, *, step: int, number: int, is_first: bool
-) -> _Done:
+) -> _Result:
     """Run forward and backward on this rank's micro-batches, check the limits, then take the step.
 
     `number` counts the run's optimizer steps from 1; `is_first` is True for the step's first update.
     """
     device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
-    area, cause = learner.area, f"step {step}, update {number}"
+    area, where = learner.area, f"step {step}, update {number}"
     losses: list[Tensor] = []
     parts: list[Metrics] = []
     clear_gradients = partial(optimizer.zero_grad, set_to_none=True)
@@ -91,27 +98,28 @@ def _optimizer_step(
         losses.append(result.loss_sum.detach())
         parts.append(_reduced(result, on_device))
 
-    # Ranks of a share (cp, tp) computed the same loss: each adds its part of it, so that the sum counts it once.
+    # Ranks of a share computed the same loss: each of the n adds an nth, so that the sum over all ranks counts it once.
     local_loss = torch.stack(losses).sum() / meshes.ranks_per_share
     local_square = _squared_norm(learner.model, num_ranks=meshes.training.size(), device=device)
     loss, squared_norm = sum_over(meshes.training, torch.stack([local_loss, local_square])).tolist()
-    # Not sqrt alone, which raises for the nan that an overflow leaves: a comparison with nan is False.
-    grad_norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
+    grad_norm = math.sqrt(squared_norm) / scale
     lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
     metrics = merge_all(parts) | {f"{area}/loss": Mean(loss, 1.0), f"{area}/lr": Mean(lr, 1.0)}
     metrics |= {f"{area}/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
-    too_far = learner.limits is not None and learner.limits.check(metrics, is_first=is_first, cause=cause)
+    # A collective: the limits are on the metrics of all ranks. They come first, because a mismatch explains a loss that
+    # is not finite.
+    beyond_kl_limit = learner.limits is not None and learner.limits.check(metrics, is_first=is_first, where=where)
     if not math.isfinite(loss):
-        raise TrainingDiverged(f"{cause}: the loss is {loss}; no weights were changed")
-    if too_far:
+        raise TrainingDiverged(f"{where}: the loss is {loss}; no weights were changed")
+    if beyond_kl_limit:
         clear_gradients()
-        return _Done(metrics, stopped=True)
+        return _Result(metrics, beyond_kl_limit=True)
     if not math.isfinite(grad_norm):
         if not learner.loss_scale.overflowed():
-            raise TrainingDiverged(f"{cause}: the gradient norm is {grad_norm}; no weights were changed")
+            raise TrainingDiverged(f"{where}: the gradient norm is {grad_norm}; no weights were changed")
         clear_gradients()
-        return _Done(metrics | {f"{area}/overflow_fraction": Mean(1.0, 1.0)})
+        return _Result(metrics | {f"{area}/overflow_fraction": Mean(1.0, 1.0)})
 
     # One factor clips the gradients and takes the loss scale off them again.
     factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
@@ -122,7 +130,7 @@ def _optimizer_step(
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:
         metrics |= {f"{area}/overflow_fraction": Mean(0.0, 1.0), f"{area}/loss_scale": Mean(scale, 1.0)}
-    return _Done(metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)})
+    return _Result(metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)})
 
 
 def _local_gradients(model: PackedModel) -> list[Tensor]:

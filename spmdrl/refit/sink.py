@@ -19,7 +19,7 @@ class WeightSink(Protocol):
     for each bucket; `wait` and `end_update`; and, when the refit is verified, `differing`.
     """
 
-    version: int  # optimizer steps behind the weights now loaded; -1 before the first refit
+    version: int  # the step whose weights are loaded; -1 before the first refit
     naming: Naming  # whose tensor names it loads
 
     def allocate(self, num_bytes: int) -> Tensor:

@@ -1,4 +1,10 @@
-"""Rewarded rollouts become this rank's packed micro-batches: exchange, balance, pack."""
+"""Turn rewarded rollouts into this rank's packed micro-batches: exchange, balance, pack.
+
+step            every rank knows index, lengths and reward of all its sequences (`SequenceInfo`)
+  mini-batch    the rollouts behind one optimizer step: whole prompt groups
+    share       the sequences of one place on the data mesh; the cp x tp ranks at that place get the same ones
+      micro-batch    sequences laid end to end within the token budget; the same number in every share
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from spmdrl.algo.packing import (
 )
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
-from spmdrl.dist.exchange import SequenceSize, exchange, gather_sizes
+from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
 from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
@@ -33,11 +39,11 @@ from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollou
 class Batch:
     """This rank's share of a step. Each phase between packing and the updates takes one and returns one."""
 
-    # One for each of the step's updates, as many micro-batches in each on every rank; without any where the step has
+    # One for each update of the step. Each has the same number of micro-batches on every rank; none where the step has
     # fewer prompt groups than updates.
     mini_batches: list[MiniBatch]
     metrics: Metrics
-    # The advantage of every sequence of the step, on every rank, by index; the mean of its tokens' where they differ.
+    # The advantage of every sequence of the step, on every rank, by index; its tokens' mean where they differ.
     advantages: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -52,13 +58,16 @@ class Batch:
 
 
 def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh) -> list[Sequence]:
-    """Convert this rank's rollouts; every rank of the mesh must call this, and all raise what one of them raises."""
+    """Convert this rank's rollouts; every rank of the mesh must call this.
+
+    Raises TrainingDiverged on all of them when an engine has reported a log-probability that is not finite to one.
+    """
     with failing_together(mesh):
         return [to_sequence(one) for one in rewarded]
 
 
 def to_sequence(rewarded: RewardedRollout) -> Sequence:
-    """Prompt and response as training sees them: only the response is trained."""
+    """Convert a rollout to prompt and response in one sequence, of which only the response is trained."""
     prompt, response = rewarded.rollout.prompt.token_ids, rewarded.rollout.response
     _require_finite_logprobs(rewarded.rollout)
     return Sequence(
@@ -81,77 +90,76 @@ def _require_finite_logprobs(rollout: Rollout) -> None:
 
 
 def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggregation: str) -> Batch:
-    """Give every rank its micro-batches of every mini-batch of the step: ranks of a share the same.
+    """Give every rank the micro-batches of its share of each mini-batch.
 
-    The result depends on the step's sequences and not on which rank sampled them: every rank knows all sizes and
-    computes the same plan. Each `MicroBatch.loss_weights` already carries the global denominator. A step may have fewer
-    prompt groups than planned: whole groups are cut into mini-batches as evenly as they can be.
+    The result depends on the step's sequences and not on which rank sampled them: every rank knows all infos and
+    computes the same assignment. `MicroBatch.loss_weights` hold the denominator of the whole mini-batch, as long as no
+    correction rejects tokens. A step may have fewer prompt groups than planned: they are divided into mini-batches as
+    evenly as whole groups can be.
     """
-    sizes = gather_sizes(sequences, meshes.training)
-    me = meshes.data.get_local_rank()
-    shares: list[list[list[SequenceSize]]] = []  # of each mini-batch, of each place on the data mesh
-    for mini_batch in _mini_batches(sizes, plan):
-        parts = balance(_costs(mini_batch, plan), meshes.data.size())
-        shares.append([[mini_batch[i] for i in part] for part in parts])
-    goes_to = {size.index: place for share in shares for place, part in enumerate(share) for size in part}
-    received = exchange(sequences, sizes, goes_to, meshes.training, ranks_per_share=meshes.ranks_per_share)
+    place, multiple = meshes.data.get_local_rank(), meshes.model.cp.size()
+    infos = gather_infos(sequences, meshes.training)
+    splits = [_shares(mini_batch, plan, meshes.data.size()) for mini_batch in _mini_batches(infos, plan)]
+    place_of = {info.index: place for shares in splits for place, share in enumerate(shares) for info in share}
+    received = exchange(sequences, infos, place_of, meshes.training, ranks_per_share=meshes.ranks_per_share)
     mine = {sequence.index: sequence for sequence in received}
 
     mini_batches: list[MiniBatch] = []
-    metrics: list[Metrics] = [{"batch/loss_tokens": Total(0.0)}]
-    for share in shares:
-        if not any(share):
+    metrics: list[Metrics] = [{"batch/loss_tokens": Total(0.0)}]  # also of a step without any group
+    for shares in splits:
+        if not any(shares):
             mini_batches.append([])
             continue
-        bins = _micro_batches(share, plan, multiple=meshes.model.cp.size())
-        weights = _loss_weights([size for part in share for size in part], plan, aggregation)
-        mini_batches.append(
-            [
-                lay_end_to_end([mine[size.index] for size in sizes], weights, multiple=meshes.model.cp.size())
-                for sizes in bins[me]
-            ]
-        )
-        metrics.append(_pack_metrics(bins, plan, place=me))
+        bins = _bins(shares, plan, multiple=multiple)
+        weights = _loss_weights([info for share in shares for info in share], plan, aggregation)
+        of_bins = [[mine[info.index] for info in in_bin] for in_bin in bins[place]]
+        mini_batches.append([lay_end_to_end(in_bin, weights, multiple=multiple) for in_bin in of_bins])
+        metrics.append(_packing_metrics(bins, plan, place=place))
     return Batch(mini_batches, merge_all(metrics) if meshes.speaks_for_data else {})
 
 
-def _mini_batches(sizes: list[SequenceSize], plan: Plan) -> list[list[SequenceSize]]:
-    """The step's sequences, in their global order, by mini-batch; some may be empty."""
-    num_groups, rest = divmod(len(sizes), plan.rollouts_per_prompt)
-    assert not rest, f"{len(sizes)} sequences are no whole groups of {plan.rollouts_per_prompt}"
-    edges = [
-        number * num_groups // plan.updates_per_step * plan.rollouts_per_prompt
-        for number in range(plan.updates_per_step + 1)
-    ]
-    return [sizes[start:end] for start, end in itertools.pairwise(edges)]
+def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceInfo]]:
+    """Divide the step's sequences, in their global order, into mini-batches; some may be empty."""
+    group_size, num_updates = plan.rollouts_per_prompt, plan.updates_per_step
+    num_groups, rest = divmod(len(infos), group_size)
+    assert not rest, f"{len(infos)} sequences are not a whole number of groups of {group_size}"
+    edges = [(number * num_groups // num_updates) * group_size for number in range(num_updates + 1)]
+    return [infos[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def _costs(sizes: list[SequenceSize], plan: Plan) -> list[int]:
+def _shares(mini_batch: list[SequenceInfo], plan: Plan, num_places: int) -> list[list[SequenceInfo]]:
+    """Divide a mini-batch into one share for each place on the data mesh, of about the same cost."""
+    return [[mini_batch[i] for i in share] for share in balance(_costs(mini_batch, plan), num_places)]
+
+
+def _costs(infos: list[SequenceInfo], plan: Plan) -> list[int]:
     return sequence_costs(
-        [size.num_tokens for size in sizes], linear=plan.cost_per_token, quadratic=plan.cost_per_squared_token
+        [info.num_tokens for info in infos], linear=plan.cost_per_token, quadratic=plan.cost_per_squared_token
     )
 
 
-def _micro_batches(share: list[list[SequenceSize]], plan: Plan, *, multiple: int) -> list[list[list[SequenceSize]]]:
-    """The sequences of each micro-batch of each place on the data mesh: as many everywhere, so some may be empty."""
+def _bins(shares: list[list[SequenceInfo]], plan: Plan, *, multiple: int) -> list[list[list[SequenceInfo]]]:
+    """Divide each share into the sequences of its micro-batches.
+
+    Every share gets the same number, because all ranks must run the same number of forwards: that of the share that
+    needs most. Some may be empty.
+    """
     limits: dict[str, int | None] = {
         "max_tokens": plan.max_tokens_per_micro_batch,
         "sequences_per_micro_batch": plan.sequences_per_micro_batch,
     }
-    lengths = [[size.num_tokens for size in part] for part in share]
-    most = max(num_micro_batches(of_part, **limits, multiple=multiple) for of_part in lengths)
-    return [
-        [
-            [part[i] for i in indices]
-            for indices in pack(of_part, **limits, min_bins=most, multiple=multiple, costs=_costs(part, plan))
-        ]
-        for part, of_part in zip(share, lengths, strict=True)
+    lengths = [[info.num_tokens for info in share] for share in shares]
+    number = max(num_micro_batches(of_share, **limits, multiple=multiple) for of_share in lengths)
+    packed = [
+        pack(of_share, **limits, min_bins=number, multiple=multiple, costs=_costs(share, plan))
+        for share, of_share in zip(shares, lengths, strict=True)
     ]
+    return [[[share[i] for i in indices] for indices in bins] for share, bins in zip(shares, packed, strict=True)]
 
 
-def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> dict[int, float]:
+def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> dict[int, float]:
     """The weight of one loss token of each sequence in the mini-batch's loss, by sequence index."""
-    counts = [size.num_loss_tokens for size in sizes]
+    counts = [info.num_loss_tokens for info in infos]
     weights = token_weights(
         counts,
         aggregation=aggregation,
@@ -159,7 +167,7 @@ def _loss_weights(sizes: list[SequenceSize], plan: Plan, aggregation: str) -> di
         global_sequences=sum(count > 0 for count in counts),
         max_response_tokens=plan.max_response_tokens,
     )
-    return {size.index: weight for size, weight in zip(sizes, weights, strict=True)}
+    return {info.index: weight for info, weight in zip(infos, weights, strict=True)}
 
 
 def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1) -> MicroBatch:
@@ -172,22 +180,21 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
         padding_tokens(sum(len(sequence.token_ids) for sequence in sequences), multiple) if sequences else multiple
     )
     if filling:
-        empty = Sequence(
+        padding = Sequence(
             index=FILLING,
             token_ids=(0,) * filling,
             loss_mask=(False,) * filling,
             rollout_logprobs=(0.0,) * filling,
             reward=0.0,
         )
-        sequences = [*sequences, empty]
+        sequences = [*sequences, padding]
     seqlens = [len(sequence.token_ids) for sequence in sequences]
-    loss_mask = torch.tensor([masked for sequence in sequences for masked in sequence.loss_mask])
+    loss_mask = torch.tensor([trained for sequence in sequences for trained in sequence.loss_mask])
 
     def per_token(values: list[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(seqlens))
 
     weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
-
     return MicroBatch(
         token_ids=torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
         positions=torch.cat([torch.arange(n) for n in seqlens]),
@@ -201,17 +208,17 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
     )
 
 
-def _pack_metrics(bins: list[list[list[SequenceSize]]], plan: Plan, *, place: int) -> Metrics:
-    """Packing metrics: global values are computed alike on every rank, values of one place are reported by that one."""
-    tokens = [sum(size.num_tokens for size in sizes) for sizes in bins[place]]
-    costs = [[sum(_costs(sizes, plan)) for sizes in of_place] for of_place in bins]
+def _packing_metrics(bins: list[list[list[SequenceInfo]]], plan: Plan, *, place: int) -> Metrics:
+    """Metrics of a mini-batch: global values, alike on every rank, and those of this place's share."""
+    tokens = [sum(info.num_tokens for info in in_bin) for in_bin in bins[place]]
+    costs = [[sum(_costs(in_bin, plan)) for in_bin in of_place] for of_place in bins]
     num_micro_batches = float(len(tokens))
     return {
         "batch/fill_fraction": Mean(
             num_micro_batches * fill_fraction(tokens, plan.max_tokens_per_micro_batch or max(1, *tokens)),
             num_micro_batches,
         ),
-        "batch/loss_tokens": Total(float(sum(size.num_loss_tokens for sizes in bins[place] for size in sizes))),
+        "batch/loss_tokens": Total(float(sum(info.num_loss_tokens for in_bin in bins[place] for info in in_bin))),
         "batch/micro_batches": Mean(num_micro_batches, 1.0),
         "batch/rank_imbalance": Mean(imbalance([sum(of_place) for of_place in costs]), 1.0),
         "batch/idle_fraction": Mean(idle_fraction(costs), 1.0),

@@ -71,7 +71,6 @@ class Steps(Generic[SettingsT]):
         """Surround the loop: save what is finished when the run is asked to stop, and export the model at its end."""
         run, saver = self._run, self._saver
         try:
-            self._evaluate_start()
             yield
         except StopRequested:
             if saver.newest != self._done:
@@ -88,8 +87,12 @@ class Steps(Generic[SettingsT]):
         run.report.compare(scalars(merge_over(self._training, resource_metrics(run.report.take_peaks()))))
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the number of each step that is left. Raises StopRequested where the ranks agree to stop."""
+        """Evaluate the policy that the run begins with, then yield the number of each step that is left.
+
+        Raises StopRequested where the ranks agree to stop.
+        """
         run = self._run
+        self._evaluate_start()
         while self._done < run.plan.num_steps:
             if run.watch.agree_to_stop_before_step(self._training):
                 raise StopRequested

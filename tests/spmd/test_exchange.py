@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from spmdrl.dist.exchange import exchange, gather_sizes
+from spmdrl.dist.exchange import exchange, gather_infos
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.types import Sequence
@@ -23,7 +23,7 @@ def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Seque
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         mesh = build_meshes(world).training
         mine = [s for s in some_sequences(count) if holder[s.index] == world.rank]
-        sizes = gather_sizes(mine, mesh)
+        sizes = gather_infos(mine, mesh)
         assert [size.index for size in sizes] == list(range(count))
         assert [size.held_by for size in sizes] == holder
         return exchange(mine, sizes, dict(enumerate(receiver)), mesh)
