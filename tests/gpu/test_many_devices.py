@@ -48,7 +48,7 @@ def _opened_by_another_process(path: str) -> list[str]:
                 for parameter in policy.parameters():
                     parameter.to_local().mul_(1.01).add_(0.001)
             refit(version=version)
-        held = engine.weights
+        held = engine.weights()
         whole = {name: parameter.full_tensor().bfloat16().cpu() for name, parameter in policy.model.named_parameters()}
         engine.close()
         del policy, refit

@@ -68,7 +68,7 @@ def test_another_process_holds_the_weights_bit_for_bit(qwen3: str, transport: st
         for version in range(4):
             change(policy)
             refit(version=version)
-        held = engine.weights
+        held = engine.weights()
         for name, parameter in policy.model.named_parameters():
             assert torch.equal(held[name], parameter.full_tensor().bfloat16().cpu()), name
 

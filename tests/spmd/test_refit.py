@@ -138,7 +138,7 @@ def _opened(path: str, num_refits: int) -> tuple[list[str], int]:
                     parameter.to_local().mul_(1.01).add_(0.001)
             refit(version=version)  # the last one compares digests
         growth = len(os.listdir("/dev/shm")) - before
-        held = engine.weights
+        held = engine.weights()
         differing = [
             name
             for name, parameter in policy.model.named_parameters()
