@@ -41,8 +41,8 @@ def group_size_allows_the_estimator(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def k_is_below_group_size(cfg: Config) -> Iterator[str]:
-    k, group_size = cfg.advantage.settings.get("k", 0), cfg.rollout.group_size
-    if k >= group_size:
+    group_size = cfg.rollout.group_size
+    if "k" in cfg.advantage.formula.settings and (k := cfg.advantage.settings["k"]) >= group_size:
         yield (
             f"advantage.k = {k} of rollout.group_size = {group_size} rollouts leaves nothing to compare the best "
             f"of k with; set k to {group_size - 1} or less, or raise group_size"
