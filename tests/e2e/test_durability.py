@@ -115,7 +115,7 @@ def kill_at_random(run: Path, chance: random.Random, is_over: Callable[[], bool]
         assert not is_over() and time.monotonic() - began < 200
         time.sleep(0.01)
     time.sleep(chance.uniform(0.0, last["time/step_s"]))
-    status = read_json(FaultFiles(run).post_of(chance.randrange(2)))
+    status = read_json(FaultFiles(run).status_of(chance.randrange(2)))
     assert status is not None
     os.kill(status["pid"], signal.SIGKILL)
 
