@@ -30,6 +30,7 @@ from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
 from spmdrl.rollout.files import read_parts
+from spmdrl.step import steps
 from spmdrl.train import main
 from tests.helpers import small_run
 from tests.helpers.files import flip_bit
@@ -283,22 +284,22 @@ def _use_up_memory(take: Callable[[], object]) -> None:
         held.append(take())
 
 
-# Which function of the loop runs into it, what is done then, and what is said.
-SHORTAGES: dict[str, tuple[str, Callable[[], None], str, str]] = {
+# By name: the function that runs out, what uses it up, and what is said.
+SHORTAGES: dict[str, tuple[tuple[Any, str], Callable[[], None], str, str]] = {
     "memory-of-torch": (
-        "update",
+        (train, "update"),
         lambda: _use_up_memory(lambda: torch.ones(2**24)),
         "DefaultCPUAllocator: can't allocate memory",
         "host memory is used up: this process could not allocate any more",
     ),
     "memory-of-python": (
-        "update",
+        (train, "update"),
         lambda: _use_up_memory(lambda: bytearray(2**26)),
         "MemoryError",
         "host memory is used up: this process could not allocate any more",
     ),
     "disk": (
-        "export_hf",
+        (steps, "export_hf"),
         lambda: _limit(resource.RLIMIT_FSIZE, 100_000),
         "File too large",
         "a file is too large: make room and start again",
@@ -308,14 +309,14 @@ SHORTAGES: dict[str, tuple[str, Callable[[], None], str, str]] = {
 
 def _runs_short(arguments: list[str], shortage: str) -> tuple[int, str]:
     """The exit code of a run that something runs out for in one of its phases, and what it says."""
-    verb, use_up, _, _ = SHORTAGES[shortage]
-    plain = getattr(train, verb)
+    (module, verb), use_up, _, _ = SHORTAGES[shortage]
+    plain = getattr(module, verb)
 
     def short(*given: Any, **settings: Any) -> Any:
         use_up()
         return plain(*given, **settings)
 
-    setattr(train, verb, short)
+    setattr(module, verb, short)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return main(arguments), said.getvalue()
 
