@@ -74,7 +74,7 @@ class Run(Generic[SettingsT]):
         return kernel_of_run(self.cfg, self.device.type, self.dtype)
 
     @property
-    def scoring(self) -> dict[str, Any]:
+    def logprob_options(self) -> dict[str, Any]:
         """The arguments of `load_policy` that decide which log-probabilities its models give to tokens."""
         temperature = self.cfg.rollout.temperature if isinstance(self.cfg, Config) else 1.0
         return {"temperature": temperature, "kernel": self.kernel}

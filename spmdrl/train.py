@@ -60,8 +60,8 @@ def train(run: Launch[Config]) -> None:
     if not meshes.trains:
         return serve(run)
     with report.span("load"):
-        policy = load_policy(cfg.model, meshes.model, **run.scoring)  # every rank reads its own shards: FSDP2
-        reference = load_reference(cfg.model, meshes.model, **run.scoring) if cfg.has_reference else None
+        policy = load_policy(cfg.model, meshes.model, **run.logprob_options)  # every rank reads its own shards: FSDP2
+        reference = load_reference(cfg.model, meshes.model, **run.logprob_options) if cfg.has_reference else None
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)

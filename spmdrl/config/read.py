@@ -29,13 +29,13 @@ class Draft(Generic[SectionT]):
     _mistakes: Sequence[tuple[Place, str]]
 
     def refuse(self, sentences: Iterable[str] = ()) -> None:
-        """Raise UserError when there are mistakes, those that these `sentences` tell among them.
+        """Raise UserError when there are mistakes, including those in `sentences`.
 
         They come in the order of the file, then those on the command line, each with its place.
         """
-        told = [*self._mistakes, *((self._places.of_sentence(sentence), sentence) for sentence in sentences)]
-        if told:
-            in_order = sorted(told, key=lambda one: one[0])
+        found = [*self._mistakes, *((self._places.of_sentence(sentence), sentence) for sentence in sentences)]
+        if found:
+            in_order = sorted(found, key=lambda one: one[0])
             raise UserError("\n".join(dict.fromkeys(place.prefix + sentence for place, sentence in in_order)))
 
 
@@ -70,17 +70,17 @@ def read_draft(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Dra
     text = _read_text(path)
     values = _parse(path, text)
     overrides_of: dict[str, int] = {}
-    told: list[tuple[Place, str]] = []
+    found: list[tuple[Place, str]] = []
     for number, override in enumerate(overrides):
         if sentence := _override(values, override):
-            told.append((Place(2, number), sentence))
+            found.append((Place(2, number), sentence))
         else:
             overrides_of[override.partition("=")[0].strip()] = number
     places = Places(kind, path, key_lines(text), overrides_of)
     config, mistakes = _validate(kind, values)
-    told += [(places.of_setting(one.name), one.sentence) for one in mistakes]
-    told += [(places.of_sentence(sentence), sentence) for sentence in problems(config)]
-    return Draft(config, places, told)
+    found += [(places.of_setting(one.name), one.sentence) for one in mistakes]
+    found += [(places.of_sentence(sentence), sentence) for sentence in problems(config)]
+    return Draft(config, places, found)
 
 
 def _validate(kind: type[SectionT], values: dict[str, Any]) -> tuple[SectionT, list[Mistake]]:

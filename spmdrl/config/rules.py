@@ -55,7 +55,7 @@ def kl_in_reward_needs_scored_baselines(cfg: Config) -> Iterator[str]:
         yield (
             f"reward.kl_coef = {cfg.reward.kl_coef:g} takes the divergence off every reward, but "
             f'advantage.estimator = "{cfg.advantage.estimator}" compares with a greedy response, which policy and '
-            "reference do not score; set loss.kl_coef instead"
+            "reference give no log-probabilities; set loss.kl_coef instead"
         )
 
 

@@ -28,7 +28,9 @@ def starting_coefficients(cfg: Config) -> dict[str, float]:
 def adapt_coefficients(
     coefficients: dict[str, float], values: Mapping[str, float], cfg: Config, *, rollouts: int
 ) -> None:
-    """Change those with a target, after a step of so many rollouts whose metrics over all ranks are `values`.
+    """Change the coefficients that have a target, in place, after a step with this number of rollouts.
+
+    `values` are the step's metrics over all ranks.
 
     A step without any prompt group changes nothing.
     """

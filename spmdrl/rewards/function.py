@@ -19,11 +19,11 @@ def load(function: str) -> Callable[[RewardItem], Any]:
     found = user_code.load(function)
     _require_arguments(found)
 
-    def score(item: RewardItem) -> Any:
+    def reward(item: RewardItem) -> Any:
         value = found(prompt=item.prompt, response=item.response, answer=item.answer, metadata=item.metadata)
         return asyncio.run(_result(value)) if inspect.isawaitable(value) else value
 
-    return score
+    return reward
 
 
 def _require_arguments(function: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts, by the engine, with the weights of the last refit."""
+"""Accuracy on held-out prompts, answered by the engine with the weights of the last refit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spmdrl.types import RewardOutcome, Rollout
 
 
 def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], cfg: RewardConfig) -> Metrics:
-    """Accuracy is the share of responses with the greatest reward that the reward terms can give (each term's 1)."""
+    """Metrics of an evaluation. Accuracy is the share of responses with full marks: a reward of 1 from every term."""
     outcomes = list(outcomes)
     full_marks = sum(term.weight for term in cfg.terms if term.weight > 0) - 1e-6
 

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face directory, with the weights the engine sampled with."""
+"""Export the policy as a Hugging Face directory, in the dtype that the engine sampled with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spmdrl.types import UserError
 
 
 def refuse_overwriting(model_path: str, destination: Path) -> None:
-    """Raise UserError when an export would land on the model it was loaded from, or around or inside it."""
+    """Raise UserError when an export would overwrite the model it was loaded from, or lie around or inside it."""
     source, target = Path(model_path).resolve(), destination.resolve()
     is_of_a_step = source.parent == target.parent and source.name.startswith(f"{target.name}-")
     if source == target or is_of_a_step or source in target.parents or target in source.parents:
@@ -76,7 +76,7 @@ def export_hf(
 
 
 def _files(buckets: Sequence[Bucket], file_bytes: int) -> Iterator[list[Bucket]]:
-    """Neighbouring buckets that share a file of at most `file_bytes`, or of one bucket."""
+    """Group neighbouring buckets into files of at most `file_bytes`, or of one bucket."""
     file: list[Bucket] = []
     for bucket in buckets:
         if file and sum(other.num_bytes for other in file) + bucket.num_bytes > file_bytes:
@@ -87,7 +87,7 @@ def _files(buckets: Sequence[Bucket], file_bytes: int) -> Iterator[list[Bucket]]
 
 
 def _file_names(count: int) -> list[str]:
-    """As transformers names them."""
+    """Name the weight files as transformers does."""
     if count == 1:
         return [SAFE_WEIGHTS_NAME]
     stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
@@ -113,7 +113,7 @@ def _write_weights(gatherer: Gatherer, files: Sequence[Sequence[Bucket]], paths:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """A file for whoever may read its directory: safetensors writes it for its owner alone."""
+    """Write a file that all who can read its directory can read: safetensors makes it readable by its owner only."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, {"format": "pt"})
@@ -127,7 +127,7 @@ def _write_the_rest(
     dtype: torch.dtype,
     files: dict[str, list[Bucket]],
 ) -> None:
-    """Config, tokenizer, the model's own code where it has any, and which tensor is in which file."""
+    """Write config, tokenizer, the model's own code if it has any, and the index of tensors by file."""
     model = policy.model
     config = copy.deepcopy(model.config)
     config.dtype = dtype  # of the files, not of the master weights

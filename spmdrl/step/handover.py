@@ -1,8 +1,8 @@
-"""The changes between trainer and engine, which share each rank's device.
+"""Hand each rank's device from the trainer to the engine and back.
 
-At every edge the device is waited for, all ranks meet, unused memory goes back to the device, and what is free then is
-compared with what the next phase will take: a phase that cannot fit is refused here, by name, instead of failing
-somewhere inside.
+At every edge between them each rank waits for its device, all ranks meet, the allocator returns unused memory, and the
+free memory is compared with the needs of the next phase: a phase that cannot fit is refused here, by name, instead of
+failing somewhere inside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmdrl.types import StopRequested
 
 
 class MemoryShortage(RuntimeError):
-    """The next phase does not fit into what is free on some rank's device."""
+    """The next phase does not fit into the free memory of some rank's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Need:
 
 
 class Handover:
-    """Takes the device from the trainer to the engine and back; every rank of the mesh must enter each phase.
+    """Moves the device between trainer and engine; every rank of the mesh must enter each phase.
 
     It begins with the trainer asleep, as `TrainerMemory.sleep` leaves it, and the engine as it was started.
     """
@@ -64,8 +64,8 @@ class Handover:
         span: Callable[[str], AbstractContextManager[None]],
         read: Callable[[torch.device], MemoryReading] = read_memory,
     ) -> None:
-        """`plan` is None where there is no device memory to run out of; `restart_engine` says whether the death of an
-        engine may be survived, and `message` shows a line about each; `span` measures time, as `Report.span`."""
+        """`plan` is None where there is no device memory to run out of. With `restart_engine` the run survives the
+        death of an engine; `message` shows a line about each. `span` measures time, as `Report.span`."""
         self.restarts = Restarts(mesh, self._revive if restart_engine else None, message=message)
         self._trainer = trainer
         self._engine = engine
@@ -86,7 +86,7 @@ class Handover:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """The engine is awake and holds the weights of its version; its random numbers are not the trainer's."""
+        """Keep the engine awake, with the weights of the last refit and random states of its own."""
         if not self._engine_has_weights:
             self.refit(version=self._engine.version)
         self._pass_edge("engine awake", partial(self.restarts.carry, self._engine.wake, during="waking the engine"))
@@ -100,8 +100,9 @@ class Handover:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The trainer is awake and the engine has given back what it was told to. Its two edges are the span
-        `switch`. When all ranks stop at the same place inside, it ends as it always does."""
+        """Keep the trainer awake and the engine asleep. The two edges are timed as the span `switch`.
+
+        A StopRequested inside, which all ranks raise at the same place, ends it as usual."""
         with self._span("switch"):
             if not self._engine_sleeps or (self._releases_weights and self._engine_has_weights):
                 self._sleep_engine()
@@ -114,7 +115,7 @@ class Handover:
         self._end_training()
 
     def refit(self, *, version: int) -> None:
-        """Give the engine the trainer's weights, and the memory to hold them where it had released that."""
+        """Load the trainer's weights into the engine, which first takes back released memory for them."""
         self._version = version
         self._load_weights()
         self.restarts.carry(self._engine.require_alive, during=f"the refit to version {version}")
@@ -124,14 +125,14 @@ class Handover:
         self._engine_has_weights = True
 
     def _revive(self) -> None:
-        """While the trainer sleeps: start engines that have died anew, give all of them their weights and wake them."""
+        """Start engines that have died again, load the weights into all of them and wake them; the trainer sleeps."""
         self._pass_edge("engine revived", self._engine.revive)
         self._load_weights()
         self._engine.wake()
         self._engine_sleeps = False
 
     def take_edges(self) -> list[Edge]:
-        """The edges passed since the last call, in order."""
+        """Return the edges passed since the last call, in order."""
         edges, self._edges = self._edges, []
         return edges
 
@@ -140,7 +141,7 @@ class Handover:
             self._pass_edge("trainer asleep", self._trainer.sleep, self._to_wake_engine)
 
     def _sleep_engine(self) -> None:
-        """The engine gives back what it holds and was told to release."""
+        """Put the engine to sleep: it releases the memory that `offload.engine` names."""
         self._settle()
         host_barrier(self._mesh)  # the rank that leads an engine releases what the others read here
         before = self._read(self._device).free_bytes
@@ -155,14 +156,14 @@ class Handover:
     def _pass_edge(
         self, name: str, change: Callable[[], None], need: Callable[[], _Need | None] = lambda: None
     ) -> None:
-        """Make the change, wait for it everywhere, measure, and see whether the next phase fits.
+        """Make the change, wait for it on all ranks, measure, and check that the next phase fits.
 
         Raises MemoryShortage on every rank when it does not fit on one.
         """
         began = time.perf_counter()
         change()
         self._settle()
-        # An engine of several ranks is told by one of them: the others' memory is free only once that rank is here.
+        # One rank talks to an engine of several ranks: the others' memory is free only once that rank is here.
         host_barrier(self._mesh)
         reading, needed = self._read(self._device), need()
         if self._shortage(name, reading, needed):
@@ -175,13 +176,13 @@ class Handover:
             raise MemoryShortage("\n".join(shortages))
 
     def _settle(self) -> None:
-        """Let the device finish, and give it back what torch's allocator holds without need."""
+        """Wait for the device, and return the memory that torch's allocator caches."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def _shortage(self, edge: str, reading: MemoryReading, need: _Need | None) -> str:
-        """A sentence when this rank has less than it needs, else nothing."""
+        """Return a sentence when this rank has less free memory than it needs, else an empty text."""
         if need is None or self._plan is None:
             return ""
         free = reading.free_bytes + (reading.reserved_bytes - reading.allocated_bytes if need.allocator_helps else 0)

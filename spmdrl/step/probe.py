@@ -20,8 +20,8 @@ from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
 @torch.no_grad()
 def probe_metrics(policy: Policy, probes: Sequence[Rollout], meshes: Meshes) -> Metrics:
-    """Score the probes of all ranks, sampled with the weights that the policy has now; every rank that trains must call
-    this with its own. One forward pass for each probe: together they could exceed the token budget."""
+    """Compare logprobs of the probes of all ranks, sampled with the weights that the policy has now; every rank that
+    trains must call this with its own. One forward pass for each probe: together they could exceed the token budget."""
     unrewarded = RewardOutcome(reward=0.0, parts={})
     mine = to_sequences((RewardedRollout(index=0, rollout=x, outcome=unrewarded) for x in probes), meshes.training)
     sequences = [sequence for part in gather_objects(meshes.training, mine) for sequence in part]

@@ -78,8 +78,8 @@ def replay(path: Path, step: int) -> Replay:
 def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: int) -> list[StepFingerprint]:
     """Run the phases of the step between sampling and refit; returns what every rank found."""
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
-    policy = load_policy(cfg.model, meshes.model, **run.scoring)
-    reference = load_reference(cfg.model, meshes.model, **run.scoring) if cfg.has_reference else None
+    policy = load_policy(cfg.model, meshes.model, **run.logprob_options)
+    reference = load_reference(cfg.model, meshes.model, **run.logprob_options) if cfg.has_reference else None
     learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
