@@ -39,11 +39,17 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], columns: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Call a function with its settings and those of the columns that it has a parameter for, or all under `**`."""
+    """Call a function with its settings and those of the columns that it has a parameter for, or all under `**`.
+
+    Raises RuntimeError for a function that calls sys.exit, which would end the run as if it had succeeded.
+    """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     asked = {name: column for name, column in columns.items() if takes_all or name in parameters}
-    return function(**asked, **settings)
+    try:
+        return function(**asked, **settings)
+    except SystemExit as error:
+        raise RuntimeError(f"{getattr(function, '__name__', 'it')} called sys.exit({error.code!r})") from error
 
 
 def argument_problems(
@@ -89,13 +95,38 @@ def _import(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # a module may do anything when it is imported
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(f"there is no module {error.name}") from error
-        raise ValueError(f"{name} cannot be imported:\n{traceback.format_exc()}") from error
+        raise ValueError(f"{name} cannot be imported: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The place and the message of an error, on one line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
+    message = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{place}: {type(error).__name__}: {message}"
+
+
+_FOLDERS: dict[str, None] = {}  # of files that were imported, in their order, where Python does not look by itself
+
+
+def _import_neighbours_from(folder: str) -> None:
+    """Let a file import its neighbours, and none of the same name from the folder of another file.
+
+    Neighbours cannot hide a module of Python's: their folder is among the last places to look.
+    """
+    others = [other for other in _FOLDERS if other != folder]
+    for name, module in list(sys.modules.items()):
+        origin = getattr(module, "__file__", None)
+        if origin and str(Path(origin).parent) in others and Path(folder, f"{name}.py").is_file():
+            del sys.modules[name]  # who has imported it keeps it
+    if folder in _FOLDERS or folder not in sys.path:
+        _FOLDERS[folder] = None
+        sys.path[:] = [*(entry for entry in sys.path if entry not in _FOLDERS), folder, *others]
 
 
 @cache
 def _import_file(path: Path) -> ModuleType:
-    # It can import its neighbours, but neither they nor it can hide a module of Python's.
-    sys.path.append(str(path.parent))
+    _import_neighbours_from(str(path.parent))
     name = f"user_code:{path}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"

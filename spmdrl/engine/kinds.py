@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.config.engines import ENGINES, engine_setting_problems, load_engine
+from spmdrl.config.engines import ENGINES, engine_name_problems, engine_setting_problems, load_engine
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import NoEngine
 from spmdrl.run import Launch
@@ -18,6 +18,8 @@ def engine_class(name: str) -> type[RolloutEngine]:
     found = load_engine(name)
     if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
         raise UserError(f'rollout.engine = "{name}" is not a subclass of spmdrl.engine.protocol.RolloutEngine')
+    if missing := sorted(found.__abstractmethods__):
+        raise UserError(f'rollout.engine = "{name}" lacks {" and ".join(missing)}, which every engine defines')
     return found
 
 
@@ -28,6 +30,8 @@ def engine_problems(
 
     `stop_token_ids` end a response; None when they could not be found.
     """
+    if list(engine_name_problems(cfg.rollout.engine)):
+        return  # a rule of the configuration has said so
     try:
         engine = engine_class(cfg.rollout.engine)
         if cfg.rollout.engine not in ENGINES:  # the rules of the configuration know the others

@@ -47,7 +47,8 @@ def optimizer_problems(cfg: OptimConfig) -> Iterator[str]:
     except UserError as error:
         yield str(error)
     except Exception as error:  # the class may be the user's: it can raise anything
-        yield f'optim.name = "{cfg.name}" does not work with these settings: {error}'
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield f'optim.name = "{cfg.name}" does not work with these settings: {reason}'
 
 
 def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:

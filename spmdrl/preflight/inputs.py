@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, HeldOutConfig, MissingSetting, ModelConfig, SftConfig
+from spmdrl.config import Config, FunctionReward, HeldOutConfig, MissingSetting, ModelConfig, SftConfig
+from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.data.sources import open_source
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.dist.session import default_device_type
+from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.learn.policy_loss import policy_loss_problems
 from spmdrl.model import invariant, sglang_operators
@@ -56,7 +58,15 @@ def open_inputs(
     it must raise UserError when there are any, or when `cfg` lacks a setting.
     """
     found = _Findings()
-    for problems in (_time_problems, _optimizer_problems, _loss_problems, _attention_problems, _folder_problems):
+    for problems in (
+        _time_problems,
+        _optimizer_problems,
+        _loss_problems,
+        _attention_problems,
+        _folder_problems,
+        _reward_file_problems,
+        _engine_class_problems,
+    ):
         found.ask(problems, cfg)
     found.ask(_weight_problems, cfg)
     found.ask(plan_problems, cfg, num_ranks)
@@ -187,6 +197,20 @@ def _loss_problems(cfg: Config | SftConfig) -> Iterator[str]:
     if isinstance(cfg, Config):
         yield from policy_loss_problems(cfg)
         yield from advantage_problems(cfg)
+
+
+def _reward_file_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    """Yield a sentence for each file of a reward that is missing; a sandboxed process tries the functions later."""
+    for place, term in enumerate(cfg.reward.terms if isinstance(cfg, Config) else ()):
+        if isinstance(term, FunctionReward):
+            file = term.function.rpartition(":")[0]
+            if file.endswith(".py") and not Path(file).is_file():
+                yield f'reward.terms.{place}.function = "{term.function}": there is no file {file}'
+
+
+def _engine_class_problems(cfg: Config | SftConfig) -> Iterator[str]:
+    if isinstance(cfg, Config) and cfg.rollout.engine not in ENGINES and ":" in cfg.rollout.engine:
+        yield from _refusals(engine_class, cfg.rollout.engine)
 
 
 def _attention_problems(cfg: Config | SftConfig) -> Iterator[str]:

@@ -70,5 +70,10 @@ def test_what_names_no_engine_is_refused(folder: Path) -> None:
         config(folder, "vlm")
     (refused,) = problems(config(folder, f"{folder}/replay.py:Repaly"))
     assert "has no function or class Repaly; did you mean Replay?" in refused
+    (folder / "half.py").write_text(
+        "from spmdrl.engine.protocol import RolloutEngine\nclass Half(RolloutEngine): ...\n"
+    )
+    (refused,) = problems(config(folder, f"{folder}/half.py:Half"))
+    assert "lacks generate and load, which every engine defines" in refused
     (refused,) = problems(config(folder, f"{folder}/replay.py:length"))
     assert "is not a subclass of spmdrl.engine.protocol.RolloutEngine" in refused

@@ -254,8 +254,11 @@ def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., F
         (function("wrong_arguments").function, "wrong_arguments must take the keyword arguments"),
         ("absent.py:f", "there is no file absent.py"),
         ("no_such_package.rewards:f", "there is no module no_such_package"),
-        (f"{tmp_path}/broken.py:f", "(?s)broken.py cannot be imported:.*No module named 'no_such_package'"),
-        (f"{tmp_path}/leaving.py:f", "(?s)leaving.py cannot be imported:.*SystemExit: 2"),
+        (
+            f"{tmp_path}/broken.py:f",
+            "broken.py cannot be imported: .*broken.py:[0-9]+: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        (f"{tmp_path}/leaving.py:f", "leaving.py cannot be imported: .*leaving.py:[0-9]+: SystemExit: 2"),
         ("nowhere", "package.module:function"),
     ):
         with pytest.raises(UserError, match=message):
