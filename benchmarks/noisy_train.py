@@ -47,7 +47,7 @@ def noisy_sampler(noise: float) -> type[LocalSampler]:
         def collect(self, step: int) -> Collected:
             """See `Sampler.collect`."""
             assert isinstance(self._engine, TorchEngine), "only the embedded engine's weights can be perturbed in place"
-            with perturbed(self._engine.weights(), noise=noise, seed=self._engine.version):
+            with perturbed(self._engine.weights, noise=noise, seed=self._engine.version):
                 return super().collect(step)
 
     return NoisySampler
