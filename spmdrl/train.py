@@ -22,12 +22,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-import torch
-
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
+from spmdrl.dist.session import default_device_type
 from spmdrl.engine.kinds import start_engine
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learners import POLICY, start_learners
@@ -129,7 +128,7 @@ def _switches(cfg: Config) -> Sequence[str]:
     """What `true_on_policy` changes."""
     if not cfg.true_on_policy:
         return ()
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = default_device_type()
     return operators_of(kernel_of_run(cfg, device_type, compute_dtype(cfg.model.compute_dtype, device_type))).switches
 
 

@@ -55,7 +55,7 @@ def call(function: Callable[..., Any], columns: Mapping[str, Any], settings: Map
 def argument_problems(
     function: Callable[..., Any], columns: Iterable[str], settings: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Sentences on what keeps `call` from calling a function with columns of these names and these settings."""
+    """Yield a sentence for each reason why `call` cannot call a function with these columns and settings."""
     columns, name = list(columns), getattr(function, "__name__", "it")
     try:
         parameters = inspect.signature(function).parameters.values()

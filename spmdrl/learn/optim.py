@@ -38,7 +38,7 @@ def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], di
 
 
 def optimizer_problems(cfg: OptimConfig) -> Iterator[str]:
-    """Sentences on settings that make no optimizer, which is tried on two small parameters."""
+    """Try the optimizer on two small parameters, and yield a sentence for what is wrong with its settings."""
     module = nn.Linear(2, 2)
     try:
         optimizer = make_optimizer(module, cfg)

@@ -77,7 +77,7 @@ def _users_loss(
 
 
 def policy_loss_problems(cfg: Config) -> Iterator[str]:
-    """Sentences on what is wrong with a loss of the user's, which is tried on five tokens."""
+    """Try a loss of the user's on five tokens, and yield a sentence for what is wrong with it."""
     if not cfg.loss.is_users:
         return
     setting = f'loss.kind = "{cfg.loss.kind}"'

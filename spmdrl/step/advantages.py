@@ -76,7 +76,7 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
 
 
 def advantage_problems(cfg: Config) -> Iterator[str]:
-    """Sentences on what is wrong with an estimator of the user's, which is tried on a few rewards."""
+    """Try an estimator of the user's on a few rewards, and yield a sentence for what is wrong with it."""
     if not cfg.advantage.is_users:
         return
     setting = f'advantage.estimator = "{cfg.advantage.estimator}"'

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
+from spmdrl.dist.session import default_device_type
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
@@ -34,7 +35,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
     if not (run / "hf" / "config.json").is_file():
         raise UserError(f"{run}/hf holds no exported model; the run writes it after the last step")
     held_out = open_held_out(cfg)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(default_device_type())
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=dtype)
     engine = TorchEngine(

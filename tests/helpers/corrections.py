@@ -107,7 +107,7 @@ def batch(
 def settled(
     micro_batches: list[MicroBatch], correction: CorrectionConfig, aggregation: str = "token_mean"
 ) -> list[MicroBatch]:
-    """What `correct` does, with one rank."""
+    """Settle a correction as `correct` does, with one rank."""
     kept = [kept_tokens(m, correction) for m in micro_batches]
     sums = sum(batch_sums(m, mask, correction) for m, mask in zip(micro_batches, kept, strict=True))
     options = {"aggregation": aggregation, "max_response_tokens": MAX_RESPONSE_TOKENS}

@@ -18,7 +18,7 @@ from spmdrl.model.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a policy's forward reads of a micro-batch."""
+    """The columns of a micro-batch that a policy's forward reads."""
 
     token_ids: Tensor
     positions: Tensor

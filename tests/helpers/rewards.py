@@ -1,4 +1,4 @@
-"""What tests of rewards share: items, and the processes that a reward leaves behind."""
+"""Reward items, and the processes that a reward leaves behind."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def random_requests(
 
 
 def sequences_of(requests: list[Request], responses: list[Response]) -> list[Sequence]:
-    """What an engine has answered, to be laid end to end."""
+    """Convert an engine's answers to sequences, to be laid end to end."""
     return [
         Sequence(
             index=i,

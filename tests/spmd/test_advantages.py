@@ -339,7 +339,7 @@ def assert_same(one: dict[int, list[float]], other: dict[int, list[float]], boun
 
 
 def tokens(sequence: Sequence, purpose: int) -> list[float]:
-    """What was sampled for a sequence's loss tokens."""
+    """Log-probabilities as if sampled for a sequence's loss tokens."""
     return sampled(sequence.index, len(sequence.token_ids), purpose)[torch.tensor(sequence.loss_mask)].tolist()
 
 

@@ -95,7 +95,7 @@ def test_a_correction_does_not_depend_on_the_number_of_ranks(qwen3: str) -> None
 
 
 def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[str, bool]:
-    """What this rank's limits said, and whether the weights are what they were."""
+    """Return the words of this rank's limits, and whether the weights are unchanged."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         cfg = groups_config(correction=case)

@@ -52,7 +52,7 @@ max_tokens_per_micro_batch = 256
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What a section of the page tells its reader to write."""
+    """The code and the settings that a section of the page shows."""
 
     title: str
     code: str

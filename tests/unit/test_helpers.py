@@ -1,4 +1,4 @@
-"""What tests share is in tests/helpers."""
+"""Code that tests share is in tests/helpers."""
 
 from __future__ import annotations
 

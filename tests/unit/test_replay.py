@@ -1,4 +1,4 @@
-"""What is written of a step is what is read, damage is named, and the difference of two fingerprints is what it was."""
+"""A recorded step is read as it was written, damage is named, and fingerprints differ by as much as steps do."""
 
 from __future__ import annotations
 

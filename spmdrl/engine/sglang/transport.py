@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.session import default_device_type
 from spmdrl.model.load import compute_dtype, parameter_shapes
 from spmdrl.refit.bucket import Weight, plan_buckets
 from spmdrl.types import UserError
@@ -95,7 +96,7 @@ def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> 
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return f"{SHARED_MEMORY} is not there, and refits hand weights over in it; mount a tmpfs there"
-    dtype = compute_dtype(cfg.model.compute_dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    dtype = compute_dtype(cfg.model.compute_dtype, default_device_type())
     shapes, _ = parameter_shapes(model_config, cfg.model)
     weights = [
         Weight(name, torch.Size(shape), dtype, (), ((name, torch.Size(shape)),)) for name, shape in shapes.items()
