@@ -7,7 +7,7 @@ MKL. oneDNN compiles a kernel for every shape it meets; rows are padded to a few
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ class LinearKernels:
     @property
     def is_plain(self) -> bool:
         """True when `torch.nn.functional.linear` does the same."""
-        return all(getattr(self, kind.name) == "mkl" for kind in fields(self))
+        return self.few_rows == self.many_rows == self.weight_gradient == "mkl"
 
 
 class _InUse:
