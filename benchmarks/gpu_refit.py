@@ -5,7 +5,7 @@
 Qwen3's shapes with random weights: float32 shards on one rank, sent as bfloat16. They go into a plain process that
 opens CUDA IPC handles by the loader that SGLang's processes use, and into SGLang itself where it can be imported. The
 two ways alternate; digests are off after the first refit. The limit is a `copy_` of a GiB from the device to itself,
-timed after each pair. Writes benchmarks/results/gpu-refit.json and prints a line for each row. `--device cpu --sizes
+timed after each pair. Prints one JSON object, and writes it to benchmarks/results/gpu-refit.json; `--device cpu --sizes
 tiny --transport shared_memory` tries the program where there is no device, and writes nothing.
 """
 
@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -26,8 +25,9 @@ from typing import Any
 
 import torch
 import workload
-from bench import RESULTS, commit_id, machine
 from refit import NEVER, Call, PerTensor, SGLangCalls, seconds
+from results import RESULTS, provenance, write_result
+from rows import OTHERS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -70,7 +70,7 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --sizes tiny only tries the program")
     receivers = [name for name in args.into if name == "process" or find_spec("sglang") is not None]
-    commit, rows = commit_id(), []
+    origin, rows = provenance(OTHERS["gpu-refit"]), []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         for size in args.sizes:
@@ -78,14 +78,13 @@ def main() -> None:
             for name in receivers:
                 with RECEIVERS[name](model_config(size), meshes.training, args.transport) as (engine, call):
                     rows.append({"size": size, "into": name, **measure(policy, engine, call, meshes, args)})
-                print(summary(rows[-1]), flush=True)
+                print(summary(rows[-1]), file=sys.stderr, flush=True)
             del policy
     result = {
         "benchmark": "gpu-refit",
         "about": "refits on a device, beside one call for each tensor and a copy on the device",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit,
-        "machine": {**machine(), "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"},
+        **origin,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "versions": workload.versions(["torch", "transformers", *(["sglang"] if "sglang" in receivers else [])]),
         "load_average": os.getloadavg()[0],
         "command": "python benchmarks/gpu_refit.py " + " ".join(sys.argv[1:]),
@@ -93,8 +92,8 @@ def main() -> None:
         "rows": rows,
     }
     if args.device == "cuda":
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "gpu-refit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(RESULTS / "gpu-refit.json", result)
+    print(json.dumps(result))
 
 
 def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint; training is float32")
     parser.add_argument("--layers", type=int, default=14, help="14 make 1.0 billion parameters")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank-loads", type=Path, help=argparse.SUPPRESS)  # set by this program, in the ranks
     args = parser.parse_args()
@@ -59,15 +60,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        written = write_checkpoint(folder, dtype=DTYPES[args.dtype], num_layers=args.layers)
+        written = write_checkpoint(folder, dtype=DTYPES[args.dtype], num_layers=args.layers, vocabulary=args.vocabulary)
         ranks = run_ranks(folder, num_ranks=args.ranks)
     print(json.dumps(result(args, written, ranks)))
 
 
-def write_checkpoint(folder: Path, *, dtype: torch.dtype, num_layers: int) -> Mapping[str, float]:
-    """Write Qwen3-1.7B's architecture with `num_layers` layers and random weights, never more than a file in memory."""
+def write_checkpoint(folder: Path, *, dtype: torch.dtype, num_layers: int, vocabulary: int) -> Mapping[str, float]:
+    """Write Qwen3-1.7B's architecture with these sizes and random weights, never more than a file in memory."""
     config = Qwen3Config(
-        vocab_size=151_936,
+        vocab_size=vocabulary,
         hidden_size=2048,
         intermediate_size=6144,
         num_hidden_layers=num_layers,

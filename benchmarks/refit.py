@@ -44,6 +44,7 @@ GIB = 2**30
 COPY_BYTES = 512 * MIB
 NEVER = 2**31  # verify every so many refits: the first one, and no other
 SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 128},
     "10m": {"hidden_size": 256, "num_hidden_layers": 22, "head_dim": 32, "vocab_size": 4096, "intermediate_size": 288},
     "200m": {"hidden_size": 1024, "num_hidden_layers": 13, "head_dim": 128, "vocab_size": 32768},
     "1b": {"hidden_size": 2048, "num_hidden_layers": 21, "head_dim": 128, "vocab_size": 32768},
@@ -54,7 +55,7 @@ BYTES_PER_PARAMETER = 14  # of host memory: policy and engine 4 each, the checkp
 def main() -> None:
     """Measure every size that fits, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10m", "200m", "1b"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits of each model")
     parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
     args = parser.parse_args()
