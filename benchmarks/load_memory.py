@@ -116,8 +116,8 @@ def sum_absolute(tensors: Iterable[Tensor]) -> float:
 
 def run_ranks(folder: Path, *, num_ranks: int) -> list[dict[str, Any]]:
     """Start the ranks, wait, and return what each measured."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [*torchrun, __file__, "--rank-loads", str(folder)]
+    launcher = workload.torchrun(num_ranks) if num_ranks > 1 else []
+    command = [sys.executable, *launcher, __file__, "--rank-loads", str(folder)]
     subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 

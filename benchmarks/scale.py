@@ -69,23 +69,18 @@ LAYOUTS = {
 
 
 def main() -> None:
-    """Count every layout at every number of ranks, each in a process of its own; print one JSON object."""
+    """Count every layout at every number of ranks, each in a process; print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 1024])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--hidden-size", type=int, default=1024, help="of the model")
-    parser.add_argument("--one", action="store_true", help="count the first of each in this process")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(count(args.layouts[0], args.ranks[0], args.hidden_size)))
-        return
-    origin, rows = provenance(OTHERS["scale"]), []
-    for layout in args.layouts:
-        for ranks in args.ranks:
-            command = [sys.executable, __file__, "--one", "--layouts", layout, "--ranks", str(ranks)]
-            command += ["--hidden-size", str(args.hidden_size)]
-            print(f"{layout}, {ranks} ranks", file=sys.stderr)
-            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    origin = provenance(OTHERS["scale"])
+    cases = [(layout, ranks) for layout in args.layouts for ranks in args.ranks]
+    if len(cases) == 1:
+        rows = [count(*cases[0], args.hidden_size)]
+    else:
+        rows = [in_own_process(layout, ranks, args.hidden_size) for layout, ranks in cases]
     found = {
         "benchmark": "scale",
         "about": "collectives and bytes of a step, counted on rank 0",
@@ -96,6 +91,15 @@ def main() -> None:
         "rows": rows,
     }
     print(json.dumps(found))
+
+
+def in_own_process(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
+    """`count`, in a process that has no process group yet."""
+    print(f"{layout}, {num_ranks} ranks", file=sys.stderr)
+    options = ["--layouts", layout, "--ranks", str(num_ranks), "--hidden-size", str(hidden_size)]
+    done = subprocess.run([sys.executable, __file__, *options], check=True, capture_output=True, text=True)
+    [row] = json.loads(done.stdout)["rows"]
+    return row
 
 
 def model_config(hidden_size: int) -> Qwen3Config:
