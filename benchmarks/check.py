@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +38,12 @@ class Measured:
     stale: bool
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Check or write the pages; 1 when one of them shows something else than was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the pages instead of checking them")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the repository")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     measured = list(read(args.root, BENCHMARKS))
     stale = [row.name for row in measured if row.stale] + list(stale_others(args.root, OTHERS))
     if stale:

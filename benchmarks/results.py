@@ -54,14 +54,14 @@ def code_digest(code: Iterable[str], root: Path = ROOT) -> str:
         found = set(root.glob(pattern))
         assert found, f"benchmarks/rows.py: there is no file {pattern}; name what is measured"
         files |= found
-    outlines = [f"{path.relative_to(root).as_posix()} {outline(path)}" for path in sorted(files)]
+    outlines = [f"{path.relative_to(root).as_posix()} {outline(path.read_text('utf-8'))}" for path in sorted(files)]
     return hashlib.sha256("\n".join(outlines).encode()).hexdigest()
 
 
 @functools.cache
-def outline(path: Path) -> str:
-    """A file's syntax tree without docstrings, as text."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def outline(source: str) -> str:
+    """The syntax tree of a file without docstrings, as text."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None

@@ -88,7 +88,7 @@ PROGRAMS = {
     ),
     "checkpoint.py": Program(options="--sizes tiny --repeats 1", keys="sizes versions"),
     "packing.py": Program(
-        options="--largest 1000 --repeats 1 --without-peer",
+        options="--largest 1000 --repeats 1" + ("" if (ROOT / VERL).exists() else " --without-peer"),
         keys="peer spmdrl_s peer_s cases summaries never_slower_nor_less_even versions",
     ),
     "engine.py": Program(options="--help"),  # bench.py has run it
