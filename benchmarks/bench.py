@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def result(benchmark: Benchmark, settings: Settings, found: Measurement) -> Json:
-    """What a result file says about the measurement itself."""
+    """Make the part of a result file that is about the measurement itself."""
     ratio = statistics.median(found.ratios)
     return {
         "settings": asdict(settings),

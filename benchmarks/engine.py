@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def side(name: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """What is printed of one engine."""
+    """Make the part of the printed object that is about one engine."""
     return {
         f"{name}_s": [seconds for seconds, _ in calls],
         f"{name}_response_tokens": [tokens for _, tokens in calls],

@@ -221,7 +221,7 @@ def sglang(config: Qwen3Config, mesh: DeviceMesh, transport: str) -> Iterator[tu
 
 
 def sglang_launch(folder: str, device_type: str) -> SGLangOptions:
-    """What it is started with; triton's attention needs the fewest kernels."""
+    """Settings that SGLang is started with; triton's attention needs the fewest kernels."""
     on_cpu = device_type == "cpu"
     arguments = {
         "model_path": folder,

@@ -41,7 +41,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def load_on_this_rank(path: Path, world: World) -> list[Tensor]:
-    """What is measured: load the model at `path` as training does, and return this rank's shard of each parameter."""
+    """Load the model at `path` as training does, which is measured; return this rank's shard of each parameter."""
     policy = load_policy(ModelConfig(path=str(path)), build_meshes(world).model, temperature=1.0)
     return [parameter.to_local() for parameter in policy.parameters() if isinstance(parameter, DTensor)]
 
@@ -192,7 +192,7 @@ def resident_bytes() -> dict[str, int]:
 
 
 def result(args: argparse.Namespace, written: Mapping[str, float], ranks: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """What is printed. Raises when the ranks together do not hold exactly the weights that were written."""
+    """Make the object that is printed. Raises when the ranks together do not hold exactly the weights that were written."""
     loaded, wanted = math.fsum(rank.pop("absolute_sum") for rank in ranks), written["absolute_sum"]
     assert math.isclose(loaded, wanted, rel_tol=1e-9), f"the ranks hold other weights: {loaded}, not {wanted}"
     shard_bytes = sum(rank["shard_bytes"] for rank in ranks)

@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be had of the device's memory now."""
+    """Count the bytes that can be had of the device's memory now."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 

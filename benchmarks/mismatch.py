@@ -1,4 +1,4 @@
-"""What a mismatched engine does to a run, and what corrections do about it: runs, their curves, and a picture of them.
+"""Train with a mismatched engine, with and without corrections: runs, their curves, and a picture of them.
 
     python benchmarks/mismatch.py --model runs/demo-...-sft/hf     minutes a run; finished runs are not repeated
     python benchmarks/mismatch.py --draw-only
@@ -107,12 +107,12 @@ def train(variant: str, seed: int, model: Path, folder: RunFolder, settings: Seq
 
 
 def command(variant: str, seed: int) -> list[str]:
-    """What to call Python with, without the places of model and run."""
+    """Make the arguments for Python, without the places of model and run."""
     return ["-m", "spmdrl.train", "configs/demo.toml", *SETTINGS, *VARIANTS[variant], f"run.seed={seed}"]
 
 
 def finished(folder: RunFolder) -> bool:
-    """Whether the run in this folder took its last step."""
+    """Return True when the run in this folder took its last step."""
     if not folder.plan.is_file():
         return False
     rows = read_rows(folder.metrics)
@@ -143,7 +143,7 @@ def write_result(path: Path, runs: Path, origin: Json) -> None:
 
 
 def curves(variant: str, seed: int, folder: RunFolder) -> Json:
-    """What one run showed, in each step and at each evaluation."""
+    """Collect the curves of one run, over steps and evaluations."""
     rows = read_rows(folder.metrics)
     steps, evaluations = [row for row in rows if "reward/mean" in row], [row for row in rows if "eval/accuracy" in row]
     return {

@@ -52,7 +52,7 @@ def uniform(draw: random.Random) -> int:
 
 
 def lognormal(draw: random.Random) -> int:
-    """As responses are: a median of 1,000 tokens, a long tail, cut at 16,384."""
+    """A response's length: a median of 1,000 tokens, a long tail, cut at 16,384."""
     return min(max(round(draw.lognormvariate(math.log(1000), 1.0)), 1), MICRO_BATCH_TOKENS)
 
 

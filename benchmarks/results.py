@@ -90,7 +90,7 @@ def commit_id() -> str:
 
 
 def machine() -> Mapping[str, Any]:
-    """What it was measured on."""
+    """Describe this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {

@@ -15,7 +15,7 @@ PEER_VENV = ".venv-trl"
 
 
 class Unit(NamedTuple):
-    """What is compared: its name in a table, and how it ends the keys of what programs print."""
+    """A quantity that is compared: its name in a table, and the end of its keys in what programs print."""
 
     name: str
     key: str
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one benchmark found. Pair i is spmdrl[i] and peer[i]; with a fixed limit, `peer` holds the limit."""
+    """The findings of one benchmark. Pair i is spmdrl[i] and peer[i]; with a fixed limit, `peer` holds the limit."""
 
     unit: str
     spmdrl: list[float]
@@ -209,7 +209,7 @@ def refit(settings: Settings) -> Measurement:
 
 
 def refit_note(size: str, found: Json) -> str:
-    """What one model's refits took, beside what is asked of it."""
+    """Tell how long one model's refits took, beside the goals."""
     if "left_out" in found:
         return f"left out: {found['left_out']}"
     ratio, share = (statistics.median(found[name]) for name in ("ratios", "shares_of_copy"))
@@ -223,7 +223,7 @@ def refit_note(size: str, found: Json) -> str:
 
 
 def checkpoint(settings: Settings) -> Measurement:
-    """What a step waits for a checkpoint in the background, beside one that it waits for whole, in one process."""
+    """The wait of a step for a checkpoint in the background, beside one that it waits for whole, in one process."""
     command = ["python", "benchmarks/checkpoint.py", "--repeats", str(settings.repeats + 2)]
     output = run(command)
     largest = output["sizes"]["100m"]

@@ -169,7 +169,7 @@ def count(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
 
 
 def sizes_of_others(num_ranks: int) -> Iterator[SequenceInfo]:
-    """What the other ranks would have sampled."""
+    """Sizes that the other ranks would have sampled."""
     rng = random.Random(1)
     for index in range(ROLLOUTS_PER_RANK, num_ranks * ROLLOUTS_PER_RANK):
         prompt, response = rng.randint(1, MAX_TOKENS // 4), rng.randint(1, MAX_TOKENS * 3 // 4)

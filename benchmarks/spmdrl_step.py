@@ -113,7 +113,7 @@ def config(args: argparse.Namespace, folder: Path, num_steps: int) -> str:
 
 
 def result(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, Any]:
-    """What is printed."""
+    """Make the object that is printed."""
     counted = rows[args.warmup_steps :]
     steps_s = [row["time/step_s"] for row in counted]
     names = [name for name in counted[-1] if name.startswith("time/") and name != "time/step_s"]

@@ -176,7 +176,7 @@ def force_lengths(trainer: Any, args: argparse.Namespace) -> None:
 
 
 def result(args: argparse.Namespace, stopwatch: Stopwatch, everyones: list[list[StepScores]]) -> Mapping[str, Any]:
-    """What is printed, with phases as they were on this rank."""
+    """Make the object that is printed, with phases as they were on this rank."""
     first = args.warmup_steps
     generate, rollout = (stopwatch.phase_fraction(phase, first) for phase in ("generate", "rollout"))
     steps = list(zip(*everyones, strict=True))

@@ -75,7 +75,7 @@ class Mode:
 
     @property
     def durations_s(self) -> list[float]:
-        """Of each step, sampling and training together."""
+        """Seconds of each step, sampling and training together."""
         return [sum(pair) for pair in zip(self.sampling_s, self.training_s, strict=True)]
 
     def _sampled(self, requests: list[Request]) -> MicroBatch:

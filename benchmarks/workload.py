@@ -49,7 +49,7 @@ PAD, EOS = 0, 1
 VOCABULARY = ("<pad>", "<eos>", *string.digits, *string.ascii_lowercase, *"+-*/=()[]{}<>.,:;!?'\"_#%& ")
 HEAD_DIM = 32
 # By about how many times as many parameters: hidden size, intermediate size, parameters.
-SIZES = {1: (128, 384, 796_032), 4: (256, 768, 3_164_672), 16: (512, 1536, 12_620_288)}
+SIZES = {1: (128, 384, 796_032), 4: (256, 768, 3_164_672), 16: (512, 1536, 12_620_544)}
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, workloads: Sequence[Workload] = WORKLOADS) -> None:

@@ -42,7 +42,7 @@ class Program:
 
     @property
     def missing(self) -> str:
-        """What it needs and this machine lacks; it is then only asked for its help."""
+        """A requirement that this machine lacks; the program is then only asked for its help."""
         if self.python and not (ROOT / self.python).exists():
             return self.python
         return self.module if self.module and importlib.util.find_spec(self.module) is None else ""
