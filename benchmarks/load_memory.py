@@ -192,7 +192,7 @@ def resident_bytes() -> dict[str, int]:
 
 
 def result(args: argparse.Namespace, written: Mapping[str, float], ranks: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """Make the object that is printed. Raises when the ranks together do not hold exactly the weights that were written."""
+    """Make the object that is printed. Raises when the ranks together do not hold the weights that were written."""
     loaded, wanted = math.fsum(rank.pop("absolute_sum") for rank in ranks), written["absolute_sum"]
     assert math.isclose(loaded, wanted, rel_tol=1e-9), f"the ranks hold other weights: {loaded}, not {wanted}"
     shard_bytes = sum(rank["shard_bytes"] for rank in ranks)
