@@ -47,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.helpers.other_process import OtherProcess
 
 MIB = 2**20
-GIB = 2**30
 DTYPE = torch.bfloat16
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -64,6 +63,7 @@ def main() -> None:
     parser.add_argument("--into", nargs="+", choices=("process", "sglang"), default=["process", "sglang"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits")
     parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
+    parser.add_argument("--copy-mib", type=int, default=1024, help="of the plain copy")
     parser.add_argument("--transport", choices=("cuda_ipc", "shared_memory"), default="cuda_ipc")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
@@ -104,8 +104,9 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
     refit(version=1)
     one_by_one = PerTensor(policy, call, memory=engine.allocate, dtype=DTYPE)
     one_by_one()
+    copy_bytes = args.copy_mib * MIB
     source, target = (
-        torch.full((GIB,), value, dtype=torch.uint8, device=meshes.training.device_type) for value in (1, 2)
+        torch.full((copy_bytes,), value, dtype=torch.uint8, device=meshes.training.device_type) for value in (1, 2)
     )
     bucketed, by_tensor, copies = [], [], []
     for version in range(2, 2 + args.repeats):
@@ -113,7 +114,7 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
         by_tensor.append(timed(meshes.training, one_by_one))
         copies.append(statistics.median(timed(meshes.training, lambda: target.copy_(source)) for _ in range(5)))
     gb = sum(parameter.numel() for parameter in one_by_one.weights.values()) * DTYPE.itemsize / 1e9
-    shares = [(gb / ours) / (GIB / 1e9 / limit) for ours, limit in zip(bucketed, copies, strict=True)]
+    shares = [(gb / ours) / (copy_bytes / 1e9 / limit) for ours, limit in zip(bucketed, copies, strict=True)]
     return {
         "tensors": len(one_by_one.weights),
         "gb": gb,
@@ -121,7 +122,7 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
         "by_tensor_s": by_tensor,
         "ratio": statistics.median(ours / theirs for ours, theirs in zip(bucketed, by_tensor, strict=True)),
         "gb_per_s": gb / statistics.median(bucketed),
-        "copy_gb_per_s": GIB / 1e9 / statistics.median(copies),
+        "copy_gb_per_s": copy_bytes / 1e9 / statistics.median(copies),
         "share_of_copy": statistics.median(shares),
         "first_with_digests_s": first_s,
     }

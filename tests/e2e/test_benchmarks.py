@@ -59,7 +59,9 @@ class Done:
 
 # The slowest first, so that two at a time end together.
 PROGRAMS = {
-    "refit.py": Program(options="--sizes tiny --repeats 1", keys="bucket_mib sizes versions", module="sglang"),
+    "refit.py": Program(
+        options="--sizes tiny --repeats 1 --copy-mib 8", keys="bucket_mib sizes versions", module="sglang"
+    ),
     "spmdrl_step.py": Program(options=f"--workload tail {STEP}", keys=STEP_KEYS),
     "trl_step.py": Program(options=f"--workload tail {STEP}", keys=STEP_KEYS, python=TRL),
     "mismatch.py": Program(
@@ -76,7 +78,7 @@ PROGRAMS = {
         options="--ranks 1 --layers 1 --vocabulary 256", keys="anon_over_limit within_limit ranks versions"
     ),
     "gpu_refit.py": Program(
-        options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1",
+        options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
         keys="commit code_digest machine rows versions",
     ),
     "true_on_policy.py": Program(
