@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,18 +17,21 @@ from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
+from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phases import PhaseMemory
+from spmdrl.model.calibration import choose_kernels, kernels_of, processor, shapes_of
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import compute_dtype
+from spmdrl.model.linear import LinearKernels, kernels_in_use, use_kernels
+from spmdrl.model.load import compute_dtype, load_model_config
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
-from spmdrl.types import Prompt
+from spmdrl.types import Prompt, UserError
 
 SettingsT = TypeVar("SettingsT", bound=Config | SftConfig)
 T = TypeVar("T")
@@ -74,6 +77,16 @@ class Run(Generic[SettingsT]):
         return kernel_of_run(self.cfg, self.device.type, self.dtype)
 
     @property
+    def machine(self) -> dict[str, Any]:
+        """What results depend on besides settings and versions, in their last bits."""
+        on_cpu = self.device.type == "cpu"
+        return {
+            "processor": processor(),
+            "threads_per_rank": torch.get_num_threads(),
+            "linear_kernels": asdict(kernels_in_use()) if on_cpu else None,
+        }
+
+    @property
     def logprob_options(self) -> dict[str, Any]:
         """The arguments of `load_policy` that decide which log-probabilities its models give to tokens."""
         temperature = self.cfg.rollout.temperature if isinstance(self.cfg, Config) else 1.0
@@ -117,7 +130,35 @@ def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Ite
     ) as world:
         ranks_per_engine = cfg.rollout.tp_size if isinstance(cfg, Config) else 1
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=ranks_per_engine, engine_ranks=engine_ranks)
-        yield Run(cfg=cfg, folder=folder, world=world, meshes=meshes)
+        run = Run(cfg=cfg, folder=folder, world=world, meshes=meshes)
+        if run.device.type != "cpu":
+            yield run
+            return
+        before = use_kernels(_agree_on_kernels(run))
+        try:
+            yield run
+        finally:
+            use_kernels(before)
+
+
+def _agree_on_kernels(run: Run[SettingsT]) -> LinearKernels:
+    """Return the kernels that this run began with, or the fastest ones of the first rank's processor."""
+    chosen: LinearKernels | None = None
+    with failing_together(run.meshes.world):
+        if run.world.is_main:
+            chosen = _kept_kernels(run.folder) or choose_kernels(shapes_of(load_model_config(run.cfg.model)))
+    agreed = gather_objects(run.meshes.world, chosen)[0]
+    assert agreed is not None, "the first rank has not chosen"
+    return agreed
+
+
+def _kept_kernels(folder: RunFolder) -> LinearKernels | None:
+    if (written := folder.read_machine()) is None:
+        return None
+    try:
+        return kernels_of(written.get("linear_kernels"))
+    except ValueError as error:
+        raise UserError(f"{folder.machine}: linear_kernels: {error}; remove the file to choose them again") from error
 
 
 @contextmanager

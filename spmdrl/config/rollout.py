@@ -140,9 +140,10 @@ class RefitConfig(Section):
     verify: Literal["every", "first"] | Count = "every"
     """Refits after which the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every N-th. A difference stops the run and names the tensors."""
-    probe_prompts: Annotated[int, Field(ge=0)] = 2
+    probe_prompts: Annotated[int, Field(ge=0)] | None = None
     """Prompts, the same in every step, that each engine also answers. The trainer computes the log-probabilities of the
-    answers with the same weights: `refit/probe_...` is the mismatch that remains when nothing is stale."""
+    answers with the same weights: `refit/probe_...` is the mismatch that remains when nothing is stale. If not set: 2
+    where tokens can be stale, else 0, because `mismatch/...` of the step's own rollouts then says the same."""
 
 
 class OffloadConfig(Section):

@@ -35,11 +35,16 @@ class KVCache:
         self._config = config
         self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row in use."""
+        return max(self._lengths, default=0)
+
     def grow(self, num_rows: int, capacity: int) -> None:
         """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
         layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
         shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
-        used, longest = len(self._lengths), max(self._lengths, default=0)
+        used, longest = len(self._lengths), self.longest
         self._keys = self._moved(self._keys, shape, used, longest)
         self._values = self._moved(self._values, shape, used, longest)
 

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
+from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.kv_cache import AttendToCache, KVCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
@@ -100,12 +101,16 @@ class TorchEngine(RolloutEngine):
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
+        self._decoder = DenseDecoder(model) if kernel == "sdpa" and can_decode(model) else None
         self._kernel: Kernel = kernel
         self.attend_to_cache, self._sample_tokens = _decoding_of(kernel)
         self._max_running = max_running
         self._release = frozenset(release)
         self._cache: KVCache | None = None
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
+        storages = [weight.untyped_storage() for weight in self.weights.values()]
+        # Tied weights share one, and so do those that the decoder has put side by side.
+        self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
         self._abort = False
 
@@ -190,8 +195,8 @@ class TorchEngine(RolloutEngine):
             self._cache = None
         if "weights" in self._release:
             self._missing = set(self.weights)
-            for weight in self.weights.values():
-                weight.untyped_storage().resize_(0)
+            for storage, _ in self._storages:
+                storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -199,9 +204,8 @@ class TorchEngine(RolloutEngine):
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         super().begin_update(buckets, buffers, version=version)
         self._missing = set(self.weights)
-        for weight in self.weights.values():
-            # A weight's storage holds that weight alone; tied ones share it, and the second finds it whole.
-            weight.untyped_storage().resize_(weight.numel() * weight.itemsize)
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)
 
     @torch.no_grad()
     def load(self, number: int) -> None:
@@ -263,6 +267,8 @@ class TorchEngine(RolloutEngine):
         """Compute the logits [n, V] of the token after `last` [n] int64 in every row."""
         assert self._cache is not None
         attend, positions = self._cache.begin_decode(self.attend_to_cache)
+        if self._decoder is not None:
+            return self._decoder(last, positions, self._cache.longest, attend)
         return self.model(
             input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attend=attend
         ).logits[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
 from spmdrl.model.invariant_attention import causal_in_tiles
 from spmdrl.model.sglang_attention import causal_as_engine
+from spmdrl.model.short_attention import MAX_TOKENS, attend_short, batches_of_similar_length
 from spmdrl.model.sinks import attention_with_sinks, prepend_sink
 from spmdrl.types import UserError
 
@@ -89,14 +90,31 @@ def _runs(layout: SequenceLayout) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _sdpa_in_runs(layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-    """Call sdpa once for each run of sequences of equal length."""
+    """Call sdpa once for each run of sequences of equal length; but short sequences, where they are faster so,
+    together."""
     outputs = []
-    for queries, keys, count in _runs(layout):
-        # The batch is a view: heads come after tokens in memory.
-        rows = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q[queries], k[keys], v[keys]))
-        query, key, value = rows
-        outputs.append(_causal_sdpa(query, key, value, layer).transpose(1, 2).flatten(0, 1))
+    if q.device.type == "cpu" and q.dtype == torch.float32 and layer.sinks is None and not layout.earlier:
+        limit = MAX_TOKENS if layer.window is None else min(MAX_TOKENS, layer.window)
+        start = 0
+        for seqlens in batches_of_similar_length(layout.seqlens, limit):
+            tokens = slice(start, start + sum(seqlens))
+            start = tokens.stop
+            part = (q[tokens], k[tokens], v[tokens])
+            is_short = max(seqlens) <= limit
+            outputs.append(
+                attend_short(*part, seqlens, layer.scale) if is_short else _sdpa_run(*part, len(seqlens), layer)
+            )
+    else:
+        for queries, keys, count in _runs(layout):
+            outputs.append(_sdpa_run(q[queries], k[keys], v[keys], count, layer))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _sdpa_run(q: Tensor, k: Tensor, v: Tensor, count: int, layer: AttentionLayer) -> Tensor:
+    """Attention of `count` sequences of equal length: q [tokens, H, D], k and v [keys, K, D] give [tokens, H, D]."""
+    # The batch is a view: heads come after tokens in memory.
+    query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
+    return _causal_sdpa(query, key, value, layer).transpose(1, 2).flatten(0, 1)
 
 
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:

@@ -1,98 +1,137 @@
-"""float32 linear layers on a CPU through oneDNN.
+"""float32 linear layers on a CPU, by the kernels that are fastest there.
 
-torch multiplies float32 matrices with MKL, which does not use AVX-512 on processors of other makers than Intel. oneDNN,
-which torch ships as well, was 1.7 to 2.5 times as fast there. It caches a kernel for every shape it meets, so it gets
-only tiles of a few sizes: with the lengths of packed batches as they come, host memory grew by 4 to 7 MiB a step. The
-remaining rows go to MKL, whose calls cost less. The results are float32 either way.
+torch multiplies float32 matrices with MKL. oneDNN, which torch ships as well, is up to 2.5 times as fast on some
+processors and slower on others, so a run measures both (`calibration.py`) and says here which to use. Until then all is
+MKL. oneDNN compiles a kernel for every shape it meets; rows are padded to a few sizes so that it meets few of them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_TILES = (512, 128, 64)  # rows; for fewer, the cost of a call outweighs the faster kernel
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+Kernel = Literal["mkl", "onednn"]
+
+MIN_ROWS = 32  # for fewer, the cost of a call outweighs the faster kernel
+MANY_ROWS = 256  # training has this many or more; decoding has fewer
+_SIZES_PER_OCTAVE = 16  # to which rows are padded: 6 % more at most
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKernels:
+    """The kernel of each kind of product."""
+
+    few_rows: Kernel = "mkl"  # x W^T with MIN_ROWS rows or more
+    many_rows: Kernel = "mkl"  # the same with MANY_ROWS or more
+    weight_gradient: Kernel = "mkl"  # grad^T x with MANY_ROWS or more
+
+    @property
+    def is_plain(self) -> bool:
+        """True when `torch.nn.functional.linear` does the same."""
+        return all(getattr(self, kind.name) == "mkl" for kind in fields(self))
+
+
+class _InUse:
+    kernels = LinearKernels()
+
+
+def use_kernels(kernels: LinearKernels) -> LinearKernels:
+    """Use these kernels from now on, in the whole process; returns those that were used before."""
+    before, _InUse.kernels = _InUse.kernels, kernels
+    return before
+
+
+def kernels_in_use() -> LinearKernels:
+    """Return the kernels that this process uses now."""
+    return _InUse.kernels
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`: x [..., D], weight [V, D] give [..., V]."""
-    if not _can_use_onednn(x, weight):
+    if not _has_choice(x, weight):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        y = _TiledLinear.apply(rows, weight, bias)
+        y = _Linear.apply(rows, weight, bias)
     else:
-        y = _tiled(rows, weight, bias)
+        y = product(rows, weight, bias, _kernel_for(len(rows)))
     return y.view(*x.shape[:-1], -1)
 
 
 def outer(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of a linear layer's weight: grad [N, V] and x [N, D] give grad^T x [V, D]."""
-    return _tiled_outer(grad, x) if _can_use_onednn(x, grad) else grad.t() @ x
+    is_measured = _has_choice(x, grad) and len(x) >= MANY_ROWS
+    return weight_gradient(grad, x, _InUse.kernels.weight_gradient if is_measured else "mkl")
 
 
 def use_fast_linears(model: nn.Module) -> None:
     """Make the model's linear layers use `linear`. Call it before the model is sharded."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = _Linear
+            module.__class__ = _LinearLayer
 
 
-class _Linear(nn.Linear):
+class _LinearLayer(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
-def _can_use_onednn(x: Tensor, weight: Tensor) -> bool:
-    # Cheapest test first: every layer of every decode step comes here.
-    many_rows = x.numel() >= _TILES[-1] * x.shape[-1]
-    return many_rows and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and _HAS_ONEDNN
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+    """x W^T + b by a kernel: x [N, D], weight [V, D] of any strides give [N, V]."""
+    if kernel == "mkl":
+        return F.linear(x, weight, bias)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x), weight, bias, "none", [], "")
+    return y[: len(x)]
 
 
-def _tile_sizes(num_rows: int) -> list[int]:
-    """Split rows into as many large tiles as fit, then smaller ones, then the rest."""
-    sizes = []
-    for tile in _TILES:
-        count, num_rows = divmod(num_rows, tile)
-        sizes += [tile] * count
-    return sizes + [num_rows] * (num_rows > 0)
+def weight_gradient(grad: Tensor, x: Tensor, kernel: Kernel) -> Tensor:
+    """grad^T x by a kernel: grad [N, V], x [N, D] give [V, D]."""
+    if kernel == "mkl":
+        return grad.t() @ x
+    shaped = grad.new_empty(grad.shape[1], x.shape[1])  # only its shape is read
+    rows = (_padded(part).contiguous().to_mkldnn() for part in (grad, x))
+    result: Tensor = torch.ops.aten.mkldnn_linear_backward_weights(*rows, shaped, False)[0]
+    return result
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_tile: bool) -> Tensor:
-    """x W^T + b of one tile, or of the remaining rows."""
-    if is_tile:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+def _has_choice(x: Tensor, weight: Tensor) -> bool:
+    # Cheapest tests first: every layer of every decode step comes here.
+    return (
+        x.numel() >= MIN_ROWS * x.shape[-1]
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not _InUse.kernels.is_plain
+    )
 
 
-def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, D], weight [V, D] give [N, V]."""
-    parts = x.split(_tile_sizes(x.shape[0]))
-    products = [_product(part, weight, bias, is_tile=part.shape[0] in _TILES) for part in parts]
-    return products[0] if len(products) == 1 else torch.cat(products)
+def _kernel_for(num_rows: int) -> Kernel:
+    return _InUse.kernels.many_rows if num_rows >= MANY_ROWS else _InUse.kernels.few_rows
 
 
-def _tiled_outer(grad: Tensor, x: Tensor) -> Tensor:
-    """grad^T x of grad [N, V] and x [N, D], summed tile by tile: [V, D]."""
-    sizes = _tile_sizes(x.shape[0])
-    total = grad.new_zeros(grad.shape[1], x.shape[1])
-    for grad_part, x_part in zip(grad.split(sizes), x.split(sizes), strict=True):
-        total += _product(grad_part.t(), x_part.t(), None, is_tile=x_part.shape[0] in _TILES)
-    return total
+def padded_size(num_rows: int) -> int:
+    """Round a number of rows up to one of the sizes that oneDNN gets."""
+    step = max(MIN_ROWS, (1 << num_rows.bit_length() - 1) // _SIZES_PER_OCTAVE)
+    return -(-num_rows // step) * step
 
 
-class _TiledLinear(torch.autograd.Function):
+def _padded(rows: Tensor) -> Tensor:
+    """Add rows of zeros up to one of the sizes that oneDNN gets."""
+    missing = padded_size(len(rows)) - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+class _Linear(torch.autograd.Function):
     """y = x W^T + b, with dx = dy W and dW = dy^T x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _tiled(x, weight, bias)
+        return product(x, weight, bias, _kernel_for(len(x)))
 
     @staticmethod
     @once_differentiable
@@ -100,7 +139,7 @@ class _TiledLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            _tiled(grad, weight.t().contiguous()) if needs_x else None,
-            _tiled_outer(grad, x) if needs_weight else None,
+            product(grad, weight.t(), None, _kernel_for(len(grad))) if needs_x else None,
+            outer(grad, x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
         )

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,6 +68,21 @@ class RunFolder:
         return self.path / "versions.json"
 
     @property
+    def machine(self) -> Path:
+        """The processor, and the kernels that were chosen for it; a resumed run keeps them."""
+        return self.path / "machine.json"
+
+    def read_machine(self) -> dict[str, Any] | None:
+        """Read machine.json; None when there is none. Raises UserError when it is not JSON."""
+        try:
+            written = json.loads(self.machine.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(f"{self.machine} is not JSON ({error}); remove it, and it is written again") from error
+        return written if isinstance(written, dict) else {}
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per step."""
         return self.path / "metrics.jsonl"
@@ -115,13 +131,14 @@ class RunFolder:
         written = (self.config, self.metrics, self.hf)
         return any(path.exists() for path in written) or any(self.checkpoints.glob("*"))
 
-    def write_launch(self, config: BaseModel, plan: Any) -> None:
-        """Write config.toml, plan.json (`plan` is a dataclass) and versions.json. One rank calls this.
+    def write_launch(self, config: BaseModel, plan: Any, machine: Mapping[str, Any]) -> None:
+        """Write config.toml, plan.json (`plan` is a dataclass), machine.json and versions.json. One rank calls this.
 
         Settings that are None are left out, because TOML has no null.
         """
         self.config.write_text(tomlkit.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
         self.plan.write_text(json.dumps(dataclasses.asdict(plan), indent=2) + "\n", encoding="utf-8")
+        self.machine.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
         self.versions.write_text(json.dumps(describe_machine(), indent=2) + "\n", encoding="utf-8")
 
 

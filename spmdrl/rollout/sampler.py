@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmdrl.algo.metrics import Max
-from spmdrl.config import Config
+from spmdrl.config import Config, RefitConfig
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
-from spmdrl.rollout.part import EnginePlace, GroupSource, training_rules
+from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
 from spmdrl.run import Launch
 from spmdrl.types import Rollout
 
 MAX_PROBE_TOKENS = 32  # per answer, so that the probe does not lengthen the step
+PROBE_PROMPTS = 2  # where the settings name no number and tokens can be stale
 
 
 class Sampler:
@@ -62,14 +63,15 @@ class LocalSampler(Sampler):
         self._submit = run.watch.marking_progress(run.rewards.submit)
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
+        rules = training_rules(cfg, run.plan)
         self._collector = Collector(
             EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
             GroupSource(prompts, training_sampling(cfg, self._stop_token_ids), cfg.run.seed, self._submit),
-            training_rules(cfg, run.plan),
+            rules,
             store=None if cfg.run.deterministic else shared_store(),
             message=message,
         )
-        self._probes = prompts.take(0, cfg.refit.probe_prompts) if engine.leads else []
+        self._probes = prompts.take(0, _num_probes(cfg.refit, rules)) if engine.leads else []
 
     def collect(self, step: int) -> Collected:
         collected = self.collect_alone(step)
@@ -105,3 +107,9 @@ class LocalSampler(Sampler):
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         self._collector.restore(saved, step=step)
+
+
+def _num_probes(refit: RefitConfig, rules: CollectionRules) -> int:
+    if refit.probe_prompts is not None:
+        return refit.probe_prompts
+    return PROBE_PROMPTS if rules.can_be_stale else 0

@@ -61,10 +61,13 @@ class Steps(Generic[SettingsT]):
         run = self._run
         for note in run.resume_point.notes:
             run.report.message(note)
+        if kernels := run.machine["linear_kernels"]:
+            chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())
+            run.report.message(f"linear layers in float32: {chosen}")
         run.report.message(loading_line(gather_objects(self._training, host_peak_bytes())))
         run.report.expect(run.inputs.phases)
         if run.world.is_main:
-            run.folder.write_launch(run.cfg, run.plan)
+            run.folder.write_launch(run.cfg, run.plan, run.machine)
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:

@@ -193,7 +193,7 @@ def test_a_model_that_nobody_compared_is_refused(tmp_path: Path, capsys: pytest.
 def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> None:
     """Two updates a step and a KL term: old and reference log-probabilities have passes of their own."""
     config = _write_config(tmp_path, save_qwen3)
-    assert run_ranks(2, main, [str(config)]) == [0, 0]
+    assert run_ranks(2, main, [str(config), "refit.probe_prompts=2"]) == [0, 0]
     assert run_ranks(2, main, [str(config), "true_on_policy=false", "run.name=plain", "run.num_steps=1"]) == [0, 0]
     rows = {name: small_run.rows(tmp_path / name) for name in ("exact", "plain")}
     assert [row["mismatch/max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.engine.kv_cache import attend_to_cache
+from spmdrl.model import kernels
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
+from spmdrl.model.short_attention import batches_of_similar_length
 from spmdrl.types import UserError
 from tests.helpers import flash_on_cpu
 
@@ -104,8 +107,41 @@ def test_packed_attention_is_that_of_as_many_keys_as_queries(kernel: Kernel) -> 
     torch.testing.assert_close(found, expected.unsqueeze(0), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("seqlens", [[9] * 4, [1], [12, 11, 11, 10, 4, 4, 3, 1, 1], [130, 130, 129, 128, 120, 7, 9]])
+def test_short_sequences_together_are_as_each_alone(seqlens: list[int], groups: int) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(sum(seqlens), heads, 8) for heads in (2 * groups, 2, 2)]
+    layout = SequenceLayout(seqlens, torch.tensor([0, *seqlens]).cumsum(0).int())
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.split(seqlens) for x in (q, k, v)), strict=True)
+        heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
+        found = [F.scaled_dot_product_attention(*x, is_causal=True, scale=SCALE, enable_gqa=True) for x in heads_first]
+        return torch.cat([x[0].transpose(0, 1) for x in found])
+
+    def together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(layout, "sdpa")(q, k, v, layer())
+
+    assert_all_close(output_and_gradients(together, leaves), output_and_gradients(alone, leaves))
+
+
+def test_sequences_of_similar_length_are_one_batch() -> None:
+    assert [*batches_of_similar_length([9, 9, 8, 1, 1], 128)] == [[9, 9, 8], [1, 1]]
+    assert [*batches_of_similar_length([9, 9, 8, 1, 1], 8)] == [[9, 9], [8], [1, 1]]
+    assert [*batches_of_similar_length([], 8)] == []
+    rng = random.Random(0)
+    for _ in range(100):
+        lengths = sorted((rng.randint(1, 200) for _ in range(rng.randint(1, 60))), reverse=True)
+        batches = [*batches_of_similar_length(lengths, 128)]
+        assert [length for batch in batches for length in batch] == lengths
+        assert all(max(batch) * len(batch) <= 1.25 * sum(batch) for batch in batches)
+        assert all(len(set(batch)) == 1 for batch in batches if max(batch) > 128)
+
+
 def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask would double the time of long sequences."""
+    monkeypatch.setattr(kernels, "MAX_TOKENS", 0)
     calls, sdpa = [], F.scaled_dot_product_attention
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Any:

@@ -1,17 +1,37 @@
-"""The fast linear layer is the plain one, forward and backward, for any number of rows."""
+"""Every kernel computes what the plain linear layer does, forward and backward, for any number of rows."""
 
 from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3Config
 
-from spmdrl.model.linear import _TILES, _tile_sizes, linear, outer
+from spmdrl.model import calibration
+from spmdrl.model.linear import LinearKernels, kernels_in_use, linear, outer, padded_size, use_kernels
+
+ALL = [LinearKernels(*kernels) for kernels in itertools.product(["mkl", "onednn"], repeat=3)]
+SHAPES = [(24, 40), (40, 24)]
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 256, 300, 1000])
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    before = kernels_in_use()
+    yield
+    use_kernels(before)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 63, 65, 256, 300, 1000])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_it_equals_the_plain_one(rows: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("kernels", ALL[1:], ids=lambda kernels: "-".join(asdict(kernels).values()))
+def test_it_equals_the_plain_one(rows: int, with_bias: bool, kernels: LinearKernels) -> None:
+    use_kernels(kernels)
     torch.manual_seed(0)
     bias = torch.randn(24, requires_grad=True) if with_bias else None
     leaves = [torch.randn(1, rows, 40, requires_grad=True), torch.randn(24, 40, requires_grad=True)]
@@ -28,8 +48,37 @@ def test_it_equals_the_plain_one(rows: int, with_bias: bool) -> None:
         torch.testing.assert_close(outer(weights[0], leaves[0][0]), weights[0].T @ leaves[0][0], rtol=1e-4, atol=1e-3)
 
 
-def test_only_a_few_shapes_are_ever_used() -> None:
-    for rows in range(1, 2000):
-        sizes = _tile_sizes(rows)
-        assert sum(sizes) == rows
-        assert all(size in _TILES for size in sizes[:-1]) and sizes[-1] <= max(_TILES)
+def test_rows_are_padded_to_few_sizes_by_little() -> None:
+    sizes = {rows: padded_size(rows) for rows in range(32, 2**16)}
+    assert all(rows <= size <= rows + max(31, rows / 16) for rows, size in sizes.items())
+    assert len(set(sizes.values())) <= 16 * 11
+    assert all(padded_size(size) == size for size in set(sizes.values()))
+
+
+def test_measuring_takes_a_fifth_of_a_second_at_most_and_names_a_kernel_of_each_kind() -> None:
+    config = Qwen3Config(hidden_size=4096, intermediate_size=12288)
+    shapes = calibration.shapes_of(config)
+    assert shapes == [(512, 512)]  # the widest that are tried
+    assert calibration.kernels_of(calibration.measure(shapes)) in ALL
+
+
+def test_a_choice_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [asdict(LinearKernels("onednn", "mkl", "onednn")), asdict(LinearKernels())]
+    monkeypatch.setattr(calibration, "measure", lambda shapes: measured.pop(0))
+    assert calibration.choose_kernels(SHAPES, tmp_path) == LinearKernels("onednn", "mkl", "onednn")
+    assert calibration.choose_kernels(SHAPES, tmp_path) == LinearKernels("onednn", "mkl", "onednn")
+    assert calibration.choose_kernels(SHAPES[:1], tmp_path) == LinearKernels()  # other shapes are another choice
+    assert len(json.loads((tmp_path / calibration.CACHE).read_text())) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": {"few_rows": "fast"}}'])
+def test_what_cannot_be_read_is_measured_again(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / calibration.CACHE).write_text(content)
+    monkeypatch.setattr(calibration, "measure", lambda shapes: asdict(LinearKernels()))
+    assert calibration.choose_kernels(SHAPES, tmp_path) == LinearKernels()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(calibration, "measure", lambda shapes: asdict(LinearKernels()))
+    assert calibration.choose_kernels(SHAPES, tmp_path / "file") == LinearKernels()

@@ -1,0 +1,150 @@
+"""Decoding of dense models in float32 on a CPU, without transformers' modules.
+
+For one token a row, a module's Python and small operations take as long as its products. Here a layer is four products:
+q, k and v are one, and gate and up are one, because their weights are views of one tensor. So a refit writes them where
+they are read. Models of other families, dtypes and devices decode by their own forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
+from spmdrl.model.linear import linear
+
+FAMILIES = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+
+
+def can_decode(model: PreTrainedModel) -> bool:
+    """True when `DenseDecoder` computes what the model's own forward pass computes."""
+    rope = (model.config.rope_parameters or {}).get("rope_type") if hasattr(model.config, "rope_parameters") else None
+    return (
+        model.device.type == "cpu"
+        and model.dtype == torch.float32
+        and rope is not None
+        and rope not in BATCH_DEPENDENT_ROPES
+        and all(type(layer) in FAMILIES for layer in model.base_model.layers)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One linear layer, or several of the same input."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of a decoder layer."""
+
+    attention: AttentionLayer
+    norm_in: Tensor  # [D]
+    qkv: _Product
+    qk_norms: tuple[Tensor, Tensor] | None  # [D] each
+    out: _Product
+    norm_between: Tensor  # [D]
+    gate_up: _Product
+    activation: nn.Module
+    down: _Product
+
+
+class DenseDecoder:
+    """Computes the logits of the next token of every row, with the weights of a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Move the weights of layers with the same input next to each other; the model's parameters become views."""
+        assert can_decode(model), f"{type(model).__name__} decodes by its own forward pass"
+        config: Any = model.config
+        self._model = model
+        self._num_heads = config.num_attention_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._eps = config.rms_norm_eps
+        self._layers = [_layer(layer) for layer in model.base_model.layers]
+        self._rotary = torch.empty(2, 0, 1, self._head_dim)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
+        """Tokens [n] at positions [n], below `longest`, give logits [n, V]."""
+        if self._rotary.shape[1] < longest:
+            self._rotary = self._rotary_until(2 * longest)
+        cos, sin = self._rotary[:, positions]
+        hidden = F.embedding(tokens, self._model.get_input_embeddings().weight)
+        for layer in self._layers:
+            hidden = hidden + layer.out(self._attended(layer, self._norm(hidden, layer.norm_in), cos, sin, attend))
+            gate, up = layer.gate_up(self._norm(hidden, layer.norm_between)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(layer.activation(gate).mul_(up))
+        head = self._model.get_output_embeddings()
+        return linear(self._norm(hidden, self._model.base_model.norm.weight), head.weight, head.bias)
+
+    def _attended(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Attention's result [n, H D] for x [n, D]."""
+        heads = layer.qkv(x).unflatten(-1, (-1, self._head_dim))  # [n, H + 2 K, D]
+        num_turned = (heads.shape[1] + self._num_heads) // 2
+        turned = heads[:, :num_turned]
+        if layer.qk_norms is not None:
+            turned = F.rms_norm(turned, (self._head_dim,), None, self._eps)
+            turned[:, : self._num_heads].mul_(layer.qk_norms[0])
+            turned[:, self._num_heads :].mul_(layer.qk_norms[1])
+        half = self._head_dim // 2
+        swapped = torch.cat((turned[..., half:], turned[..., :half]), dim=-1)
+        turned = (turned * cos).addcmul_(swapped, sin)
+        q, k = turned.split((self._num_heads, num_turned - self._num_heads), dim=1)
+        query, key, value = (part.transpose(0, 1)[None] for part in (q, k, heads[:, num_turned:]))
+        return attend(query, key, value, layer.attention)[0].flatten(1)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self._eps)
+
+    def _rotary_until(self, size: int) -> Tensor:
+        """Cosines and sines of positions [0, size), [2, size, 1, D]; the first half of the sines is negated."""
+        like = self._rotary.new_empty(0)
+        cos, sin = self._model.base_model.rotary_emb(like, torch.arange(size)[None])
+        first, second = sin[0].chunk(2, dim=-1)
+        return torch.stack([cos[0], torch.cat((-first, second), dim=-1)])[:, :, None]
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        attention=AttentionLayer(
+            index=attention.layer_idx, scale=attention.scaling, window=getattr(attention, "sliding_window", None)
+        ),
+        norm_in=layer.input_layernorm.weight,
+        qkv=_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qk_norms=(attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None,
+        out=_Product(attention.o_proj.weight, attention.o_proj.bias),
+        norm_between=layer.post_attention_layernorm.weight,
+        gate_up=_side_by_side([mlp.gate_proj, mlp.up_proj]),
+        activation=mlp.act_fn,
+        down=_Product(mlp.down_proj.weight, mlp.down_proj.bias),
+    )
+
+
+def _side_by_side(linears: Sequence[nn.Linear]) -> _Product:
+    """Make the weights of linear layers views of one tensor."""
+    biases = [layer.bias for layer in linears if layer.bias is not None]
+    assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
+    return _Product(_joined([layer.weight for layer in linears]), _joined(biases) if biases else None)
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """Make parameters views of one tensor, along their first dimension, and return it."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return whole

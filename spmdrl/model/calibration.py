@@ -1,0 +1,139 @@
+"""Measure which kernels multiply matrices fastest on this processor, in a fraction of a second.
+
+The choice decides the last bits of results. So ranks agree on one, a run writes it into its folder and keeps it when it
+resumes, and the machine remembers it: the next run here makes the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, weight_gradient
+
+Shape = tuple[int, int]  # of a weight: outputs, inputs
+
+BUDGET_S = 0.2
+CACHE = "linear-kernels.json"
+_MAX_SIZE = 512  # of either side of a weight: larger ones behave alike
+_KINDS = tuple(kind.name for kind in fields(LinearKernels))
+_FEW_ROWS = 128
+_ROUNDS = 5
+_KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+_GAIN = 0.9  # oneDNN must take less than this of MKL's time: near ties would fall differently each time
+
+
+def shapes_of(model_config: Any) -> list[Shape]:
+    """The shapes of a decoder layer's linear weights, each at most _MAX_SIZE wide."""
+    config = model_config.get_text_config()
+    hidden = min(config.hidden_size, _MAX_SIZE)
+    inner = min(getattr(config, "intermediate_size", None) or hidden, _MAX_SIZE)
+    return list(dict.fromkeys([(hidden, hidden), (inner, hidden), (hidden, inner)]))
+
+
+def choose_kernels(shapes: Sequence[Shape], cache: Path | None = None) -> LinearKernels:
+    """Choose by what was measured earlier on a machine like this one, else by measuring.
+
+    `cache` is the folder that remembers; None is the user's own.
+    """
+    known, key = (cache or _users_cache()) / CACHE, _machine_and(shapes)
+    remembered = _read(known)
+    if key not in remembered:
+        remembered[key] = measure(shapes)
+        _write(known, remembered)
+    return kernels_of(remembered[key])
+
+
+def kernels_of(written: Any) -> LinearKernels:
+    """Read kernels as `asdict` wrote them. Raises ValueError when they are not."""
+    if not isinstance(written, dict) or set(written) != set(_KINDS) or not set(written.values()) <= set(_KERNELS):
+        raise ValueError(f"{written} does not name a kernel for each of {', '.join(_KINDS)}")
+    return LinearKernels(**written)
+
+
+def measure(shapes: Sequence[Shape]) -> dict[str, Kernel]:
+    """Time both kernels in turns on each kind of product over all shapes; returns the faster one of each kind.
+
+    Each kind has a third of BUDGET_S; one that cannot be compared in that time stays with MKL.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return asdict(LinearKernels())
+    return {kind: _faster(kind, shapes, budget_s=BUDGET_S / len(_KINDS)) for kind in _KINDS}
+
+
+def _faster(kind: str, shapes: Sequence[Shape], *, budget_s: float) -> Kernel:
+    """Compare the fastest of a few rounds, which a busy machine disturbs least."""
+    operands = []
+    for outputs, inputs in shapes:
+        # As many rows as training has, unless the weight is so large that fewer take as long.
+        rows = _FEW_ROWS if kind == "few_rows" else min(max(2**26 // (outputs * inputs), 2 * MANY_ROWS), 4096)
+        sizes = ((rows, inputs), (rows, outputs), (outputs, inputs))
+        operands.append([torch.ones(size) for size in sizes])
+    deadline = time.perf_counter() + budget_s
+    best: dict[Kernel, float] = {}
+    for number in range(_ROUNDS + 1):  # the first one compiles
+        for kernel in _KERNELS:
+            began = time.perf_counter()
+            if began > deadline and number:
+                break
+            for x, grad, weight in operands:
+                if kind == "weight_gradient":
+                    weight_gradient(grad, x, kernel)
+                else:
+                    product(x, weight, None, kernel)
+            if number:
+                best[kernel] = min(best.get(kernel, float("inf")), time.perf_counter() - began)
+    is_measured = best.keys() == set(_KERNELS)
+    return "onednn" if is_measured and best["onednn"] < _GAIN * best["mkl"] else "mkl"
+
+
+def _machine_and(shapes: Sequence[Shape]) -> str:
+    """Describe what the choice depends on."""
+    sizes = " ".join(f"{outputs}x{inputs}" for outputs, inputs in shapes)
+    # glibc's settings too: oneDNN copies, and how fast that is depends on whether freed memory stays mapped.
+    allocator = " ".join(f"{name}{os.environ[name]}" for name in sorted(os.environ) if name.startswith("MALLOC_"))
+    return f"{processor()}; torch {torch.__version__}; {torch.get_num_threads()} threads; {sizes}; {allocator}"
+
+
+def processor() -> str:
+    """Name the processor, with what tells apart those that call themselves the same."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return "unknown processor"
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {name.strip(): value.strip() for name, value in facts.items()}
+    parts = [named.get("model name", "unknown processor")]
+    parts += [f"{name} {named[name]}" for name in ("cpu family", "model") if name in named]
+    return f"{', '.join(parts)}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _users_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdrl"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read what is remembered. A file that cannot be read is no reason not to train: then nothing is."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {key: asdict(kernels_of(value)) for key, value in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _write(path: Path, remembered: dict[str, Any]) -> None:
+    """Write the file, complete or not at all; a folder that cannot be written only costs the next run 0.2 s."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(remembered, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        return
