@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 from spmdrl.algo.seeds import mix
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import choose_kernel
+from spmdrl.model.calibration import choose_kernels, shapes_of
+from spmdrl.model.linear import use_kernels
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request
 
@@ -77,6 +79,7 @@ def side(name: str, calls: Sequence[Call]) -> dict[str, Any]:
 
 def start_engine(model: PreTrainedModel, *, max_running: int) -> TorchEngine:
     """spmdrl's engine with the weights of `model`."""
+    use_fastest_kernels(model)
     engine = TorchEngine(
         model.config,
         device=model.device,
@@ -86,6 +89,12 @@ def start_engine(model: PreTrainedModel, *, max_running: int) -> TorchEngine:
     )
     load_whole(engine, dict(model.named_parameters()), version=0)
     return engine
+
+
+def use_fastest_kernels(model: PreTrainedModel) -> None:
+    """Multiply matrices by the kernels that a run on this machine would choose."""
+    if model.device.type == "cpu":
+        use_kernels(choose_kernels(shapes_of(model.config)))
 
 
 def requests(prompts: Sequence[Sequence[int]], lengths: Sequence[int] | None, *, seed: int = 0) -> list[Request]:

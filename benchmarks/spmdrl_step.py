@@ -85,7 +85,8 @@ def main() -> None:
             check=True,
         )
         rows = [json.loads(line) for line in (folder / "runs/bench/metrics.jsonl").read_text().splitlines()]
-    print(json.dumps(result(args, rows)))
+        chosen = json.loads((folder / "runs/bench/machine.json").read_text())
+    print(json.dumps({**result(args, rows), "linear_kernels": chosen["linear_kernels"]}))
 
 
 def config(args: argparse.Namespace, folder: Path, num_steps: int) -> str:

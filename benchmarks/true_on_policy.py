@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import workload
-from engine import requests, time_engine
+from engine import requests, time_engine, use_fastest_kernels
 from generate_peer import request_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -109,6 +109,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=IMPLEMENTATION
         ).eval()
+    use_fastest_kernels(model)
     plain, exact = Mode.of(model, "sdpa"), Mode.of(model, "invariant")
     prompts = request_prompts()
     for step in range(args.repeats + 1):

@@ -138,7 +138,8 @@ def run_here(name: str, options: Sequence[str], paths: Sequence[Path]) -> int:
     os.chdir(ROOT)
     sys.argv = [name, *options]
     workload = importlib.import_module("workload")
-    os.environ.update(workload.best_environment(threads=1), PYTHONPATH=str(ROOT))
+    # What a busy machine finds out about its kernels is not for later runs.
+    os.environ.update(workload.best_environment(threads=1), PYTHONPATH=str(ROOT), XDG_CACHE_HOME=str(paths[0].parent))
     try:
         code = importlib.import_module(name.removesuffix(".py")).main()
     except SystemExit as end:
