@@ -42,7 +42,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-spmd test-engine test-e2e test-long test-gpu \
-  lint format bench docs clean
+  lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,12 @@ format: $(INSTALLED) ## let ruff lay out the code and fix what it can
 
 bench: $(INSTALLED) ## measure again what benchmarks/ reports
 	$(IN_VENV) bash benchmarks/run.sh $(ARGS)
+
+bench-table: $(INSTALLED) ## put what was measured into README.md and docs/benchmarks.md
+	$(IN_VENV) python benchmarks/check.py --write
+
+bench-check: $(INSTALLED) ## do they show what was measured? Which results are about older code?
+	$(IN_VENV) python benchmarks/check.py
 
 docs: $(INSTALLED) ## write docs/configuration.md and docs/algorithms.md from the code
 	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new

@@ -39,6 +39,7 @@ from spmdrl.learn.objective import SftObjective
 from spmdrl.model.load import load_policy
 
 SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 1, "vocab_size": 64},
     "10m": {"hidden_size": 256, "num_hidden_layers": 12, "vocab_size": 4096},
     "50m": {"hidden_size": 512, "num_hidden_layers": 14, "vocab_size": 8192},
     "100m": {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 16384},
@@ -48,7 +49,7 @@ SIZES: dict[str, dict[str, int]] = {
 def main() -> None:
     """Measure every size, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10m", "50m", "100m"])
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each model")
     parser.add_argument("--folder", type=Path, help="a directory on the disk to measure; default: the temporary one")
     args = parser.parse_args()

@@ -5,7 +5,7 @@
 Qwen3's shapes with random weights: float32 shards on one rank, sent as bfloat16. They go into a plain process that
 opens CUDA IPC handles by the loader that SGLang's processes use, and into SGLang itself where it can be imported. The
 two ways alternate; digests are off after the first refit. The limit is a `copy_` of a GiB from the device to itself,
-timed after each pair. Writes benchmarks/results/gpu-refit.json and prints a line for each row. `--device cpu --sizes
+timed after each pair. Prints one JSON object, and writes it to benchmarks/results/gpu-refit.json; `--device cpu --sizes
 tiny --transport shared_memory` tries the program where there is no device, and writes nothing.
 """
 
@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -26,8 +25,9 @@ from typing import Any
 
 import torch
 import workload
-from bench import RESULTS, commit_id, machine
 from refit import NEVER, Call, PerTensor, SGLangCalls, seconds
+from results import RESULTS, provenance, write_result
+from rows import OTHERS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -47,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.helpers.other_process import OtherProcess
 
 MIB = 2**20
-GIB = 2**30
 DTYPE = torch.bfloat16
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -64,13 +63,14 @@ def main() -> None:
     parser.add_argument("--into", nargs="+", choices=("process", "sglang"), default=["process", "sglang"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits")
     parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
+    parser.add_argument("--copy-mib", type=int, default=1024, help="of the plain copy")
     parser.add_argument("--transport", choices=("cuda_ipc", "shared_memory"), default="cuda_ipc")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --sizes tiny only tries the program")
     receivers = [name for name in args.into if name == "process" or find_spec("sglang") is not None]
-    commit, rows = commit_id(), []
+    origin, rows = provenance(OTHERS["gpu-refit"]), []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         for size in args.sizes:
@@ -78,14 +78,13 @@ def main() -> None:
             for name in receivers:
                 with RECEIVERS[name](model_config(size), meshes.training, args.transport) as (engine, call):
                     rows.append({"size": size, "into": name, **measure(policy, engine, call, meshes, args)})
-                print(summary(rows[-1]), flush=True)
+                print(summary(rows[-1]), file=sys.stderr, flush=True)
             del policy
     result = {
         "benchmark": "gpu-refit",
         "about": "refits on a device, beside one call for each tensor and a copy on the device",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit,
-        "machine": {**machine(), "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"},
+        **origin,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "versions": workload.versions(["torch", "transformers", *(["sglang"] if "sglang" in receivers else [])]),
         "load_average": os.getloadavg()[0],
         "command": "python benchmarks/gpu_refit.py " + " ".join(sys.argv[1:]),
@@ -93,8 +92,8 @@ def main() -> None:
         "rows": rows,
     }
     if args.device == "cuda":
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "gpu-refit.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(RESULTS / "gpu-refit.json", result)
+    print(json.dumps(result))
 
 
 def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
@@ -105,8 +104,9 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
     refit(version=1)
     one_by_one = PerTensor(policy, call, memory=engine.allocate, dtype=DTYPE)
     one_by_one()
+    copy_bytes = args.copy_mib * MIB
     source, target = (
-        torch.full((GIB,), value, dtype=torch.uint8, device=meshes.training.device_type) for value in (1, 2)
+        torch.full((copy_bytes,), value, dtype=torch.uint8, device=meshes.training.device_type) for value in (1, 2)
     )
     bucketed, by_tensor, copies = [], [], []
     for version in range(2, 2 + args.repeats):
@@ -114,7 +114,7 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
         by_tensor.append(timed(meshes.training, one_by_one))
         copies.append(statistics.median(timed(meshes.training, lambda: target.copy_(source)) for _ in range(5)))
     gb = sum(parameter.numel() for parameter in one_by_one.weights.values()) * DTYPE.itemsize / 1e9
-    shares = [(gb / ours) / (GIB / 1e9 / limit) for ours, limit in zip(bucketed, copies, strict=True)]
+    shares = [(gb / ours) / (copy_bytes / 1e9 / limit) for ours, limit in zip(bucketed, copies, strict=True)]
     return {
         "tensors": len(one_by_one.weights),
         "gb": gb,
@@ -122,7 +122,7 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
         "by_tensor_s": by_tensor,
         "ratio": statistics.median(ours / theirs for ours, theirs in zip(bucketed, by_tensor, strict=True)),
         "gb_per_s": gb / statistics.median(bucketed),
-        "copy_gb_per_s": GIB / 1e9 / statistics.median(copies),
+        "copy_gb_per_s": copy_bytes / 1e9 / statistics.median(copies),
         "share_of_copy": statistics.median(shares),
         "first_with_digests_s": first_s,
     }
@@ -222,7 +222,7 @@ def sglang(config: Qwen3Config, mesh: DeviceMesh, transport: str) -> Iterator[tu
 
 
 def sglang_launch(folder: str, device_type: str) -> SGLangOptions:
-    """What it is started with; triton's attention needs the fewest kernels."""
+    """Settings that SGLang is started with; triton's attention needs the fewest kernels."""
     on_cpu = device_type == "cpu"
     arguments = {
         "model_path": folder,

@@ -41,7 +41,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def load_on_this_rank(path: Path, world: World) -> list[Tensor]:
-    """What is measured: load the model at `path` as training does, and return this rank's shard of each parameter."""
+    """Load the model at `path` as training does, which is measured; return this rank's shard of each parameter."""
     policy = load_policy(ModelConfig(path=str(path)), build_meshes(world).model, temperature=1.0)
     return [parameter.to_local() for parameter in policy.parameters() if isinstance(parameter, DTensor)]
 
@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint; training is float32")
     parser.add_argument("--layers", type=int, default=14, help="14 make 1.0 billion parameters")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank-loads", type=Path, help=argparse.SUPPRESS)  # set by this program, in the ranks
     args = parser.parse_args()
@@ -59,15 +60,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        written = write_checkpoint(folder, dtype=DTYPES[args.dtype], num_layers=args.layers)
+        written = write_checkpoint(folder, dtype=DTYPES[args.dtype], num_layers=args.layers, vocabulary=args.vocabulary)
         ranks = run_ranks(folder, num_ranks=args.ranks)
     print(json.dumps(result(args, written, ranks)))
 
 
-def write_checkpoint(folder: Path, *, dtype: torch.dtype, num_layers: int) -> Mapping[str, float]:
-    """Write Qwen3-1.7B's architecture with `num_layers` layers and random weights, never more than a file in memory."""
+def write_checkpoint(folder: Path, *, dtype: torch.dtype, num_layers: int, vocabulary: int) -> Mapping[str, float]:
+    """Write Qwen3-1.7B's architecture with these sizes and random weights, never more than a file in memory."""
     config = Qwen3Config(
-        vocab_size=151_936,
+        vocab_size=vocabulary,
         hidden_size=2048,
         intermediate_size=6144,
         num_hidden_layers=num_layers,
@@ -115,8 +116,8 @@ def sum_absolute(tensors: Iterable[Tensor]) -> float:
 
 def run_ranks(folder: Path, *, num_ranks: int) -> list[dict[str, Any]]:
     """Start the ranks, wait, and return what each measured."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [*torchrun, __file__, "--rank-loads", str(folder)]
+    launcher = workload.torchrun(num_ranks) if num_ranks > 1 else []
+    command = [sys.executable, *launcher, __file__, "--rank-loads", str(folder)]
     subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -191,7 +192,7 @@ def resident_bytes() -> dict[str, int]:
 
 
 def result(args: argparse.Namespace, written: Mapping[str, float], ranks: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """What is printed. Raises when the ranks together do not hold exactly the weights that were written."""
+    """Make the object that is printed. Raises when the ranks together do not hold the weights that were written."""
     loaded, wanted = math.fsum(rank.pop("absolute_sum") for rank in ranks), written["absolute_sum"]
     assert math.isclose(loaded, wanted, rel_tol=1e-9), f"the ranks hold other weights: {loaded}, not {wanted}"
     shard_bytes = sum(rank["shard_bytes"] for rank in ranks)

@@ -34,12 +34,13 @@ from spmdrl.config import ModelConfig
 from spmdrl.model.logprobs import next_token_logprobs
 
 MIB = 2**20
-VOCABULARY = 151_936
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 PLAIN_TENSORS = 6  # of T x V elements that exist at a time in a plain pass, at most: to choose what to leave out
 COMPARED_TOKENS = 4096
+FEW_TOKENS = 64  # of the pass before, in which the libraries take what they need for themselves
 
 Scores = tuple[Tensor, Tensor]
+Leaves = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
 Head = Callable[[Tensor, Tensor, Tensor], Scores]
 
 
@@ -63,6 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="numbers of tokens in a pass")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of timed passes of each size")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--plain-gib", type=float, help="the most a plain pass may take; else 0.7 of what is free")
@@ -71,28 +74,29 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     if args.case:
-        print(json.dumps(memory_of_pass(args.case[0], int(args.case[1]), args.hidden_size, device)))
+        print(json.dumps(memory_of_pass(args.case[0], leaves(args, int(args.case[1]), device))))
         return
     load_average = os.getloadavg()
     plain_bytes = args.plain_gib * 2**30 if args.plain_gib else 0.7 * free_bytes(device)
-    affordable = [n for n in TOKENS if PLAIN_TENSORS * 4 * n * VOCABULARY <= plain_bytes]
+    affordable = [n for n in args.tokens if PLAIN_TENSORS * 4 * n * args.vocabulary <= plain_bytes]
+    compared_tokens = COMPARED_TOKENS if COMPARED_TOKENS in args.tokens else max(args.tokens)
     memory = {
         head: {str(n): in_own_process(head, n) for n in sizes}
-        for head, sizes in {"tiled": list(TOKENS), "plain": affordable}.items()
+        for head, sizes in {"tiled": args.tokens, "plain": affordable}.items()
     }
-    at_4k, is_measured = plain_peak_mib(memory["plain"], COMPARED_TOKENS)
+    at_4k, is_measured = plain_peak_mib(memory["plain"], compared_tokens)
     result = {
         "device": args.device,
-        "vocabulary": VOCABULARY,
+        "vocabulary": args.vocabulary,
         "hidden_size": args.hidden_size,
         "threads": args.threads,
         "memory": memory,
-        "compared_tokens": COMPARED_TOKENS,
-        "tiled_peak_mib": memory["tiled"][str(COMPARED_TOKENS)]["peak_mib"],
+        "compared_tokens": compared_tokens,
+        "tiled_peak_mib": memory["tiled"][str(compared_tokens)]["peak_mib"],
         "plain_peak_mib": at_4k,
         "plain_peak_is_measured": is_measured,
-        "memory_ratio": memory["tiled"][str(COMPARED_TOKENS)]["peak_mib"] / at_4k,
-        "times": {str(n): times(n, args.hidden_size, device, repeats=args.repeats) for n in affordable},
+        "memory_ratio": memory["tiled"][str(compared_tokens)]["peak_mib"] / at_4k,
+        "times": {str(n): times(leaves(args, n, device), repeats=args.repeats) for n in affordable},
         "load_average": load_average[0],
         "load_average_after": os.getloadavg()[0],
         "versions": workload.versions(["torch"]),
@@ -101,16 +105,16 @@ def main() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be had of the device's memory now."""
+    """Count the bytes that can be had of the device's memory now."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def leaves(num_tokens: int, hidden_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def leaves(args: argparse.Namespace, num_tokens: int, device: torch.device) -> Leaves:
     """Hidden states and weight whose logits have a deviation of about 1, and targets."""
     draw = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(num_tokens, hidden_size, generator=draw, device=device)
-    weight = torch.randn(VOCABULARY, hidden_size, generator=draw, device=device).mul_(hidden_size**-0.5)
-    targets = torch.randint(VOCABULARY, (num_tokens,), generator=draw, device=device)
+    hidden = torch.randn(num_tokens, args.hidden_size, generator=draw, device=device)
+    weight = torch.randn(args.vocabulary, args.hidden_size, generator=draw, device=device).mul_(args.hidden_size**-0.5)
+    targets = torch.randint(args.vocabulary, (num_tokens,), generator=draw, device=device)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
@@ -123,10 +127,10 @@ def one_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> flo
     return loss.item()
 
 
-def memory_of_pass(name: str, num_tokens: int, hidden_size: int, device: torch.device) -> dict[str, float]:
+def memory_of_pass(name: str, inputs: Leaves) -> dict[str, float]:
     """Runs in a process of its own: the peak of one pass."""
-    hidden, weight, targets = leaves(num_tokens, hidden_size, device)
-    few = 64  # what the libraries need for themselves is taken before the measurement
+    hidden, weight, targets = inputs
+    device, few = hidden.device, FEW_TOKENS
     small = hidden[:few].detach().requires_grad_(), weight[:few].detach().requires_grad_(), targets[:few] % few
     one_pass(HEADS[name], *small)
     before = start_peak(device)
@@ -171,9 +175,9 @@ def plain_peak_mib(found: Mapping[str, Mapping[str, float]], num_tokens: int) ->
     return y1 + (y1 - y0) / (x1 - x0) * (num_tokens - x1), False
 
 
-def times(num_tokens: int, hidden_size: int, device: torch.device, *, repeats: int) -> dict[str, Any]:
+def times(inputs: Leaves, *, repeats: int) -> dict[str, Any]:
     """Passes of both, alternating; the first pair is not counted."""
-    inputs = leaves(num_tokens, hidden_size, device)
+    device, num_tokens = inputs[0].device, len(inputs[0])
     durations: dict[str, list[float]] = {name: [] for name in HEADS}
     for _ in range(1 + repeats):
         for name, head in HEADS.items():

@@ -1,12 +1,13 @@
-"""What a mismatched engine does to a run, and what corrections do about it: runs, their curves, and a picture of them.
+"""Train with a mismatched engine, with and without corrections: runs, their curves, and a picture of them.
 
     python benchmarks/mismatch.py --model runs/demo-...-sft/hf     minutes a run; finished runs are not repeated
     python benchmarks/mismatch.py --draw-only
 
-MODEL, the warm start that `make demo` leaves, is trained with the demo's tasks by `noisy_train.py`, once for each
-variant and seed: with a noisy engine without correction, with TIS and with MIS, and with an exact one. Without
-correction is what a trainer does that knows nothing of the mismatch: it computes old log-probabilities itself and
-ignores the engine's. Writes benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg.
+MODEL, the warm start that `make demo` leaves, is trained with the demo's tasks, once for each variant and seed: with
+the engine of `noisy_engine.py` without correction, with TIS and with MIS, and with an exact one. Without correction is
+what a trainer does that knows nothing of the mismatch: it computes old log-probabilities itself and ignores the
+engine's. Writes benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg; prints one JSON
+object: `result` and `picture` (the files), `runs` (how many), `accuracy` (the last one of each).
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import workload
-from bench import RESULTS, ROOT, machine
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from noisy_engine import NoisyEngine
+from results import RESULTS, ROOT, provenance
+from results import write_result as write_file
+from rows import OTHERS
 
 from spmdrl.report.curves import FAINT_INK, RUN_COLORS, STYLE, smoothed
 from spmdrl.report.files import read_rows
@@ -34,7 +37,6 @@ from spmdrl.report.run_folder import RunFolder
 
 RESULT, PICTURE = RESULTS / "mismatch.json", ROOT / "docs/images/mismatch.svg"
 MAX_SEEDS = 10  # seeds are below
-NOISE = 0.4  # the deviation of the noise over that of each weight matrix
 SETTINGS = (  # over configs/demo.toml
     "run.threads_per_rank=1",
     "run.num_steps=160",
@@ -48,11 +50,12 @@ SETTINGS = (  # over configs/demo.toml
     "export.at_end=false",
 )
 MASK = ("correction.kind=mis", "correction.mode=mask", "correction.low=0.5", "correction.high=5.0")
-VARIANTS: dict[str, tuple[float, tuple[str, ...]]] = {  # noise, and settings
-    "no correction": (NOISE, ()),
-    "TIS": (NOISE, ("correction.kind=tis", "correction.level=token", "correction.high=2.0")),
-    "MIS": (NOISE, (*MASK, "correction.level=token")),
-    "exact engine": (0.0, ()),
+NOISY = "rollout.engine=benchmarks/noisy_engine.py:NoisyEngine"
+VARIANTS: dict[str, tuple[str, ...]] = {  # settings
+    "no correction": (NOISY,),
+    "TIS": (NOISY, "correction.kind=tis", "correction.level=token", "correction.high=2.0"),
+    "MIS": (NOISY, *MASK, "correction.level=token"),
+    "exact engine": (),
 }
 COLORS = dict(zip(VARIANTS, (RUN_COLORS[1], RUN_COLORS[0], RUN_COLORS[2], FAINT_INK), strict=True))
 METRICS = {  # of the result: of metrics.jsonl
@@ -75,13 +78,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/mismatch", help="where run folders are made")
     parser.add_argument("--draw-only", action="store_true", help="draw the result that is there")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE", help="over those of every run")
     args = parser.parse_args()
     if not args.draw_only:
+        origin = provenance(OTHERS["mismatch"])
         for seed in args.seeds:
             for variant in args.variants:
-                train(variant, seed, args.model.resolve(), folder_of(args.runs, variant, seed))
-        write_result(args.runs)
-    draw(json.loads(RESULT.read_text(encoding="utf-8"))["runs"], PICTURE)
+                train(variant, seed, args.model.resolve(), folder_of(args.runs, variant, seed), args.settings)
+        write_result(args.result, args.runs, origin)
+    runs = json.loads(args.result.read_text(encoding="utf-8"))["runs"]
+    draw(runs, args.picture)
+    files = {"result": str(args.result), "picture": str(args.picture)}
+    print(json.dumps({**files, "runs": len(runs), "accuracy": [run["accuracy"][-1] for run in runs]}))
 
 
 def folder_of(runs: Path, variant: str, seed: int) -> RunFolder:
@@ -89,21 +99,20 @@ def folder_of(runs: Path, variant: str, seed: int) -> RunFolder:
     return RunFolder(runs / f"{variant.replace(' ', '-')}-{seed}")
 
 
-def train(variant: str, seed: int, model: Path, folder: RunFolder) -> None:
+def train(variant: str, seed: int, model: Path, folder: RunFolder, settings: Sequence[str]) -> None:
     """One run, unless its folder holds it already."""
     if not finished(folder):
         where = (f"run.dir={folder.path.parent}", f"run.name={folder.path.name}", f"model.path={model}")
-        call(*command(variant, seed), *where, "resume.checkpoint=never")
+        call(*command(variant, seed), *where, "resume.checkpoint=never", *settings)
 
 
 def command(variant: str, seed: int) -> list[str]:
-    """What to call Python with, without the places of model and run."""
-    noise, settings = VARIANTS[variant]
-    return ["benchmarks/noisy_train.py", str(noise), "configs/demo.toml", *SETTINGS, *settings, f"run.seed={seed}"]
+    """Make the arguments for Python, without the places of model and run."""
+    return ["-m", "spmdrl.train", "configs/demo.toml", *SETTINGS, *VARIANTS[variant], f"run.seed={seed}"]
 
 
 def finished(folder: RunFolder) -> bool:
-    """Whether the run in this folder took its last step."""
+    """Return True when the run in this folder took its last step."""
     if not folder.plan.is_file():
         return False
     rows = read_rows(folder.metrics)
@@ -112,30 +121,29 @@ def finished(folder: RunFolder) -> bool:
 
 def call(*command: str) -> None:
     """Run Python from the repository's root; an error ends this program, too."""
-    print("python", *command, flush=True)
+    print("python", *command, file=sys.stderr, flush=True)
     environment = {**os.environ, **workload.best_environment(threads=1), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=environment)
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
 
 
-def write_result(runs: Path) -> None:
+def write_result(path: Path, runs: Path, origin: Json) -> None:
     """Write the curves of all finished runs with what they were measured on."""
     places = [(variant, seed) for variant in VARIANTS for seed in range(MAX_SEEDS)]
     content = {
         "about": "reward and held-out accuracy of runs whose engine samples with perturbed weights",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "noise": NOISE,
+        **origin,
+        "noise": NoisyEngine.noise,
         "runs": [
             curves(variant, seed, folder_of(runs, variant, seed))
             for variant, seed in places
             if finished(folder_of(runs, variant, seed))
         ],
     }
-    RESULT.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    write_file(path, content, indent=None)
 
 
 def curves(variant: str, seed: int, folder: RunFolder) -> Json:
-    """What one run showed, in each step and at each evaluation."""
+    """Collect the curves of one run, over steps and evaluations."""
     rows = read_rows(folder.metrics)
     steps, evaluations = [row for row in rows if "reward/mean" in row], [row for row in rows if "eval/accuracy" in row]
     return {

@@ -1,6 +1,6 @@
 """Time the balance of sequences over ranks beside verl's, and compare how even both are.
 
-    python benchmarks/packing.py [--repeats 3] [--limit-s 60]
+    python benchmarks/packing.py [--repeats 3] [--limit-s 60] [--largest 1000000]
 
 benchmarks/run.sh makes .venv-verl, with verl alone: its requirements are not needed for this (packing_peer.py). The two
 sides run alternately on the same lengths, each call of verl in a process of its own, and only the split is timed. A
@@ -43,6 +43,7 @@ SIZES += [(1_000_000, 64), (1_000_000, 1_024)]
 HEADLINE = {"kind": "lognormal", "num_sequences": 10_000, "num_ranks": 64}
 
 Split = list[list[int]]
+Json = dict[str, Any]
 
 
 def uniform(draw: random.Random) -> int:
@@ -51,7 +52,7 @@ def uniform(draw: random.Random) -> int:
 
 
 def lognormal(draw: random.Random) -> int:
-    """As responses are: a median of 1,000 tokens, a long tail, cut at 16,384."""
+    """A response's length: a median of 1,000 tokens, a long tail, cut at 16,384."""
     return min(max(round(draw.lognormvariate(math.log(1000), 1.0)), 1), MICRO_BATCH_TOKENS)
 
 
@@ -63,15 +64,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="pairs of each case")
     parser.add_argument("--limit-s", type=float, default=60.0, help="for one call of verl")
+    parser.add_argument("--largest", type=int, default=1_000_000, help="sequences; larger cases are left out")
+    parser.add_argument("--without-peer", action="store_true", help="spmdrl alone")
     args = parser.parse_args()
-    if not PEER_PYTHON.exists():
-        sys.exit(f"there is no {PEER_PYTHON}; bash benchmarks/run.sh makes it")
+    if not args.without_peer and not PEER_PYTHON.exists():
+        sys.exit(f"there is no {PEER_PYTHON}; bash benchmarks/run.sh makes it, --without-peer does without")
     load_average, cases = os.getloadavg()[0], []
-    for num_sequences, num_ranks in SIZES:
+    for num_sequences, num_ranks in (size for size in SIZES if size[0] <= args.largest):
         for kind in KINDS:
-            cases.append(measure(kind, num_sequences, num_ranks, repeats=args.repeats, limit_s=args.limit_s))
-            print(summary(cases[-1]), file=sys.stderr, flush=True)
-    [headline] = [case for case in cases if HEADLINE.items() <= case.items()]
+            case: Json = {"kind": kind, "num_sequences": num_sequences, "num_ranks": num_ranks}
+            largest_of_peer = 0 if args.without_peer else PEER_LARGEST
+            measure(case, repeats=args.repeats, limit_s=args.limit_s, asks_peer=num_sequences <= largest_of_peer)
+            cases.append(case)
+            print(summary(case), file=sys.stderr, flush=True)
+    headline = next((case for case in cases if HEADLINE.items() <= case.items()), cases[-1])
     good = all(case["ratio"] <= 1 and case["spmdrl_excess"] <= case["peer_excess"] for case in cases if case["peer_s"])
     result = {
         "peer": PEER,
@@ -86,13 +92,12 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure(kind: str, num_sequences: int, num_ranks: int, *, repeats: int, limit_s: float) -> dict[str, Any]:
-    """Both sides, alternating, on the same lengths."""
+def measure(case: Json, *, repeats: int, limit_s: float, asks_peer: bool) -> None:
+    """Both sides, alternating, on the same lengths; what is found is added to the case."""
+    kind, num_sequences, num_ranks = case["kind"], case["num_sequences"], case["num_ranks"]
     draw = random.Random(f"{kind} {num_sequences}")
     lengths = [KINDS[kind](draw) for _ in range(num_sequences)]
-    case: dict[str, Any] = {"kind": kind, "num_sequences": num_sequences, "num_ranks": num_ranks}
     case |= {"spmdrl_s": [], "peer_s": []}
-    asks_peer = num_sequences <= PEER_LARGEST
     for _ in range(repeats):
         duration_s, shares = timed(lambda: balance(lengths, num_ranks))
         case["spmdrl_s"].append(duration_s)
@@ -113,7 +118,6 @@ def measure(kind: str, num_sequences: int, num_ranks: int, *, repeats: int, limi
             lambda: pack(lengths, max_tokens=MICRO_BATCH_TOKENS, sequences_per_micro_batch=None)
         )
         case["num_micro_batches"] = len(micro_batches)
-    return case
 
 
 def timed(call: Callable[[], Split]) -> tuple[float, Split]:

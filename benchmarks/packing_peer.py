@@ -7,6 +7,7 @@ protocol, which needs tensordict and ray) serves its other functions only, and e
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -46,6 +47,7 @@ def load() -> ModuleType:
 
 def main() -> None:
     """One call."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     balancing = load()
     case = json.load(sys.stdin)
     start = time.perf_counter()

@@ -41,9 +41,9 @@ from spmdrl.refit.refit import Refit
 
 MIB = 2**20
 GIB = 2**30
-COPY_BYTES = 512 * MIB
 NEVER = 2**31  # verify every so many refits: the first one, and no other
 SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 128},
     "10m": {"hidden_size": 256, "num_hidden_layers": 22, "head_dim": 32, "vocab_size": 4096, "intermediate_size": 288},
     "200m": {"hidden_size": 1024, "num_hidden_layers": 13, "head_dim": 128, "vocab_size": 32768},
     "1b": {"hidden_size": 2048, "num_hidden_layers": 21, "head_dim": 128, "vocab_size": 32768},
@@ -54,9 +54,10 @@ BYTES_PER_PARAMETER = 14  # of host memory: policy and engine 4 each, the checkp
 def main() -> None:
     """Measure every size that fits, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10m", "200m", "1b"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits of each model")
     parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
+    parser.add_argument("--copy-mib", type=int, default=512, help="of the plain copy")
     args = parser.parse_args()
     load_average = os.getloadavg()
     sizes: dict[str, Any] = {}
@@ -67,7 +68,7 @@ def main() -> None:
             if (available := available_bytes()) < needed:
                 sizes[size] = {"left_out": f"needs {needed / GIB:.1f} GiB, {available / GIB:.1f} are available"}
             else:
-                sizes[size] = measure(size, meshes, repeats=args.repeats, bucket_bytes=args.bucket_mib * MIB)
+                sizes[size] = measure(size, meshes, args)
             print(size, "left out" if "left_out" in sizes[size] else summary(sizes[size]), file=sys.stderr, flush=True)
     result = {
         "bucket_mib": args.bucket_mib,
@@ -80,9 +81,9 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure(size: str, meshes: Meshes, *, repeats: int, bucket_bytes: int) -> dict[str, Any]:
+def measure(size: str, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways, alternating, into one engine."""
-    config = model_config(size)
+    config, bucket_bytes, copy_bytes = model_config(size), args.bucket_mib * MIB, args.copy_mib * MIB
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
@@ -94,15 +95,15 @@ def measure(size: str, meshes: Meshes, *, repeats: int, bucket_bytes: int) -> di
         refit(version=1)
         one_by_one = PerTensor(policy, SGLangCalls(engine), memory=engine.allocate, dtype=torch.float32)
         one_by_one()
-        copy = Copy()
+        copy = Copy(copy_bytes)
         spmdrl_s, peer_s, copy_s = [], [], []
-        for version in range(2, 2 + repeats):
+        for version in range(2, 2 + args.repeats):
             spmdrl_s.append(seconds(lambda version=version: refit(version=version)))
             peer_s.append(seconds(one_by_one))
             copy_s.append(statistics.median(seconds(copy) for _ in range(3)))
         num_bytes = 4 * count(config)
         rates = [num_bytes / 1e9 / duration for duration in spmdrl_s]
-        copy_rates = [COPY_BYTES / 1e9 / duration for duration in copy_s]
+        copy_rates = [copy_bytes / 1e9 / duration for duration in copy_s]
         return {
             "parameters": count(config),
             "tensors": len(one_by_one.weights),
@@ -218,8 +219,8 @@ def seconds(call: Callable[[], object]) -> float:
 class Copy:
     """A `copy_` whose source and target are too large for any cache; their pages have been touched."""
 
-    def __init__(self) -> None:
-        self._source, self._target = (torch.full((COPY_BYTES,), value, dtype=torch.uint8) for value in (1, 2))
+    def __init__(self, num_bytes: int) -> None:
+        self._source, self._target = (torch.full((num_bytes,), value, dtype=torch.uint8) for value in (1, 2))
 
     def __call__(self) -> None:
         self._target.copy_(self._source)

@@ -4,9 +4,9 @@
 
 One process stands for rank 0 of torch's fake process group, which has any number of ranks and moves nothing: the real
 code of a step runs, and every collective that it issues is counted by kind. What the fake group leaves out is filled in
-so that the code can go on: gathers give this rank's values for every other, exchanges bring zeros. Every rank has as
-many rollouts at any number of ranks. Bytes are those of the best known algorithm: of n ranks an all-gather or a
-reduce-scatter brings (n - 1)/n of the whole to each, an all-reduce twice that.
+so that the code can go on: gathers give this rank's values for every other, except for the sizes of rollouts, and
+exchanges bring zeros. Every rank has as many rollouts at any number of ranks. Bytes are those of the best known
+algorithm: of n ranks an all-gather or a reduce-scatter brings (n - 1)/n of the whole to each, an all-reduce twice that.
 
 Prints one JSON object: for each layout and number of ranks, each phase's collectives as {kind: [calls, bytes]}, and the
 seconds that the plan of the data plane took.
@@ -22,21 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import bench
 import torch
 import torch.distributed as dist
+from results import provenance
+from rows import OTHERS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import spmdrl.step.batch
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.exchange import SequenceInfo
@@ -56,11 +56,7 @@ MAX_TOKENS = 128
 BUDGET = 4096
 MODEL: dict[str, Any] = {
     "vocab_size": 4096,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
     "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
@@ -73,26 +69,22 @@ LAYOUTS = {
 
 
 def main() -> None:
-    """Count every layout at every number of ranks, each in a process of its own; print one JSON object."""
+    """Count every layout at every number of ranks, each in a process; print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 1024])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--one", action="store_true", help="count the first of each in this process")
+    parser.add_argument("--hidden-size", type=int, default=1024, help="of the model")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(count(args.layouts[0], args.ranks[0])))
-        return
-    rows = []
-    for layout in args.layouts:
-        for ranks in args.ranks:
-            command = [sys.executable, __file__, "--one", "--layouts", layout, "--ranks", str(ranks)]
-            print(f"{layout}, {ranks} ranks", file=sys.stderr)
-            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    origin = provenance(OTHERS["scale"])
+    cases = [(layout, ranks) for layout in args.layouts for ranks in args.ranks]
+    if len(cases) == 1:
+        rows = [count(*cases[0], args.hidden_size)]
+    else:
+        rows = [in_own_process(layout, ranks, args.hidden_size) for layout, ranks in cases]
     found = {
         "benchmark": "scale",
         "about": "collectives and bytes of a step, counted on rank 0",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit_id(),
+        **origin,
         "commands": ["python benchmarks/scale.py > benchmarks/results/scale.json"],
         "rollouts_per_rank": ROLLOUTS_PER_RANK,
         "versions": {"torch": torch.__version__},
@@ -101,7 +93,28 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def count(layout: str, num_ranks: int) -> dict[str, Any]:
+def in_own_process(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
+    """`count`, in a process that has no process group yet."""
+    print(f"{layout}, {num_ranks} ranks", file=sys.stderr)
+    options = ["--layouts", layout, "--ranks", str(num_ranks), "--hidden-size", str(hidden_size)]
+    done = subprocess.run([sys.executable, __file__, *options], check=True, capture_output=True, text=True)
+    [row] = json.loads(done.stdout)["rows"]
+    return row
+
+
+def model_config(hidden_size: int) -> Qwen3Config:
+    """A model whose other sizes follow from this one."""
+    heads = hidden_size // MODEL["head_dim"]
+    return Qwen3Config(
+        **MODEL,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+    )
+
+
+def count(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
     """The collectives of one step on rank 0 of so many."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     world = World(
@@ -117,7 +130,7 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
         parallel = parallel.model_copy(update={"dp_replicate": num_ranks // parallel.dp_shard})
     meter = Meter()
     with tempfile.TemporaryDirectory() as folder, meter:
-        model = Qwen3ForCausalLM(Qwen3Config(**MODEL))
+        model = Qwen3ForCausalLM(model_config(hidden_size))
         model.save_pretrained(folder)
         meshes = build_meshes(world, parallel)
         policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
@@ -132,7 +145,7 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
         ]
         plan = dataclasses.replace(plan_of(mine, pack, meshes, num_updates=1), rollouts_per_step=len(everyones))
         began = time.perf_counter()
-        with meter.phase("batch"), synthetic_sizes(everyones):
+        with meter.phase("batch", brought=rows_of(everyones)):
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
         plan_s = time.perf_counter() - began
         with meter.phase("prepare"):
@@ -156,27 +169,17 @@ def count(layout: str, num_ranks: int) -> dict[str, Any]:
 
 
 def sizes_of_others(num_ranks: int) -> Iterator[SequenceInfo]:
-    """What the other ranks would have sampled."""
+    """Sizes that the other ranks would have sampled."""
     rng = random.Random(1)
     for index in range(ROLLOUTS_PER_RANK, num_ranks * ROLLOUTS_PER_RANK):
         prompt, response = rng.randint(1, MAX_TOKENS // 4), rng.randint(1, MAX_TOKENS * 3 // 4)
         yield SequenceInfo(index, prompt + response, response, held_by=index // ROLLOUTS_PER_RANK)
 
 
-@contextmanager
-def synthetic_sizes(sizes: list[SequenceInfo]) -> Iterator[None]:
-    """Let the batch be built of these, after the collective that would have brought them."""
-    gather = spmdrl.step.batch.gather_infos
-
-    def gathered(sequences: Any, mesh: Any) -> list[SequenceInfo]:
-        gather(sequences, mesh)
-        return sizes
-
-    spmdrl.step.batch.gather_infos = gathered
-    try:
-        yield
-    finally:
-        spmdrl.step.batch.gather_infos = gather
+def rows_of(sizes: Iterable[SequenceInfo]) -> Tensor:
+    """Sizes as ranks tell them each other, rank by rank: see `gather_infos`."""
+    rows = [(s.index, s.num_tokens, s.num_loss_tokens, s.reward, s.baseline_reward) for s in sizes]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 class Meter(TorchDispatchMode):
@@ -186,13 +189,14 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.counts: dict[str, dict[str, list[int]]] = {}
         self._kinds: dict[str, list[int]] = {}
+        self._brought: Tensor | None = None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """What is counted meanwhile belongs to this phase."""
-        self._kinds = self.counts.setdefault(name, {})
+    def phase(self, name: str, *, brought: Tensor | None = None) -> Iterator[None]:
+        """Count for this phase. A gather of values such as `brought`, as many of its dtype, brings these."""
+        self._kinds, self._brought = self.counts.setdefault(name, {}), brought
         yield
-        self._kinds = {}
+        self._kinds, self._brought = {}, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -209,7 +213,14 @@ class Meter(TorchDispatchMode):
             count = self._kinds.setdefault(kind, [0, 0])
             count[0] += 1
             count[1] += num_bytes
+            if kind == "all_gather" and self._brought is not None and is_like(args[0], self._brought):
+                args[0].view(-1).copy_(self._brought.view(-1))
         return result
+
+
+def is_like(output: Any, brought: Tensor) -> bool:
+    """True for a tensor of as many elements of the same dtype."""
+    return isinstance(output, Tensor) and output.dtype == brought.dtype and output.numel() == brought.numel()
 
 
 def _filled_in(name: str, args: Sequence[Any]) -> tuple[str, int] | None:

@@ -2,17 +2,15 @@
 
     .venv-trl/bin/python benchmarks/trl_step.py --workload fixed --beta 0
 
-One process: float32, SDPA, plain `generate`, no gradient checkpointing, fused AdamW, all 128 rollouts in one
-micro-batch. Runs in an environment of its own (`benchmarks/run.sh`) and knows nothing of spmdrl.
-Prints one JSON object; `benchmarks/bench.py` says what is in it.
+One process, or several with DDP under torchrun: float32, SDPA, plain `generate`, no gradient checkpointing, fused
+AdamW, all of a process's rollouts in one micro-batch. Runs in an environment of its own (`benchmarks/run.sh`) and knows
+nothing of spmdrl; TRL is imported where it is used. Prints one JSON object; `benchmarks/bench.py` says what is in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import statistics
 import tempfile
 import time
@@ -22,10 +20,10 @@ from typing import Any
 
 import torch
 import workload
-from datasets import Dataset
 from generate_peer import ForcedLengths
 from transformers import AutoTokenizer, LogitsProcessorList, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+
+StepScores = tuple[float, int]  # of one rank's rollouts: mean reward, response tokens
 
 
 class Stopwatch:
@@ -74,43 +72,45 @@ class StepEnds(TrainerCallback):
 
 
 def main() -> None:
-    """Train, print one JSON object."""
-    args = parse_arguments()
-    workload.use_best_environment(threads=args.threads)
+    """Train, print one JSON object on the first rank."""
+    args = workload.parse_step_arguments(__doc__.splitlines()[0])
+    workload.use_best_environment(threads=args.threads, ranks=args.ranks)
     torch.set_num_threads(args.threads)
-    stopwatch, rewards = Stopwatch(), list[float]()
+    stopwatch, scores = Stopwatch(), list[StepScores]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(args, Path(folder), rewards)
-        force_lengths(trainer, args.workload)
+        trainer = build_trainer(args, Path(folder), scores)
+        force_lengths(trainer, args)
         trainer.model.generate = stopwatch.timed("generate", trainer.model.generate)
         trainer._generate_and_score_completions = stopwatch.timed("rollout", trainer._generate_and_score_completions)
         trainer.add_callback(StepEnds(stopwatch))
         trainer.train()
-    print(json.dumps(result(args, stopwatch, rewards)))
+        everyones = [scores for _rank, scores in sorted(gather([(trainer.accelerator.process_index, scores)]))]
+    if trainer.accelerator.is_main_process:
+        print(json.dumps(result(args, stopwatch, everyones)))
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", choices=workload.WORKLOADS, default="fixed")
-    parser.add_argument("--beta", type=float, default=0.0, help="weight of the k3 divergence to the reference model")
-    parser.add_argument("--warmup-steps", type=int, default=2, help="steps that are not counted, at least 1")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are counted")
-    parser.add_argument("--micro-batches", type=int, default=1, help="parts of the 128 rollouts, one backward each")
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+def gather(own: list[Any]) -> list[Any]:
+    """The lists of all ranks, end to end."""
+    from accelerate.utils import gather_object
+
+    return list(gather_object(own))
 
 
-def build_trainer(args: argparse.Namespace, folder: Path, rewards: list[float]) -> GRPOTrainer:
-    """The trainer in its fastest configuration; each step's mean reward is appended to `rewards`."""
-    directory = workload.build_model_directory(folder / "model")
-    num_steps = args.warmup_steps + args.steps
-    workload.write_prompts(folder / "prompts.jsonl", num_steps=num_steps)
+def build_trainer(args: argparse.Namespace, folder: Path, scores: list[StepScores]) -> Any:
+    """The trainer in its fastest configuration; what this rank sampled in each step is appended to `scores`."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
 
-    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        scores = [workload.reward(*row, metadata={}) for row in zip(prompts, completions, answer, strict=True)]
-        rewards.append(statistics.fmean(scores))
-        return scores
+    directory = workload.build_model_directory(folder / "model", size=args.size)
+    num_steps, num_prompts = args.warmup_steps + args.steps, workload.prompts_per_step(args)
+    workload.write_prompts(folder / "prompts.jsonl", num_steps=num_steps, count=num_prompts)
+
+    def reward(
+        prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        rewards = [workload.reward(*row, metadata={}) for row in zip(prompts, completions, answer, strict=True)]
+        scores.append((statistics.fmean(rewards), sum(map(len, completion_ids))))
+        return rewards
 
     config = GRPOConfig(
         output_dir=str(folder / "output"),
@@ -119,8 +119,9 @@ def build_trainer(args: argparse.Namespace, folder: Path, rewards: list[float]) 
         bf16=False,
         gradient_checkpointing=False,
         max_steps=num_steps,
-        per_device_train_batch_size=workload.ROLLOUTS_PER_STEP // args.micro_batches,
-        gradient_accumulation_steps=args.micro_batches,
+        ddp_backend="gloo" if args.ranks > 1 else None,
+        per_device_train_batch_size=num_prompts * workload.GROUP_SIZE // args.ranks,
+        gradient_accumulation_steps=1,
         num_generations=workload.GROUP_SIZE,
         max_completion_length=workload.MAX_RESPONSE_TOKENS[args.workload],
         temperature=1.0,
@@ -154,49 +155,40 @@ def build_trainer(args: argparse.Namespace, folder: Path, rewards: list[float]) 
     )
 
 
-def force_lengths(trainer: GRPOTrainer, which: workload.Workload) -> None:
+def force_lengths(trainer: Any, args: argparse.Namespace) -> None:
     """Make every call of the policy's `generate` follow the workload's lengths, if they are not all the same.
 
     GRPOTrainer has no setting for logits processors, so its model's `generate` is wrapped.
     """
-    if which == "fixed":
+    if args.workload != "tail":
         return
+    num_prompts, rank = workload.prompts_per_step(args), trainer.accelerator.process_index
+    share = num_prompts * workload.GROUP_SIZE // args.ranks  # the rows of a rank lie together
     plain_generate = trainer.model.generate
 
     def generate(**kwargs: Any) -> torch.Tensor:
-        lengths = workload.response_lengths(which, step=trainer.state.global_step + 1)
-        processor = ForcedLengths(lengths, prompt_tokens=workload.PROMPT_TOKENS)
+        lengths = workload.response_lengths("tail", step=trainer.state.global_step + 1, num_prompts=num_prompts)
+        mine = lengths[rank * share : (rank + 1) * share]
+        processor = ForcedLengths(mine, prompt_tokens=workload.PROMPT_TOKENS)
         return plain_generate(**kwargs, logits_processor=LogitsProcessorList([processor]))
 
     trainer.model.generate = generate
 
 
-def result(args: argparse.Namespace, stopwatch: Stopwatch, rewards: list[float]) -> Mapping[str, Any]:
-    """What is printed."""
+def result(args: argparse.Namespace, stopwatch: Stopwatch, everyones: list[list[StepScores]]) -> Mapping[str, Any]:
+    """Make the object that is printed, with phases as they were on this rank."""
     first = args.warmup_steps
-    steps_s = stopwatch.steps_s(first)
-    assert len(steps_s) == args.steps, f"{len(steps_s)} steps were timed, not {args.steps}"
-    lengths = [sum(workload.response_lengths(args.workload, step + 1)) for step in range(first, first + args.steps)]
     generate, rollout = (stopwatch.phase_fraction(phase, first) for phase in ("generate", "rollout"))
-    return {
-        "trainer": "trl",
-        "workload": args.workload,
-        "beta": args.beta,
-        "num_ranks": 1,
-        "threads_per_rank": torch.get_num_threads(),
-        "warmup_steps": args.warmup_steps,
-        "steps_s": steps_s,
-        "median_s": statistics.median(steps_s),
-        "phase_fractions": {"generate": generate, "score": rollout - generate, "update": 1.0 - rollout},
-        "response_tokens": statistics.fmean(lengths),
-        "response_tokens_per_s": sum(lengths) / sum(steps_s),
-        "reward_mean": statistics.fmean(rewards[first:]),
-        "reward_first": statistics.fmean(rewards[:10]),
-        "reward_last": statistics.fmean(rewards[-10:]),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "load_average": os.getloadavg()[0],
-        "versions": workload.versions(["torch", "transformers", "trl", "accelerate"]),
-    }
+    steps = list(zip(*everyones, strict=True))
+    return workload.step_result(
+        args,
+        trainer="trl",
+        steps_s=stopwatch.steps_s(first),
+        response_tokens=[sum(tokens for _, tokens in ranks) for ranks in steps],
+        rewards=[statistics.fmean(reward for reward, _ in ranks) for ranks in steps],
+        phase_fractions={"generate": generate, "score": rollout - generate, "update": 1.0 - rollout},
+        packages=["torch", "transformers", "trl", "accelerate"],
+    )
 
 
 if __name__ == "__main__":

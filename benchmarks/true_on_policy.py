@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import workload
-from engine import time_engine
+from engine import requests, time_engine, use_fastest_kernels
 from generate_peer import request_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -62,8 +62,9 @@ class Mode:
 
     def step(self, prompts: list[list[int]], lengths: list[int]) -> None:
         """Sample, score, go backward."""
-        self.sampling_s.append(time_engine(self.engine, prompts, lengths))
-        micro_batch = self._sampled(prompts, lengths)
+        asked = requests(prompts, lengths)
+        self.sampling_s.append(time_engine(self.engine, asked)[0])
+        micro_batch = self._sampled(asked)
         self.policy.zero_grad()
         start = time.perf_counter()
         scores = self.policy(micro_batch)
@@ -74,15 +75,11 @@ class Mode:
 
     @property
     def durations_s(self) -> list[float]:
-        """Of each step, sampling and training together."""
+        """Seconds of each step, sampling and training together."""
         return [sum(pair) for pair in zip(self.sampling_s, self.training_s, strict=True)]
 
-    def _sampled(self, prompts: list[list[int]], lengths: list[int]) -> MicroBatch:
+    def _sampled(self, requests: list[Request]) -> MicroBatch:
         """The responses that were timed: the same seeds give the same ones."""
-        requests = [
-            Request(prompt_ids=tuple(prompt), seed=seed, max_response_tokens=length)
-            for seed, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
         responses = dict(self.engine.generate(requests))
         sequences = [
             Sequence(
@@ -100,7 +97,7 @@ class Mode:
 def main() -> None:
     """Build the model, time both modes, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", choices=workload.WORKLOADS, default="fixed")
+    parser.add_argument("--workload", choices=workload.FORCED, default="fixed")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of calls")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -112,6 +109,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=IMPLEMENTATION
         ).eval()
+    use_fastest_kernels(model)
     plain, exact = Mode.of(model, "sdpa"), Mode.of(model, "invariant")
     prompts = request_prompts()
     for step in range(args.repeats + 1):

@@ -1,0 +1,362 @@
+"""The rows of the table: how each is measured, against what, and which code a result is about."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import workload
+from program import run
+from results import Json
+
+PEER_VENV = ".venv-trl"
+
+
+class Unit(NamedTuple):
+    """A quantity that is compared: its name in a table, and the end of its keys in what programs print."""
+
+    name: str
+    key: str
+
+
+# Where lengths are random, a step's time is divided by its response tokens.
+SECONDS, PER_TOKEN = Unit("s", "s"), Unit("us/token", "us_per_token")
+UNITS: Mapping[workload.Workload, Unit] = {"fixed": SECONDS, "tail": SECONDS, "natural": PER_TOKEN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How long to measure."""
+
+    repeats: int
+    warmup_steps: int
+    steps: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """The findings of one benchmark. Pair i is spmdrl[i] and peer[i]; with a fixed limit, `peer` holds the limit."""
+
+    unit: str
+    spmdrl: list[float]
+    peer: list[float]
+    peer_name: str
+    commands: list[str]
+    outputs: list[Json]  # what the programs printed, in the order in which they ran
+    phase_fractions: dict[str, dict[str, float]] = field(default_factory=dict)  # by side, median over its runs
+    notes: list[str] = field(default_factory=list)  # what else was found, a line each
+
+    @property
+    def ratios(self) -> list[float]:
+        """spmdrl / peer, of each pair."""
+        return [ours / theirs for ours, theirs in zip(self.spmdrl, self.peer, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One row of the table."""
+
+    about: str
+    goal: float | None = None  # the largest ratio that is good enough; None where it is a price, and only told
+    measure: Callable[[Settings], Measurement]
+    code: tuple[str, ...]  # patterns of the files that a result is about; when one changes, it is stale
+    in_readme: bool = True
+
+
+def engine(which: workload.Workload) -> Callable[[Settings], Measurement]:
+    """spmdrl's torch engine beside `transformers.generate`, in one process."""
+
+    def measure(settings: Settings) -> Measurement:
+        repeats = ["--repeats", str(settings.repeats * 3), "--threads", str(settings.threads)]  # calls are short
+        command = ["python", "benchmarks/engine.py", "--workload", which, *repeats]
+        output = run(command)
+        unit = UNITS[which]
+        return Measurement(
+            unit=unit.name,
+            spmdrl=output[f"spmdrl_{unit.key}"],
+            peer=output[f"peer_{unit.key}"],
+            peer_name=f"transformers {output['versions']['transformers']}",
+            commands=[" ".join(command)],
+            outputs=[output],
+        )
+
+    return measure
+
+
+def step(
+    which: workload.Workload,
+    *,
+    beta: float = 0.0,
+    size: int = 1,
+    rollouts_factor: int = 1,
+    ranks: int = 1,
+    fewer_steps: int = 1,
+) -> Callable[[Settings], Measurement]:
+    """Whole training steps of spmdrl beside TRL's, each in a process of its own; the ranks share the threads."""
+
+    def measure(settings: Settings) -> Measurement:
+        values = {
+            "workload": which,
+            "beta": beta,
+            "size": size,
+            "rollouts-factor": rollouts_factor,
+            "ranks": ranks,
+            "threads": max(1, settings.threads // ranks),
+            "warmup-steps": settings.warmup_steps,
+            "steps": max(1, settings.steps // fewer_steps),
+        }
+        options = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        sides = {
+            "spmdrl": ["python", "benchmarks/spmdrl_step.py", *options],
+            "TRL": [f"{PEER_VENV}/bin/python", "benchmarks/trl_step.py", *options],
+        }
+        outputs: dict[str, list[Json]] = {side: [] for side in sides}
+        for _ in range(settings.repeats):
+            for side, command in sides.items():
+                outputs[side].append(run(command))
+        unit = UNITS[which]
+        return Measurement(
+            unit=unit.name,
+            spmdrl=[output[f"median_{unit.key}"] for output in outputs["spmdrl"]],
+            peer=[output[f"median_{unit.key}"] for output in outputs["TRL"]],
+            peer_name=f"TRL {outputs['TRL'][0]['versions']['trl']}",
+            commands=[" ".join(command) for command in sides.values()],
+            outputs=[output for pair in zip(*outputs.values(), strict=True) for output in pair],
+            phase_fractions={side: median_phases(runs) for side, runs in outputs.items()},
+        )
+
+    return measure
+
+
+def median_phases(outputs: Sequence[Json]) -> dict[str, float]:
+    """The median share of each phase over several runs."""
+    names = outputs[0]["phase_fractions"]
+    return {name: statistics.median(output["phase_fractions"][name] for output in outputs) for name in names}
+
+
+def true_on_policy(which: workload.Workload) -> Callable[[Settings], Measurement]:
+    """Sampling and training with the same bits beside the plain mode, in one process."""
+
+    def measure(settings: Settings) -> Measurement:
+        repeats = ["--repeats", str(settings.repeats * 5), "--threads", str(settings.threads)]  # calls are short
+        command = ["python", "benchmarks/true_on_policy.py", "--workload", which, *repeats]
+        output = run(command)
+        ratios = {phase: statistics.median(output[f"{phase}_ratios"]) for phase in ("sampling", "training")}
+        return Measurement(
+            unit="s",
+            spmdrl=output["exact_s"],
+            peer=output["plain_s"],
+            peer_name="plain mode",
+            commands=[" ".join(command)],
+            outputs=[output],
+            notes=[
+                f"sampling {ratios['sampling']:.2f} and training {ratios['training']:.2f} times the plain mode; "
+                f"mismatch {output['mismatch']['true_on_policy']:g} nats beside {output['mismatch']['plain']:.1e}; "
+                f"load average {output['load_average']:.1f}"
+            ],
+        )
+
+    return measure
+
+
+def packing(settings: Settings) -> Measurement:
+    """The balance of sequences over ranks beside verl's."""
+    command = ["python", "benchmarks/packing.py", "--repeats", str(settings.repeats)]
+    output = run(command)
+    return Measurement(
+        unit="s",
+        spmdrl=output["spmdrl_s"],
+        peer=output["peer_s"],
+        peer_name=output["peer"],
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=output["summaries"],
+    )
+
+
+def load_memory(settings: Settings) -> Measurement:
+    """The worst rank's peak of RssAnon beside its limit."""
+    command = ["python", "benchmarks/load_memory.py"]
+    output = run(command)
+    worst = max(output["ranks"], key=lambda rank: rank["anon_over_limit"])
+    return Measurement(
+        unit="MiB",
+        spmdrl=[worst["peak_anon_mib"]],
+        peer=[worst["limit_mib"]],
+        peer_name="1.25 x shard + 512 MiB",
+        commands=[" ".join(command)],
+        outputs=[output],
+    )
+
+
+def refit(settings: Settings) -> Measurement:
+    """SGLang refitted in buckets beside one call for each tensor, in one process."""
+    command = ["python", "benchmarks/refit.py", "--repeats", str(settings.repeats * 3)]  # refits are short
+    output = run(command)
+    middle = output["sizes"]["200m"]
+    return Measurement(
+        unit="s",
+        spmdrl=middle["spmdrl_s"],
+        peer=middle["peer_s"],
+        peer_name="one call for each tensor",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"{size}: {refit_note(size, found)}" for size, found in output["sizes"].items()],
+    )
+
+
+def refit_note(size: str, found: Json) -> str:
+    """Tell how long one model's refits took, beside the goals."""
+    if "left_out" in found:
+        return f"left out: {found['left_out']}"
+    ratio, share = (statistics.median(found[name]) for name in ("ratios", "shares_of_copy"))
+    asked = {"10m": f" (goal 0.33 {'met' if ratio <= 1 / 3 else 'missed'})"}.get(size, "")
+    of_copy = {"200m": f" (goal 0.33 {'met' if share >= 1 / 3 else 'missed'})"}.get(size, "")
+    return (
+        f"{found['tensors']} tensors in {found['buckets']} buckets, {found['spmdrl_median_s'] * 1e3:.0f} ms beside "
+        f"{found['peer_median_s'] * 1e3:.0f}: {ratio:.2f}{asked}; {found['gb_per_s']:.1f} GB/s, {share:.2f} of a "
+        f"copy's {found['copy_gb_per_s']:.1f}{of_copy}; digests +{found['digests_s'] * 1e3:.0f} ms"
+    )
+
+
+def checkpoint(settings: Settings) -> Measurement:
+    """The wait of a step for a checkpoint in the background, beside one that it waits for whole, in one process."""
+    command = ["python", "benchmarks/checkpoint.py", "--repeats", str(settings.repeats + 2)]
+    output = run(command)
+    largest = output["sizes"]["100m"]
+    return Measurement(
+        unit="s",
+        spmdrl=largest["stall_s"],
+        peer=largest["torch_s"],
+        peer_name="dcp.save",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"{size}: {checkpoint_note(found)}" for size, found in output["sizes"].items()],
+    )
+
+
+def checkpoint_note(found: Json) -> str:
+    """The stall of one model beside everything it can be compared with."""
+    median = {name: statistics.median(values) for name, values in found.items() if isinstance(values, list)}
+    return (
+        f"{found['gb']:.2f} GB, stall {median['stall_s'] * 1e3:.0f} ms ({found['stall_s_per_gb'] * 1e3:.0f} ms/GB): "
+        f"{median['stall_over_torch']:.3f} of dcp.save, {median['stall_over_disk']:.3f} of the disk's own time, "
+        f"{median['stall_over_copy']:.2f} copies; dcp.save takes {median['torch_over_disk']:.2f} times the disk's; "
+        f"work goes on {median['work_slowdown']:.2f} times as long while it is written"
+    )
+
+
+def logprob_memory(settings: Settings) -> Measurement:
+    """Scores of tokens from tiles of the logits beside all logits at once: peak memory at 4096 tokens."""
+    options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
+    command = ["python", "benchmarks/logprob_memory.py", *options]
+    output = run(command)
+    return Measurement(
+        unit="MiB",
+        spmdrl=[output["tiled_peak_mib"]],
+        peer=[output["plain_peak_mib"]],
+        peer_name="all logits at once",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[logprob_note(output)],
+    )
+
+
+def logprob_note(output: Json) -> str:
+    """How the peak grows with the tokens, and what it costs in time."""
+    peaks = ", ".join(f"{int(n) // 1024}k: {found['peak_mib']:.0f}" for n, found in output["memory"]["tiled"].items())
+    ratios = ", ".join(f"{int(n) // 1024}k: {found['ratio']:.2f}" for n, found in output["times"].items())
+    plain = "measured" if output["plain_peak_is_measured"] else "from smaller ones"
+    return f"peak MiB by tokens {peaks} (all logits at 4k {plain}); time over all logits at once {ratios} (goal 1.15)"
+
+
+def scripts(*names: str) -> tuple[str, ...]:
+    """Files of this directory, with the workload."""
+    return tuple(f"benchmarks/{name}.py" for name in ("workload", *names))
+
+
+ENGINE = ("spmdrl/engine/*.py", "spmdrl/model/*.py", *scripts("engine", "generate_peer"))
+ROOMS = ("algo", "config", "data", "dist", "learn", "model", "refit", "report", "rewards", "rollout", "step")
+STEP = ("spmdrl/*.py", "spmdrl/engine/*.py", *(f"spmdrl/{room}/*.py" for room in ROOMS))
+STEP += scripts("spmdrl_step", "trl_step", "forced_lengths", "generate_peer")
+EXACT = (*ENGINE, "spmdrl/step/batch.py", *scripts("true_on_policy"))
+REFIT = ("spmdrl/refit/*.py", "spmdrl/dist/*.py", "spmdrl/engine/sglang/*.py")
+CHECKPOINT = ("spmdrl/checkpoint/*.py", "spmdrl/dist/*.py", *scripts("checkpoint"))
+LOADING = ("spmdrl/model/load.py", "spmdrl/dist/*.py", *scripts("load_memory"))
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "engine-fixed": Benchmark(
+        about="torch engine, 128 requests x 32 tokens", goal=0.75, measure=engine("fixed"), code=ENGINE
+    ),
+    "engine-tail": Benchmark(
+        about="torch engine, 128 requests, lognormal lengths", goal=0.2, measure=engine("tail"), code=ENGINE
+    ),
+    "engine-natural": Benchmark(
+        about="torch engine, responses that end by themselves", goal=0.75, measure=engine("natural"), code=ENGINE
+    ),
+    "step-fixed": Benchmark(
+        about="training step, 128 rollouts x 32 tokens", goal=0.85, measure=step("fixed"), code=STEP
+    ),
+    "step-fixed-kl": Benchmark(
+        about="the same with a reference model", goal=0.8, measure=step("fixed", beta=0.04), code=STEP
+    ),
+    "step-natural": Benchmark(
+        about="training step, responses that end by themselves", goal=0.85, measure=step("natural"), code=STEP
+    ),
+    "step-tail": Benchmark(
+        about="training step, lognormal lengths", goal=0.2, measure=step("tail", fewer_steps=2), code=STEP
+    ),
+    "step-fixed-2ranks": Benchmark(
+        about="128 x 32 tokens on two ranks of one thread", goal=0.85, measure=step("fixed", ranks=2), code=STEP
+    ),
+    "step-fixed-4x-parameters": Benchmark(
+        about="128 x 32 tokens, 3.2M parameters", goal=0.85, measure=step("fixed", size=4, fewer_steps=2), code=STEP
+    ),
+    "step-fixed-16x-parameters": Benchmark(
+        about="128 x 32 tokens, 12.6M parameters", goal=0.85, measure=step("fixed", size=16, fewer_steps=4), code=STEP
+    ),
+    "step-fixed-4x-rollouts": Benchmark(
+        about="512 rollouts x 32 tokens", goal=0.85, measure=step("fixed", rollouts_factor=4, fewer_steps=4), code=STEP
+    ),
+    "refit": Benchmark(
+        about="refit of SGLang, 200M parameters", goal=1.0, measure=refit, code=(*REFIT, *scripts("refit"))
+    ),
+    "packing-verl": Benchmark(
+        about="balance of 10,000 lognormal sequences over 64 ranks",
+        goal=1.0,
+        measure=packing,
+        code=("spmdrl/algo/packing.py", *scripts("packing", "packing_peer")),
+    ),
+    "logprob-memory": Benchmark(
+        about="memory for log-probabilities of 4,096 tokens, vocabulary 151,936",
+        goal=0.1,
+        measure=logprob_memory,
+        code=("spmdrl/model/logprobs.py", "spmdrl/model/linear.py", *scripts("logprob_memory")),
+    ),
+    "load-memory": Benchmark(
+        about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory, code=LOADING
+    ),
+    "checkpoint": Benchmark(
+        about="stall of a save, 100M parameters with AdamW",
+        goal=0.1,
+        measure=checkpoint,
+        code=CHECKPOINT,
+        in_readme=False,
+    ),
+    "true-on-policy-fixed": Benchmark(
+        about="bitwise agreement, 128 x 32 tokens", measure=true_on_policy("fixed"), code=EXACT, in_readme=False
+    ),
+    "true-on-policy-tail": Benchmark(
+        about="bitwise agreement, lognormal lengths", measure=true_on_policy("tail"), code=EXACT, in_readme=False
+    ),
+}
+
+# Result files that programs write themselves, and the code that they are about.
+OTHERS: Mapping[str, tuple[str, ...]] = {
+    "gpu-refit": (*REFIT, *scripts("gpu_refit")),
+    "mismatch": ("spmdrl/algo/*.py", "spmdrl/learn/*.py", "spmdrl/step/*.py", *scripts("mismatch", "noisy_engine")),
+    "scale": ("spmdrl/dist/*.py", "spmdrl/learn/*.py", "spmdrl/refit/*.py", "spmdrl/step/*.py", *scripts("scale")),
+}
