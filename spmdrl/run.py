@@ -78,7 +78,7 @@ class Run(Generic[SettingsT]):
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What results depend on besides settings and versions, in their last bits."""
+        """The processor, threads and kernels, on which the last bits of results depend."""
         on_cpu = self.device.type == "cpu"
         return {
             "processor": processor(),

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, weight_gradient
+from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
 
 Shape = tuple[int, int]  # of a weight: outputs, inputs
 
@@ -25,7 +25,7 @@ CACHE = "linear-kernels.json"
 _MAX_SIZE = 512  # of either side of a weight: larger ones behave alike
 _KINDS = tuple(kind.name for kind in fields(LinearKernels))
 _FEW_ROWS = 128
-_ROUNDS = 5
+_MAX_ROUNDS = 50
 _KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 _GAIN = 0.9  # oneDNN must take less than this of MKL's time: near ties would fall differently each time
 
@@ -61,24 +61,32 @@ def kernels_of(written: Any) -> LinearKernels:
 def measure(shapes: Sequence[Shape]) -> dict[str, Kernel]:
     """Time both kernels in turns on each kind of product over all shapes; returns the faster one of each kind.
 
-    Each kind has a third of BUDGET_S; one that cannot be compared in that time stays with MKL.
+    Each kind has a third of BUDGET_S; one that cannot be compared in that time stays with MKL. One thread measures: a
+    run's other processes start at the same time, and a product on all cores would wait for the busiest.
     """
     if not torch.backends.mkldnn.is_available():
         return asdict(LinearKernels())
-    return {kind: _faster(kind, shapes, budget_s=BUDGET_S / len(_KINDS)) for kind in _KINDS}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {kind: _faster(kind, shapes, budget_s=BUDGET_S / len(_KINDS)) for kind in _KINDS}
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _faster(kind: str, shapes: Sequence[Shape], *, budget_s: float) -> Kernel:
     """Compare the fastest of a few rounds, which a busy machine disturbs least."""
     operands = []
     for outputs, inputs in shapes:
-        # As many rows as training has, unless the weight is so large that fewer take as long.
-        rows = _FEW_ROWS if kind == "few_rows" else min(max(2**26 // (outputs * inputs), 2 * MANY_ROWS), 4096)
+        rows = _FEW_ROWS
+        if kind != "few_rows":  # as many as training has, unless the weight is so large that fewer take as long
+            rows = min(max(2**26 // (outputs * inputs), 2 * MANY_ROWS), 4096)
+            rows -= rows % row_step(rows)
         sizes = ((rows, inputs), (rows, outputs), (outputs, inputs))
         operands.append([torch.ones(size) for size in sizes])
     deadline = time.perf_counter() + budget_s
     best: dict[Kernel, float] = {}
-    for number in range(_ROUNDS + 1):  # the first one compiles
+    for number in range(_MAX_ROUNDS + 1):  # the first one compiles
         for kernel in _KERNELS:
             began = time.perf_counter()
             if began > deadline and number:
@@ -99,7 +107,7 @@ def _machine_and(shapes: Sequence[Shape]) -> str:
     sizes = " ".join(f"{outputs}x{inputs}" for outputs, inputs in shapes)
     # glibc's settings too: oneDNN copies, and how fast that is depends on whether freed memory stays mapped.
     allocator = " ".join(f"{name}{os.environ[name]}" for name in sorted(os.environ) if name.startswith("MALLOC_"))
-    return f"{processor()}; torch {torch.__version__}; {torch.get_num_threads()} threads; {sizes}; {allocator}"
+    return f"{processor()}; torch {torch.__version__}; {sizes}; {allocator}"
 
 
 def processor() -> str:

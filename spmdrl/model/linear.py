@@ -93,10 +93,11 @@ def weight_gradient(grad: Tensor, x: Tensor, kernel: Kernel) -> Tensor:
     """grad^T x by a kernel: grad [N, V], x [N, D] give [V, D]."""
     if kernel == "mkl":
         return grad.t() @ x
+    whole = len(x) - len(x) % row_step(len(x))  # what is left goes to MKL
     shaped = grad.new_empty(grad.shape[1], x.shape[1])  # only its shape is read
-    rows = (_padded(part).contiguous().to_mkldnn() for part in (grad, x))
-    result: Tensor = torch.ops.aten.mkldnn_linear_backward_weights(*rows, shaped, False)[0]
-    return result
+    parts = (part[:whole].contiguous().to_mkldnn() for part in (grad, x))
+    total: Tensor = torch.ops.aten.mkldnn_linear_backward_weights(*parts, shaped, False)[0]
+    return total if whole == len(x) else total.addmm_(grad[whole:].t(), x[whole:])
 
 
 def _has_choice(x: Tensor, weight: Tensor) -> bool:
@@ -113,16 +114,20 @@ def _kernel_for(num_rows: int) -> Kernel:
     return _InUse.kernels.many_rows if num_rows >= MANY_ROWS else _InUse.kernels.few_rows
 
 
-def padded_size(num_rows: int) -> int:
-    """Round a number of rows up to one of the sizes that oneDNN gets."""
-    step = max(MIN_ROWS, (1 << num_rows.bit_length() - 1) // _SIZES_PER_OCTAVE)
-    return -(-num_rows // step) * step
+def row_step(num_rows: int) -> int:
+    """Return the distance of the sizes that oneDNN gets around a number of rows: powers of two."""
+    return max(MIN_ROWS, (1 << num_rows.bit_length() - 1) // _SIZES_PER_OCTAVE)
 
 
 def _padded(rows: Tensor) -> Tensor:
     """Add rows of zeros up to one of the sizes that oneDNN gets."""
-    missing = padded_size(len(rows)) - len(rows)
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    num_rows, step = len(rows), row_step(len(rows))
+    if num_rows % step == 0:
+        return rows
+    padded = rows.new_empty(-(-num_rows // step) * step, *rows.shape[1:])
+    padded[:num_rows] = rows
+    padded[num_rows:] = 0.0
+    return padded
 
 
 class _Linear(torch.autograd.Function):
