@@ -48,6 +48,10 @@ class _Running:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    limit: int = field(init=False)  # tokens that may be sampled here
+
+    def __post_init__(self) -> None:
+        self.limit = self.request.max_response_tokens - len(self.request.response_ids)
 
     @property
     def num_sampled(self) -> int:
@@ -62,7 +66,7 @@ class _Running:
     def finish_reason(self) -> FinishReason | None:
         if self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
-        if self.num_sampled == self.request.max_response_tokens:
+        if len(self.token_ids) == self.limit:
             return "length"
         return None
 

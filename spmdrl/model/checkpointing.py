@@ -29,6 +29,7 @@ _EXPENSIVE = frozenset(
         "aten::_scaled_mm",
         "mkldnn::_linear_pointwise",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "spmdrl::short_attention",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",

@@ -96,7 +96,7 @@ def _sdpa_in_runs(layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, layer
     if q.device.type == "cpu" and q.dtype == torch.float32 and layer.sinks is None and not layout.earlier:
         limit = MAX_TOKENS if layer.window is None else min(MAX_TOKENS, layer.window)
         start = 0
-        for seqlens in batches_of_similar_length(layout.seqlens, limit):
+        for seqlens in batches_of_similar_length(layout.seqlens, limit, num_heads=q.shape[1]):
             tokens = slice(start, start + sum(seqlens))
             start = tokens.stop
             part = (q[tokens], k[tokens], v[tokens])

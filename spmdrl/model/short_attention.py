@@ -1,8 +1,8 @@
 """Causal attention of short sequences on a CPU: plain products, many sequences in one call.
 
 torch's fused kernel works on one sequence and one head at a time; below some hundred tokens its overhead is most of
-what it does. Here a batch of sequences is three products, whose probabilities are kept for backward: T H L numbers for
-T tokens in sequences of L.
+what it does. Here a batch of sequences is two products. Backward computes the probabilities again, so that no more is
+kept for it than by other kernels.
 
 Sequences of similar lengths form a batch, padded at their ends. No query sees the padding of its own sequence, because
 it comes later, so the results are exact.
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-MAX_TOKENS = 128  # of a sequence; at this length the fused kernel takes as long, and memory grows with the length
+MAX_TOKENS = 128  # of a sequence; at this length the fused kernel takes as long
+_MAX_SCORES = 2**22  # numbers in one batch, which exist for a moment
 _MAX_PADDED = 1.25  # times the tokens of a batch: more calls cost more than this much more work
 
 
-def batches_of_similar_length(seqlens: Sequence[int], limit: int) -> Iterator[list[int]]:
+def batches_of_similar_length(seqlens: Sequence[int], limit: int, *, num_heads: int) -> Iterator[list[int]]:
     """Group neighbouring sequences, in their order; those longer than `limit` only with others of equal length."""
     batch: list[int] = []
     longest = total = 0
@@ -30,7 +30,8 @@ def batches_of_similar_length(seqlens: Sequence[int], limit: int) -> Iterator[li
         longest_then = max(longest, length)
         is_padded_too_much = longest_then * (len(batch) + 1) > _MAX_PADDED * (total + length)
         is_mixed = longest_then > limit and length != longest
-        if batch and (is_padded_too_much or is_mixed):
+        is_too_large = longest_then <= limit and (len(batch) + 1) * num_heads * longest_then**2 > _MAX_SCORES
+        if batch and (is_padded_too_much or is_mixed or is_too_large):
             yield batch
             batch, longest, total = [], 0, 0
         batch.append(length)
@@ -41,8 +42,7 @@ def batches_of_similar_length(seqlens: Sequence[int], limit: int) -> Iterator[li
 
 def attend_short(q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], scale: float) -> Tensor:
     """Causal attention within sequences: q [T, H, D], k and v [T, K, D] with K dividing H give [T, H, D]."""
-    result: Tensor = _ShortAttention.apply(q, k, v, seqlens, scale)
-    return result
+    return _short_attention(q, k, v, seqlens, scale)
 
 
 class _Batch:
@@ -71,29 +71,39 @@ class _Batch:
         return padded if self._places is None else padded[self._places]
 
 
-class _ShortAttention(torch.autograd.Function):
+def _probabilities(queries: Tensor, keys: Tensor, length: int, scale: float) -> Tensor:
+    """softmax(scale Q K^T) without later keys: queries [B, L G, D] and keys [B, L, D] give [B, L G, L]."""
+    later = queries.new_full((length, length), -torch.inf).triu_(1)
+    mask = later.repeat_interleave(queries.shape[1] // length, dim=0)
+    return F.softmax(torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
+
+
+# An operator of its own, so that selective checkpointing keeps its result and not the scores inside.
+@torch.library.custom_op("spmdrl::short_attention", mutates_args=())
+def _short_attention(q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], scale: float) -> Tensor:
     """P = softmax(scale Q K^T + mask), O = P V."""
+    batch = _Batch(seqlens, k.shape[1], q.device)
+    p = _probabilities(batch.matrices(q), batch.matrices(k), batch.length, scale)
+    return batch.tokens(torch.bmm(p, batch.matrices(v)))
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], scale: float) -> Tensor:
-        batch = _Batch(seqlens, k.shape[1], q.device)
-        queries, keys, values = batch.matrices(q), batch.matrices(k), batch.matrices(v)
-        later = q.new_full((batch.length, batch.length), -torch.inf).triu_(1)
-        mask = later.repeat_interleave(q.shape[1] // k.shape[1], dim=0)
-        p = F.softmax(torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
-        ctx.save_for_backward(queries, keys, values, p)
-        ctx.batch, ctx.scale = batch, scale
-        return batch.tokens(torch.bmm(p, values))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        queries, keys, values, p = ctx.saved_tensors
-        by_out = ctx.batch.matrices(grad)
-        by_p = torch.bmm(by_out, values.transpose(1, 2))
-        by_scores = torch._softmax_backward_data(by_p, p, -1, p.dtype).mul_(ctx.scale)
-        by_q = torch.bmm(by_scores, keys)
-        by_k = torch.bmm(by_scores.transpose(1, 2), queries)
-        by_v = torch.bmm(p.transpose(1, 2), by_out)
-        q, k, v = (ctx.batch.tokens(x) for x in (by_q, by_k, by_v))
-        return q, k, v, None, None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.seqlens, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    kept = ctx.saved_tensors
+    batch = _Batch(ctx.seqlens, kept[1].shape[1], grad.device)
+    queries, keys, values = (batch.matrices(x) for x in kept)
+    by_out = batch.matrices(grad)
+    p = _probabilities(queries, keys, batch.length, ctx.scale)
+    by_v = torch.bmm(p.transpose(1, 2), by_out)
+    by_p = torch.bmm(by_out, values.transpose(1, 2))
+    by_scores = torch._softmax_backward_data(by_p, p, -1, p.dtype).mul_(ctx.scale)
+    by_q, by_k = torch.bmm(by_scores, keys), torch.bmm(by_scores.transpose(1, 2), queries)
+    q, k, v = (batch.tokens(x) for x in (by_q, by_k, by_v))
+    return q, k, v, None, None
+
+
+_short_attention.register_autograd(_backward, setup_context=_keep)

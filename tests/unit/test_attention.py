@@ -127,13 +127,15 @@ def test_short_sequences_together_are_as_each_alone(seqlens: list[int], groups: 
 
 
 def test_sequences_of_similar_length_are_one_batch() -> None:
-    assert [*batches_of_similar_length([9, 9, 8, 1, 1], 128)] == [[9, 9, 8], [1, 1]]
-    assert [*batches_of_similar_length([9, 9, 8, 1, 1], 8)] == [[9, 9], [8], [1, 1]]
-    assert [*batches_of_similar_length([], 8)] == []
+    assert [*batches_of_similar_length([9, 9, 8, 1, 1], 128, num_heads=4)] == [[9, 9, 8], [1, 1]]
+    assert [*batches_of_similar_length([9, 9, 8, 1, 1], 8, num_heads=4)] == [[9, 9], [8], [1, 1]]
+    assert [len(batch) for batch in batches_of_similar_length([128] * 20, 128, num_heads=32)] == [8, 8, 4]
+    assert [len(batch) for batch in batches_of_similar_length([129] * 20, 128, num_heads=32)] == [20]
+    assert [*batches_of_similar_length([], 8, num_heads=4)] == []
     rng = random.Random(0)
     for _ in range(100):
         lengths = sorted((rng.randint(1, 200) for _ in range(rng.randint(1, 60))), reverse=True)
-        batches = [*batches_of_similar_length(lengths, 128)]
+        batches = [*batches_of_similar_length(lengths, 128, num_heads=4)]
         assert [length for batch in batches for length in batch] == lengths
         assert all(max(batch) * len(batch) <= 1.25 * sum(batch) for batch in batches)
         assert all(len(set(batch)) == 1 for batch in batches if max(batch) > 128)

@@ -9,13 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
-from tests.helpers.models import VOCABULARY, save_llama, save_qwen3
+from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3
+
+
+def save_qwen2(path: Path) -> str:
+    """A Qwen2, whose products for attention have biases."""
+    return save_model(
+        path,
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.1,
+        ),
+    )
 
 
 def save_sliding(path: Path) -> str:
@@ -38,7 +54,7 @@ def save_sliding(path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=[save_qwen3, save_llama, save_sliding], ids=["qwen3", "llama", "sliding"])
+@pytest.fixture(scope="module", params=[save_qwen3, save_llama, save_qwen2, save_sliding])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
 
@@ -85,6 +101,36 @@ def plain_logprobs(model, request: Request, response: Response) -> torch.Tensor:
         logits = model(ids).logits[0].float() / (request.temperature or 1.0)
     first = len(request.prompt_ids)
     return logits.log_softmax(-1)[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
+
+
+def test_decoding_without_modules_is_the_forward_pass_of_the_model(model) -> None:
+    """For responses of many lengths, on weights that a second refit has replaced."""
+    asked = requests(30)
+    fast, plain = engine_for(model, 16), engine_for(model, 16)
+    assert fast._decoder is not None
+    plain._decoder = None
+    changed = {name: weight * 1.25 for name, weight in model.named_parameters()}
+    for tensors in (dict(model.named_parameters()), changed):
+        for engine in (fast, plain):
+            load_whole(engine, tensors, version=8)
+        for one, other in zip(answers(fast, asked), answers(plain, asked), strict=True):
+            assert one.token_ids == other.token_ids
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-6, atol=1e-6)
+
+
+def test_weights_side_by_side_take_no_more_memory(model) -> None:
+    engine = engine_for(model)
+    sizes = {weight.untyped_storage()._cdata: weight.untyped_storage().nbytes() for weight in engine.weights.values()}
+    assert sum(sizes.values()) == sum(weight.nbytes for weight in model.parameters())
+
+
+def test_other_families_decode_by_their_own_forward_pass(tmp_path: Path) -> None:
+    gemma = AutoModelForCausalLM.from_pretrained(save_gemma3(tmp_path))
+    engine, asked = engine_for(gemma), requests(6)
+    assert engine._decoder is None
+    for request, response in zip(asked, answers(engine, asked), strict=True):
+        expected = plain_logprobs(gemma, request, response)
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("max_running", [3, 64])
