@@ -18,6 +18,8 @@ Each side is a program that prints progress to stderr and, as the last line of s
 - `engine.py --workload fixed|tail|natural --repeats N --threads T`: both engines in one process, on the same weights.
   `spmdrl_s` and `peer_s` (N durations each, of calls that alternated), `spmdrl_response_tokens` and
   `peer_response_tokens`, `spmdrl_us_per_token` and `peer_us_per_token`, `load_average`, `versions`.
+- `floor.py --size S --repeats N --threads T`: the linear layers' products of one step alone, N times. `sampling_s`,
+  `training_s` and their sum `floor_s`, `sampling_gflop` and `training_gflop`, `parameters`, `load_average`, `versions`.
 - `packing.py --repeats N`: `cases` (see there), of the one that counts `spmdrl_s` and `peer_s`, `peer` (its name and
   version), `summaries` (a line for each case), `never_slower_nor_less_even`, `load_average`, `versions`.
 - `load_memory.py`: `anon_over_limit`, `within_limit`, `ranks`, `versions`.

@@ -131,6 +131,36 @@ def step(
     return measure
 
 
+def step_over_floor(settings: Settings) -> Measurement:
+    """Whole training steps beside their matrix products alone."""
+    threads = ["--threads", str(settings.threads)]
+    steps = ["--warmup-steps", str(settings.warmup_steps), "--steps", str(settings.steps)]
+    sides = {
+        "step": ["python", "benchmarks/spmdrl_step.py", "--workload", "fixed", *steps, *threads],
+        "floor": ["python", "benchmarks/floor.py", "--repeats", str(settings.steps), *threads],
+    }
+    outputs: dict[str, list[Json]] = {side: [] for side in sides}
+    for _ in range(settings.repeats):
+        for side, command in sides.items():
+            outputs[side].append(run(command))
+    floor = outputs["floor"]
+    training = statistics.median(output["training_gflop"] / statistics.median(output["training_s"]) for output in floor)
+    sampling = statistics.median(output["sampling_gflop"] / statistics.median(output["sampling_s"]) for output in floor)
+    return Measurement(
+        unit="s",
+        spmdrl=[output["median_s"] for output in outputs["step"]],
+        peer=[statistics.median(output["floor_s"]) for output in floor],
+        peer_name="products alone",
+        commands=[" ".join(command) for command in sides.values()],
+        outputs=[output for pair in zip(*outputs.values(), strict=True) for output in pair],
+        phase_fractions={"spmdrl": median_phases(outputs["step"])},
+        notes=[
+            f"{floor[0]['training_gflop']:.1f} GFLOP of training at {training:.0f} GFLOP/s, "
+            f"{floor[0]['sampling_gflop']:.1f} of sampling at {sampling:.0f}"
+        ],
+    )
+
+
 def median_phases(outputs: Sequence[Json]) -> dict[str, float]:
     """The median share of each phase over several runs."""
     names = outputs[0]["phase_fractions"]
@@ -320,6 +350,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "step-fixed-4x-rollouts": Benchmark(
         about="512 rollouts x 32 tokens", goal=0.85, measure=step("fixed", rollouts_factor=4, fewer_steps=4), code=STEP
+    ),
+    "step-fixed-floor": Benchmark(
+        about="training step beside its matrix products alone", measure=step_over_floor, code=(*STEP, *scripts("floor"))
     ),
     "refit": Benchmark(
         about="refit of SGLang, 200M parameters", goal=1.0, measure=refit, code=(*REFIT, *scripts("refit"))
