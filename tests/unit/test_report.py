@@ -446,6 +446,8 @@ def test_each_phase_is_compared_with_its_prediction_once(capsys: pytest.CaptureF
 def test_the_peak_of_a_phase_is_its_own() -> None:
     size = 2**26
     with Report(ReportConfig(console="plain"), None, num_steps=1, active=False) as report:
+        # What the allocator kept of earlier tests is resident, and goes back when such a phase begins.
+        report.expect([PhaseMemory(name, {}, {"process": 2**30}) for name in ("update", "save", "export")])
         with report.span("update"):
             torch.zeros(size, dtype=torch.uint8).fill_(1)
         with report.span("save"):
@@ -455,7 +457,7 @@ def test_the_peak_of_a_phase_is_its_own() -> None:
             del kept
         peaks = {name: peak.host_bytes for name, peak in report.take_peaks().items()}
     assert peaks["update"] - peaks["save"] > 0.9 * size
-    assert peaks["export"] - peaks["save"] > 0.9 * size
+    assert peaks["export"] - peaks["save"] > 0.9 * size  # it holds `kept` when it begins
 
 
 @pytest.mark.skipif(not restart_host_peak(), reason="this system keeps one peak for the whole process")
