@@ -153,10 +153,11 @@ def _agree_on_kernels(run: Run[SettingsT]) -> LinearKernels:
 
 
 def _kept_kernels(folder: RunFolder) -> LinearKernels | None:
-    if (written := folder.read_machine()) is None:
+    written = (folder.read_machine() or {}).get("linear_kernels")
+    if written is None:  # a new run, or one that began on other devices
         return None
     try:
-        return kernels_of(written.get("linear_kernels"))
+        return kernels_of(written)
     except ValueError as error:
         raise UserError(f"{folder.machine}: linear_kernels: {error}; remove the file to choose them again") from error
 

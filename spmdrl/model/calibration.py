@@ -53,7 +53,7 @@ def choose_kernels(shapes: Sequence[Shape], cache: Path | None = None) -> Linear
 
 def kernels_of(written: Any) -> LinearKernels:
     """Read kernels as `asdict` wrote them. Raises ValueError when they are not."""
-    if not isinstance(written, dict) or set(written) != set(_KINDS) or not set(written.values()) <= set(_KERNELS):
+    if not isinstance(written, dict) or {*written} != {*_KINDS} or any(one not in _KERNELS for one in written.values()):
         raise ValueError(f"{written} does not name a kernel for each of {', '.join(_KINDS)}")
     return LinearKernels(**written)
 

@@ -43,7 +43,7 @@ def test_ranks_agree_and_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert run_ranks(2, kernels_of_a_run, config, str(tmp_path)) == [asdict(FIRST)] * 2
     machine.write_text(json.dumps({"linear_kernels": asdict(SECOND)}))
     assert run_ranks(2, kernels_of_a_run, config, str(tmp_path)) == [asdict(SECOND)] * 2
-    machine.write_text(json.dumps({"linear_kernels": {"few_rows": "fast"}}))
+    machine.write_text(json.dumps({"linear_kernels": {**asdict(SECOND), "few_rows": ["fast"]}}))
     for said in run_ranks(2, kernels_of_a_run, config, str(tmp_path)):
         assert "machine.json: linear_kernels: " in said and "remove the file to choose them again" in said
     machine.write_text("{")
