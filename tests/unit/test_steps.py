@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -55,3 +56,12 @@ def test_every_step_is_counted_and_the_model_exported(monkeypatch: pytest.Monkey
     assert calls.run.report.eval.call_args.args[0] == 0, "the policy that the run begins with is evaluated first"
     export.assert_called_once()
     assert not calls.run.watch.write_requeue.called
+
+
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_what_is_loaded_is_left_out_of_garbage_collections_until_the_end(asked_to_stop: bool) -> None:
+    steps, _ = started(asked_to_stop=asked_to_stop, newest=0)
+    with steps.until_stopped():
+        assert gc.get_freeze_count() > 10_000
+        next(iter(steps), None)
+    assert gc.get_freeze_count() == 0
