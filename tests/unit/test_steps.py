@@ -58,10 +58,9 @@ def test_every_step_is_counted_and_the_model_exported(monkeypatch: pytest.Monkey
     assert not calls.run.watch.write_requeue.called
 
 
-@pytest.mark.parametrize("asked_to_stop", [False, True])
-def test_what_is_loaded_is_left_out_of_garbage_collections_until_the_end(asked_to_stop: bool) -> None:
-    steps, _ = started(asked_to_stop=asked_to_stop, newest=0)
+def test_what_is_loaded_is_left_out_of_garbage_collections_until_the_end() -> None:
+    steps, _ = started(asked_to_stop=True, newest=0)
     with steps.until_stopped():
         assert gc.get_freeze_count() > 10_000
-        next(iter(steps), None)
+        list(steps)
     assert gc.get_freeze_count() == 0
