@@ -143,7 +143,7 @@ class Handover:
     def _sleep_engine(self) -> None:
         """Put the engine to sleep: it releases the memory that `offload.engine` names."""
         self._settle()
-        host_barrier(self._mesh)  # the rank that leads an engine releases what the others read here
+        self._meet()  # the rank that leads an engine releases what the others read here
         before = self._read(self._device).free_bytes
         put_to_sleep = partial(self.restarts.carry, self._engine.sleep, during="putting the engine to sleep")
         self._pass_edge("engine asleep", put_to_sleep, self._to_wake_trainer)
@@ -163,8 +163,7 @@ class Handover:
         began = time.perf_counter()
         change()
         self._settle()
-        # One rank talks to an engine of several ranks: the others' memory is free only once that rank is here.
-        host_barrier(self._mesh)
+        self._meet()  # one rank talks to an engine of several: the others' memory is free only once that rank is here
         reading, needed = self._read(self._device), need()
         if self._shortage(name, reading, needed):
             gc.collect()  # slow, and rarely of use: cycles of Python objects that hold tensors
@@ -174,6 +173,11 @@ class Handover:
         self._edges.append(Edge(name, time.perf_counter() - began, tuple(reading for reading, _ in found)))
         if shortages := [sentence for _, sentence in found if sentence]:
             raise MemoryShortage("\n".join(shortages))
+
+    def _meet(self) -> None:
+        """Wait for all ranks, where there is device memory to be measured."""
+        if self._plan is not None:
+            host_barrier(self._mesh)
 
     def _settle(self) -> None:
         """Wait for the device, and return the memory that torch's allocator caches."""
