@@ -74,6 +74,7 @@ def config(path: str, **rollout: Any) -> Config:
     values = settings(path, 1, prompts_per_step=4, max_response_tokens=16).model_dump()
     # Advantages of equal responses cancel out: entropy is what moves the weights.
     changes = {"run": {"num_steps": NUM_STEPS}, "rollout": rollout, "loss": {"entropy_coef": 1.0}}
+    changes["refit"] = {"probe_prompts": 2}  # although nothing is stale
     values |= {section: values[section] | change for section, change in changes.items()}
     return Config.model_validate(values | {"offload": {}})
 
