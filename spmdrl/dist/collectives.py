@@ -38,8 +38,8 @@ def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
 def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
     """Return every rank's small picklable value, in mesh order, on every rank.
 
-    A step asks for this some 17 times. So one rank does not pickle, and values of up to _INLINE_BYTES take one
-    collective, with their sizes; torch's own takes two.
+    A step asks for this some 17 times, so a rank that is alone pickles nothing, and a value of up to _INLINE_BYTES is
+    gathered together with its size, in one collective. torch's `all_gather_object` needs two.
     """
     if mesh.size() == 1:
         return [value]

@@ -23,7 +23,7 @@ _KEEP_FREED_MEMORY = (
     ("MALLOC_TOP_PAD_", -2, 64 * 2**20),
     ("MALLOC_MMAP_THRESHOLD_", -3, 2**31 - 1),
 )
-_ONEDNN_KERNELS = 64  # a step of a small model needs about 40
+_ONEDNN_KERNELS = 64  # a step of a small model needs a few dozen
 _MEETING_POLL_S = 0.005  # between two looks of the first rank at who has arrived
 
 

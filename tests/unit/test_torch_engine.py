@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
@@ -36,22 +36,8 @@ def save_qwen2(path: Path) -> str:
 
 def save_sliding(path: Path) -> str:
     """A Qwen3 with a window of 6 tokens in every other layer."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.1,
-        use_sliding_window=True,
-        sliding_window=6,
-        layer_types=["full_attention", "sliding_attention"] * 2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    layer_types = ["full_attention", "sliding_attention"] * 2
+    return save_qwen3(path, num_hidden_layers=4, use_sliding_window=True, sliding_window=6, layer_types=layer_types)
 
 
 @pytest.fixture(scope="module", params=[save_qwen3, save_llama, save_qwen2, save_sliding])
