@@ -6,6 +6,7 @@
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
+#   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +14,9 @@ EXTRAS ?= dev
 TORCH_INDEX ?=
 ARGS ?=
 ENGINE ?=
+PARTS ?= test-unit test-spmd test-e2e
+# The oldest versions are tried with the Python of GPU machines, where there is one.
+FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON))
 
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
@@ -41,7 +45,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-spmd test-engine test-e2e test-long test-gpu \
+.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-spmd test-engine test-e2e test-long test-floor test-gpu \
   lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
@@ -97,6 +101,9 @@ test-e2e: $(INSTALLED) ## whole runs from the command line
 
 test-long: sglang-unless-light ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
+
+test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang, which has one version
+	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) $(PARTS)
 
 test-gpu: $(INSTALLED) ## tests that need a CUDA device; they skip where there is none
 	$(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none

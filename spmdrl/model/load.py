@@ -100,6 +100,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
+        _check_is_object(Path(cfg.path) / "config.json")
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
         refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
     except Exception as error:  # transformers raises many types for a bad config.json
@@ -108,6 +109,16 @@ def read_model_config(cfg: ModelConfig) -> Any:
     if refusal:
         raise UserError(f'model.path = "{cfg.path}": {refusal}')
     return config
+
+
+def _check_is_object(file: Path) -> None:
+    """Raise ValueError for a file that holds no JSON object: transformers 5.17 says so in words of Python's."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not a valid JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} holds a {type(content).__name__} and not an object with a `model_type`")
 
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
