@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spmdrl.tools.proof.commit import ROOT, commit_id
-from spmdrl.tools.proof.run import NOT_REACHED, PASSED, SKIPPED, Record, run_stage
+from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
 from spmdrl.tools.proof.stages import STAGES
 
 _DEFAULT_FOLDER = "runs/gpu-proof"
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commit, stage = commit_id(ROOT, arguments.commit_file), STAGES[arguments.stage]
     print(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
     record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit)
-    print("\n".join(["", *table(record), "", *reasons(record), "", verdict(record), f"written: {folder}"]))
+    print("\n".join(["", *table(record), "", *reasons(record), verdict(record), f"written: {folder}"]))
     return 0 if is_as_expected(record) else 1
 
 
@@ -50,8 +50,10 @@ def seen(step: Record) -> str:
     if "exit_code" not in step:
         return str(step["status"])
     counts = step.get("tests", {}).get("counts", {})
-    words = [step["status"], *(f"{count} {outcome}" for outcome, count in counts.items() if count)]
-    if "tests" not in step and step["exit_code"]:
+    words = [f"{count} {outcome}" for outcome, count in counts.items() if count]
+    if not words or step["status"] == KILLED:
+        words.insert(0, step["status"])
+    if not counts and step["status"] == FAILED:
         words.append(f"exit code {step['exit_code']}")
     return f"{', '.join(words)}, {step['seconds']:.0f} s"
 

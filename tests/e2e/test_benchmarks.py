@@ -81,6 +81,9 @@ PROGRAMS = {
         options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
         keys="commit code_digest machine rows versions",
     ),
+    "gpu_run.py": Program(
+        options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
+    ),
     "true_on_policy.py": Program(
         options="--repeats 1 --threads 1", keys="exact_s plain_s sampling_ratios training_ratios mismatch versions"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from spmdrl.tools.proof.claims import Claim
@@ -13,6 +14,7 @@ Kind = Literal["passed", "failed", "not run"]
 
 NO_EVIDENCE = "not yet run: no test or benchmark covers it"
 _WRONG = (FAILED, KILLED, RUNNING)
+_MAX_FAILURES = 3  # that a row shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +49,15 @@ def outcomes(records: Mapping[str, Record]) -> Mapping[str, Outcome]:
 def judge(claim: Claim, seen: Mapping[str, Outcome]) -> Finding:
     """Say what was seen of a claim: a failure first, else whether all of its evidence was there."""
     evidence = {name: _about(name, seen) for name in (*claim.tests, *claim.steps)}
-    flat = [outcome for found in evidence.values() for outcome in found]
+    flat = list(dict.fromkeys(outcome for found in evidence.values() for outcome in found))
     of = {kind: [outcome for outcome in flat if outcome.kind == kind] for kind in ("passed", "failed", "not run")}
     missing = [name for name, found in evidence.items() if not any(outcome.kind == "passed" for outcome in found)]
     if not evidence:
         return Finding(result=NO_EVIDENCE, records=())
     if of["failed"]:
-        result = f"failed: {'; '.join(f'`{one.name}`: {one.reason}' for one in of['failed'])}"
+        shown = [f"`{one.name}`: {one.reason}" for one in of["failed"][:_MAX_FAILURES]]
+        others = len(of["failed"]) - len(shown)
+        result = f"failed: {'; '.join(shown)}{f'; and {others} more' if others else ''}"
     elif not missing:
         result = f"confirmed, by {_counted(len(of['passed']), claim)}{_but(of['not run'])}"
     elif of["passed"]:
@@ -73,7 +77,7 @@ def _of_step(step: Record, record: str) -> Iterator[Outcome]:
     file = step["command"].split()[-1]
     if file.startswith("tests/") and kind != "passed":
         # Of tests that did not begin: those that did have an outcome of their own.
-        yield Outcome(name=_short(file), kind="not run", reason=reason, record=record)
+        yield Outcome(name=file, kind="not run", reason=reason, record=record)
     seen = step.get("tests", {})
     for name in seen.get("passed", {}):
         yield Outcome(name=_short(name), kind="passed", record=record)
@@ -96,15 +100,15 @@ def _reason(step: Record) -> str:
 
 
 def _short(test: str) -> str:
-    """`memory::test_x[case]` for `tests/gpu/test_memory.py::test_x[case]`, and `memory` for its file."""
-    file, *rest = test.split("::")
-    return "::".join([file.rpartition("/")[2].removeprefix("test_").removesuffix(".py"), *rest])
+    """`memory::test_x[case]` for `tests/gpu/test_memory.py::test_x[case]`; a file keeps its path."""
+    file, colons, name = test.partition("::")
+    return f"{Path(file).stem.removeprefix('test_')}::{name}" if colons else file
 
 
 def _about(name: str, seen: Mapping[str, Outcome]) -> list[Outcome]:
     """The outcomes of a step or a test in all of its cases, or of the file that was to run it."""
     cases = [outcome for key, outcome in seen.items() if key == name or key.startswith(f"{name}[")]
-    file = name.partition("::")[0]
+    file = f"tests/gpu/test_{name.partition('::')[0]}.py"
     return cases or ([seen[file]] if file in seen else [])
 
 

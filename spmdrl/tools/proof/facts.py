@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -36,16 +37,16 @@ class Fact(NamedTuple):
 
 
 def main() -> None:
-    """Print the table and the object."""
+    """Print the table and the object; the exit code is 1 where there is no device."""
     torch = _torch()
     machine, versions = _machine(torch), _versions()
     facts = [*_about_devices(torch, machine), *_about_system(), *_about_versions(versions)]
     width = max(len(fact.name) for fact in facts)
     for name, seen, expected in facts:
         print(f"{name:<{width}}  {seen}{f'   (expected: {expected})' if expected else ''}")
-    if not machine["devices"]:
-        print("\nThere is no CUDA device here: tests will be skipped, and nothing can be proved.")
     print(json.dumps({"machine": machine, "versions": versions, "facts": [fact._asdict() for fact in facts]}))
+    if not machine["devices"]:
+        sys.exit("there is no CUDA device here: tests will be skipped, and nothing can be proved")
 
 
 def _torch() -> ModuleType | Exception:

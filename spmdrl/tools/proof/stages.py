@@ -33,7 +33,7 @@ class Stage:
     steps: tuple[Step, ...]
 
 
-def tests(name: str, *, limit_s: float, expected: str = ALL_PASS) -> Step:
+def gpu_tests(name: str, *, limit_s: float, expected: str = ALL_PASS) -> Step:
     """One file of tests/gpu in a process of its own, so that what a test leaves behind ends with it."""
     options = ("-q", "-p", "no:cacheprovider", "-p", "spmdrl.tools.proof.tests_seen", "--durations=3")
     command = ("python", "-m", "pytest", *options, f"tests/gpu/test_{name}.py")
@@ -54,15 +54,15 @@ STAGES: Mapping[str, Stage] = {
         facts=FACTS,
         steps=(
             program("doctor", "launch/doctor.py", limit_s=60.0, expected="says what is missing"),
-            tests("refit_processes", limit_s=120.0),
-            tests("one_device", limit_s=150.0),
-            tests("memory", limit_s=90.0),
-            tests("memory_plan", limit_s=90.0),
-            tests("attention", limit_s=120.0),
-            tests("correction", limit_s=60.0),
-            tests("policy_losses", limit_s=60.0),
-            tests("many_devices", limit_s=90.0, expected=TWO_DEVICES),
-            tests("context", limit_s=120.0, expected=TWO_DEVICES),
+            gpu_tests("refit_processes", limit_s=120.0),
+            gpu_tests("one_device", limit_s=150.0),
+            gpu_tests("memory", limit_s=90.0),
+            gpu_tests("memory_plan", limit_s=90.0),
+            gpu_tests("attention", limit_s=120.0),
+            gpu_tests("correction", limit_s=60.0),
+            gpu_tests("policy_losses", limit_s=60.0),
+            gpu_tests("many_devices", limit_s=90.0, expected=TWO_DEVICES),
+            gpu_tests("context", limit_s=120.0, expected=TWO_DEVICES),
         ),
     ),
     "2": Stage(
@@ -76,7 +76,7 @@ STAGES: Mapping[str, Stage] = {
                 limit_s=200.0,
                 expected="SGLang starts; digests agree; GB/s of a refit",
             ),
-            tests("sglang", limit_s=400.0),
+            gpu_tests("sglang", limit_s=400.0),
         ),
     ),
     "3": Stage(
@@ -96,7 +96,7 @@ STAGES: Mapping[str, Stage] = {
                 limit_s=150.0,
                 expected="at most 60 ms; the limit is a copy's 3.7 ms",
             ),
-            tests("true_on_policy", limit_s=300.0),
+            gpu_tests("true_on_policy", limit_s=300.0),
         ),
     ),
     "4": Stage(
