@@ -1,4 +1,4 @@
-"""What the project claims of GPUs, and the tests of tests/gpu and the steps of the proof that show each claim."""
+"""Claims about GPUs, and the tests of tests/gpu and the steps of the proof that show each of them."""
 
 from __future__ import annotations
 

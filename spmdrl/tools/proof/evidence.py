@@ -19,7 +19,7 @@ _MAX_FAILURES = 3  # that a row shows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the newest record says of a test, of a file of tests or of a step."""
+    """The newest record of a test, of a file of tests or of a step."""
 
     name: str
     kind: Kind
