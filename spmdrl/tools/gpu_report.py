@@ -74,6 +74,8 @@ def _read(path: Path) -> Record:
         raise ValueError(f"{path} is no JSON file: {problem}") from problem
     if not isinstance(record, dict) or not {"date", "commit", "machine", "versions", "steps"} <= record.keys():
         raise ValueError(f"{path} was not written by launch/gpu_proof.sh; name a gpu-proof-STAGE.json")
+    if not record["machine"].get("devices"):
+        raise ValueError(f"{path} is of a machine without a CUDA device, or of one that could not use it; leave it out")
     return record
 
 
@@ -90,7 +92,7 @@ def _where(records: Mapping[str, Record]) -> Iterator[str]:
                 f"{machine.get('driver') or '-'}, {machine.get('cuda') or '-'}",
                 ", ".join(f"{package} {version}" for package, version in versions.items()),
                 record["date"].partition("T")[0],
-                record["commit"],
+                _short(record["commit"]),
                 f"{statuses.count(PASSED)} of {len(statuses)}",
             )
         )
@@ -106,6 +108,12 @@ def _figures(records: Mapping[str, Record]) -> Iterator[str]:
                 columns = [key for key, value in measured[0].items() if isinstance(value, str | int | float)]
                 rows = [columns, *([_shown(row.get(column)) for column in columns] for row in measured)]
                 yield f"## Figures: {step['name']}\n\n`{step['command']}`, in {name}\n\n{_table(rows)}"
+
+
+def _short(commit: str) -> str:
+    """The first digits of a commit, and whether files differed from it."""
+    digits, space, rest = commit.partition(" ")
+    return f"{digits[:10]}{space}{rest}"
 
 
 def _shown(value: Any) -> str:

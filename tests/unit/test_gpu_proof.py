@@ -7,12 +7,14 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spmdrl.tools import gpu_proof, gpu_report
-from spmdrl.tools.proof import commit, tests_seen
+from spmdrl.tools.proof import commit, facts, tests_seen
 from spmdrl.tools.proof.claims import CLAIMS, Claim
 from spmdrl.tools.proof.evidence import NO_EVIDENCE, judge, outcomes
 from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, last_object
@@ -156,6 +158,53 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert gpu_report.main([str(other), "--page", str(tmp_path / "page.md")]) == 2
     assert f"{other} was not written by launch/gpu_proof.sh" in capsys.readouterr().err
     assert not (tmp_path / "page.md").exists()
+
+
+def test_a_file_that_saw_no_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpu-proof-1.json"
+    path.write_text(json.dumps(record() | {"machine": {"devices": []}}))
+    assert gpu_report.main([str(path), "--page", str(tmp_path / "page.md")]) == 2
+    assert f"cannot report: {path} is of a machine without a CUDA device" in capsys.readouterr().err
+
+
+STAND_IN = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "get_device_name": lambda index: "NVIDIA H200",
+    "get_device_capability": lambda index: (9, 0),
+    "get_device_properties": lambda index: SimpleNamespace(total_memory=140 * 2**30),
+    "mem_get_info": lambda index: (139 * 2**30, 140 * 2**30),
+}
+
+
+def refused() -> str:
+    raise RuntimeError("no such device\nand more")
+
+
+def test_facts_about_a_stand_in_for_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be tried is a row that says why."""
+    for name, function in STAND_IN.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(facts, "_cuda_ipc", refused)
+    facts.main()
+    printed = last_object(capsys.readouterr().out)
+    assert printed["machine"]["devices"] == ["NVIDIA H200 (sm_90, 140 GiB)"]
+    assert printed["versions"]["torch"] == torch.__version__
+    seen = {fact["name"]: fact["seen"] for fact in printed["facts"]}
+    assert seen["memory of device 0"] == "139.0 of 140.0 GiB free"
+    assert seen["NCCL"] == "2.28.9"
+    assert seen["CUDA IPC"] == "RuntimeError: no such device"
+    assert {"driver", "libcudart in use", "libcudart of ldconfig", "/dev/shm", "ptrace scope", "nvcc"} <= seen.keys()
+
+
+def test_facts_without_a_device_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="there is no CUDA device here"):
+        facts.main()
+    assert last_object(capsys.readouterr().out)["machine"]["devices"] == []
 
 
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
