@@ -100,14 +100,23 @@ def _where(records: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _figures(records: Mapping[str, Record]) -> Iterator[str]:
-    """A section for each step whose program printed rows of numbers."""
+    """A section for each step whose program printed rows of numbers, also where something else in it failed."""
     for name, record in sorted(records.items()):
         for step in record["steps"]:
-            measured = step.get("figures", {}).get("rows")
-            if step["status"] == PASSED and isinstance(measured, list) and measured:
-                columns = [key for key, value in measured[0].items() if isinstance(value, str | int | float)]
-                rows = [columns, *([_shown(row.get(column)) for column in columns] for row in measured)]
-                yield f"## Figures: {step['name']}\n\n`{step['command']}`, in {name}\n\n{_table(rows)}"
+            measured = [dict(_scalars(row)) for row in step.get("figures", {}).get("rows", [])]
+            columns = list(dict.fromkeys(column for row in measured for column in row))
+            rows = [columns, *([_shown(row.get(column)) for column in columns] for row in measured)]
+            if columns:
+                yield f"## Figures: {step['name']}\n\n`{step['command']}`, {step['status']}, in {name}\n\n{_table(rows)}"
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of a row and of the rows inside it that are numbers or words; series are left to the file."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key} ")
+        elif isinstance(value, str | int | float):
+            yield f"{prefix}{key}", value
 
 
 def _short(commit: str) -> str:

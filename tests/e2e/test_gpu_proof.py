@@ -130,7 +130,7 @@ def test_the_report_says_what_was_seen(record: dict[str, Any]) -> None:
     ]
     lines = gpu_report.page({"gpu-proof-t": record}, {"All": claims}).splitlines()
     seen = [line.split(" | ")[1].partition(" in test")[0] for line in lines if re.match(r"\| [\w ]+\. \|", line)]
-    assert seen[:2] == ["confirmed, by 1 benchmark", "confirmed, by 1 test"]
+    assert seen[:2] == ["ran; the figures are below", "confirmed, by 1 test"]
     assert seen[2].startswith("failed: `mixed::test_half[y]`: AssertionError: assert 'y' == 'x'")
     assert seen[3] == "not yet run (needs two CUDA devices)"
     assert seen[4].startswith("failed: `tests/gpu/test_broken.py`: ") and "no_such_module" in seen[4]

@@ -100,11 +100,11 @@ CLAIM = Claim("Both.", tests=("a::test_one", "a::test_two"))
             of_tests(passed=(A, f"{B}[x]"), skipped={f"{B}[y]": "needs two CUDA devices"}),
             "confirmed, by 2 tests (needs two CUDA devices)",
         ),
-        (of_tests(passed=(A,)), "in part, by 1; not yet run: `a::test_two`"),
+        (of_tests(passed=(A,)), "in part, by 1 test; not yet run: `a::test_two`"),
         (of_tests(passed=(A,), failed={f"{B}[y]": "1 == 2"}), "failed: `a::test_two[y]`: 1 == 2"),
         (
             of_tests(status=KILLED, passed=(A,)),
-            "in part, by 1; not yet run: `a::test_two` (killed after 9 s)",
+            "in part, by 1 test; not yet run: `a::test_two` (killed after 9 s)",
         ),
         (of_tests(skipped={A: "no device", B: "no device"}), "not yet run (no device)"),
         (
@@ -125,7 +125,7 @@ def test_what_was_seen_of_a_claim(step: dict[str, Any], result: str) -> None:
 def test_a_claim_about_a_program_follows_from_its_step() -> None:
     step = {"name": "refit", "command": "python x.py", "status": PASSED, "exit_code": 0, "seconds": 1.0}
     claim = Claim("Fast.", steps=("refit",))
-    assert judge(claim, outcomes({"one": record(step)})).result == "confirmed, by 1 benchmark"
+    assert judge(claim, outcomes({"one": record(step)})).result == "ran; the figures are below"
     failed = step | {"status": FAILED, "exit_code": 1, "tail": ["Traceback", "ValueError: no", ""]}
     assert judge(claim, outcomes({"one": record(failed)})).result == "failed: `refit`: exit code 1: ValueError: no"
     assert judge(Claim("Unseen."), outcomes({"one": record(step)})).result == NO_EVIDENCE
@@ -141,15 +141,16 @@ def test_the_newest_record_decides_and_one_that_skipped_does_not() -> None:
 
 
 def test_the_page_shows_machines_and_figures() -> None:
-    measured = {"rows": [{"size": "4b", "gb_per_s": 123.456, "all_s": [1.0]}, {"size": "8b", "gb_per_s": None}]}
+    whole = {"size": "4b", "fused": {"gb_per_s": 123.456, "all_s": [1.0]}, "ratio": None}
+    measured = {"rows": [whole, {"size": "8b", "failed": "out of memory"}]}
     step = {"name": "refit", "command": "python x.py", "status": PASSED, "figures": measured}
     text = gpu_report.page({"gpu-proof-3": record(step)}, {"Speed": [Claim("Fast.", steps=("refit",))]})
     assert (
         "| gpu-proof-3 | NVIDIA H200 (sm_90, 140 GiB) | 580.1, 13.0 | torch 2.11.0 | 2026-01-02 | abc | 1 of 1 |"
         in text
     )
-    assert "| Fast. | confirmed, by 1 benchmark | gpu-proof-3 | step `refit` |" in text
-    assert "| size | gb_per_s |\n|---|---|\n| 4b | 123.5 |\n| 8b | - |\n" in text
+    assert "| Fast. | ran; the figures are below | gpu-proof-3 | step `refit` |" in text
+    assert "| size | fused gb_per_s | failed |\n|---|---|---|\n| 4b | 123.5 | - |\n| 8b | - | out of memory |\n" in text
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,10 +59,11 @@ def judge(claim: Claim, seen: Mapping[str, Outcome]) -> Finding:
         others = len(of["failed"]) - len(shown)
         result = f"failed: {'; '.join(shown)}{f'; and {others} more' if others else ''}"
     elif not missing:
-        result = f"confirmed, by {_counted(len(of['passed']), claim)}{_but(of['not run'])}"
+        confirmed = f"confirmed, by {_counted(len(of['passed']))}" if claim.tests else "ran; the figures are below"
+        result = f"{confirmed}{_but(of['not run'])}"
     elif of["passed"]:
         unseen = ", ".join(f"`{name}`" for name in missing)
-        result = f"in part, by {len(of['passed'])}; not yet run: {unseen}{_but(of['not run'])}"
+        result = f"in part, by {_counted(len(of['passed']))}; not yet run: {unseen}{_but(of['not run'])}"
     else:
         result = f"not yet run{_but(of['not run'])}"
     ran = of["passed"] + of["failed"]
@@ -112,9 +113,8 @@ def _about(name: str, seen: Mapping[str, Outcome]) -> list[Outcome]:
     return cases or ([seen[file]] if file in seen else [])
 
 
-def _counted(passed: int, claim: Claim) -> str:
-    what = "test" if claim.tests else "benchmark"
-    return f"{passed} {what}{'' if passed == 1 else 's'}"
+def _counted(passed: int) -> str:
+    return f"{passed} test{'' if passed == 1 else 's'}"
 
 
 def _but(not_run: Iterable[Outcome]) -> str:

@@ -106,8 +106,8 @@ STAGES: Mapping[str, Stage] = {
         steps=(
             program(
                 "step",
-                "benchmarks/gpu_step.py",
-                limit_s=500.0,
+                "benchmarks/gpu_step.py --minutes 6",
+                limit_s=510.0,
                 expected="tokens/s, MFU and peak memory at 16k and 64k tokens",
             ),
         ),
