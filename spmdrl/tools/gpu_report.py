@@ -107,7 +107,8 @@ def _figures(records: Mapping[str, Record]) -> Iterator[str]:
             columns = list(dict.fromkeys(column for row in measured for column in row))
             rows = [columns, *([_shown(row.get(column)) for column in columns] for row in measured)]
             if columns:
-                yield f"## Figures: {step['name']}\n\n`{step['command']}`, {step['status']}, in {name}\n\n{_table(rows)}"
+                about = f"`{step['command']}`, {step['status']}, in {name}"
+                yield f"## Figures: {step['name']}\n\n{about}\n\n{_table(rows)}"
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
