@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_run.py --size 0.6b --steps 3
 
-Weights are random and prompts are made up, so that nothing has to be downloaded; no response ends early, so every step
-has as many tokens as its settings allow. The run is `spmdrl.train` under torchrun as a user starts it, sampled by
+Weights are random and prompts are made up, so that nothing has to be downloaded; hardly a response ends by itself, so
+every step has about as many tokens as its settings allow. The run is `spmdrl.train` itself in one process, sampled by
 SGLang on the device that trains. Predicted and measured memory are what the run itself prints and logs. Prints one JSON
 object; `--device cpu --size tiny` tries the program with the embedded engine where there is no device.
 """
@@ -35,7 +35,7 @@ num_steps = {num_steps}
 path = "{folder}/model"
 gradient_checkpointing = "none"
 [data]
-max_prompt_tokens = 1024
+max_prompt_tokens = {prompt_tokens}
 [[data.sources]]
 kind = "jsonl"
 path = "{folder}/prompts.jsonl"
@@ -65,8 +65,8 @@ SGLANG = (
     'offload.engine=["kv_cache", "weights"]',
     "offload.trainer=all",
 )
-# By size of the model: prompts and response tokens of a step, and tokens of a micro-batch.
-LOADS = {"tiny": (2, 8, 2048), "0.6b": (16, 1536, 16384)}
+# By size of the model: prompts of a step, tokens of a prompt, which are characters, of a response and of a micro-batch.
+LOADS = {"tiny": (2, 16, 4, 512), "0.6b": (16, 160, 1536, 16384)}
 PEAKS = re.compile(r"^peak memory of .*\n((?:  .*\n)+)", re.MULTILINE)  # the run prints them, predicted and measured
 PEAK = re.compile(r"^  (\w+) +([\d.]+) +([\d.]+)", re.MULTILINE)
 
@@ -105,19 +105,20 @@ def write_inputs(folder: Path, args: argparse.Namespace) -> None:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --size tiny only tries the program")
-    prompts, response_tokens, budget = LOADS[args.size]
+    prompts, prompt_tokens, response_tokens, budget = LOADS[args.size]
     tokenizer, config = character_tokenizer(), model_config(args.size)
     config.max_position_embeddings = 4096
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    asked = [{"prompt": f"{i} + {i} = " * 20, "answer": str(2 * i)} for i in range(prompts * args.steps)]
+    asked = [{"prompt": f"{i} + {i} = ".ljust(prompt_tokens), "answer": ""} for i in range(prompts * args.steps)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
     text = CONFIG.format(
         folder=folder,
         here=HERE,
         num_steps=args.steps,
+        prompt_tokens=prompt_tokens,
         prompts=prompts,
         rollouts=8 * prompts,
         response_tokens=response_tokens,
@@ -129,9 +130,8 @@ def write_inputs(folder: Path, args: argparse.Namespace) -> None:
 def train(folder: Path, args: argparse.Namespace) -> str:
     """Run to the end; return what the run printed, which goes to this program's standard error as well."""
     on_cpu = args.device == "cpu"
-    command = [*workload.torchrun(1), "-m", "spmdrl.train", str(folder / "config.toml"), *(() if on_cpu else SGLANG)]
     run = subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, "-m", "spmdrl.train", str(folder / "config.toml"), *(() if on_cpu else SGLANG)],
         cwd=HERE.parent,
         env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})},
         stdout=subprocess.PIPE,

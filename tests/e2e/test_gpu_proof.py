@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from spmdrl.tools import gpu_proof, gpu_report
 from spmdrl.tools.proof.claims import Claim
+from spmdrl.tools.proof.commit import stamp
 from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, run_stage
 from spmdrl.tools.proof.stages import Stage, Step, gpu_tests
 
@@ -204,3 +207,31 @@ def test_without_a_bundle_what_is_installed_is_used(checkout: Path) -> None:
     named = proof(checkout, BUNDLE="elsewhere")
     assert named.returncode == 2
     assert "BUNDLE=elsewhere: there is no elsewhere/SHA256SUMS" in named.stderr
+
+
+PYTHON_WITHOUT_NETWORK = """\
+#!/bin/sh
+[ "$2" = pip ] || exec {python} "$@"
+while [ "$1" != --dest ]; do shift; done
+mkdir -p "$2"
+case $3 in sglang==*) cp "{folder}/sglang.whl" "$2" ;; esac
+"""
+
+
+def test_what_make_bundle_packs_is_what_the_proof_unpacks(checkout: Path) -> None:
+    """With one wheel that is here, and none of the others."""
+    with zipfile.ZipFile(checkout / "sglang.whl", "w") as wheel:
+        for name in ("sglang/srt.py", "sglang/test/x.py", "sgl_kernel/sm90/common_ops.so", "sgl_kernel/sm100/other.so"):
+            wheel.writestr(name, "")
+    stub = checkout / "python-without-network"
+    stub.write_text(PYTHON_WITHOUT_NETWORK.format(python=sys.executable, folder=checkout))
+    stub.chmod(0o755)
+    bundle = checkout / "packed"
+    pack = [ROOT / "launch/make_bundle.sh", bundle]
+    subprocess.run(pack, env=os.environ | {"PYTHON": str(stub)}, check=True, capture_output=True)
+    assert json.loads((bundle / "commit.json").read_text()) == stamp(ROOT)
+    assert proof(checkout, BUNDLE=str(bundle)).returncode == 0
+    (site,) = (checkout / "runs").iterdir()
+    files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
+    assert {"sglang/srt.py", "sgl_kernel/sm90/common_ops.so", "IPython/__init__.py"} <= files
+    assert not {"sglang/test/x.py", "sgl_kernel/sm100/other.so"} & files
