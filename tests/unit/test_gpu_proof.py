@@ -226,7 +226,7 @@ def test_a_test_that_began_and_did_not_end_has_failed(tmp_path: Path) -> None:
         {"id": "a", "outcome": "passed", "seconds": 1},
     ]
     lines += [{"id": "b", "outcome": "failed", "reason": tests_seen.UNFINISHED}]
-    (tmp_path / "seen").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "seen").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"id": "c", "outc')
     seen = tests_seen.read(tmp_path / "seen")
     assert seen is not None
     assert (seen["passed"], seen["failed"]) == ({"a": 1}, {"b": tests_seen.UNFINISHED})

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +30,7 @@ STACKS_S = 5.0  # for a process to write its stacks before it is killed
 TAIL_LINES = 25
 _NO_TESTS = 5  # the exit code of pytest when a file skips itself
 _POLL_S = 0.1
+_GONE_S = 10.0  # for killed processes to give back what they hold
 _MARK = "SPMDRL_PROOF_STEP"
 
 Record = dict[str, Any]
@@ -145,16 +146,26 @@ def _run(
 
 
 def _kill_all(group: int, mark: bytes) -> None:
-    """Kill a process group, and every process with the mark in its environment, whatever session it has made itself.
+    """Kill a process group, and every process with the mark in its environment, and wait until they are gone.
 
     torchrun gives each rank a session of its own. What stays would hold the device's memory while the next step runs.
     """
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+    until = time.monotonic() + _GONE_S
+    while (marked := [*_processes_with(mark)]) and time.monotonic() < until:
+        for process in marked:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _processes_with(mark: bytes) -> Iterator[int]:
+    """Ids of the processes that have it in their environment; one that has ended has none."""
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has just ended, or is another user's
             if mark in environment.read_bytes():
-                os.kill(int(environment.parent.name), signal.SIGKILL)
+                yield int(environment.parent.name)
 
 
 def _status(code: int, seen: tests_seen.Seen | None) -> str:

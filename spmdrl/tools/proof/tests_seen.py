@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def read(path: Path) -> Seen | None:
         return None
     last: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        last[row["id"]] = row
+        with suppress(ValueError):  # the process was killed while it wrote its last line
+            row = json.loads(line)
+            last[row["id"]] = row
     of = {name: [row for row in last.values() if row["outcome"] == name] for name in ("passed", "failed", "skipped")}
     return {
         "counts": {name: len(rows) for name, rows in of.items()},
