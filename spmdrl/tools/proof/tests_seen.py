@@ -65,7 +65,7 @@ def _reason(report: Any) -> str:
         text = report.longrepr[2].removeprefix("Skipped: ")
     else:
         crash = getattr(report.longrepr, "reprcrash", None)
-        text = crash.message if crash else report.longreprtext.strip().splitlines()[-1]
+        text = crash.message if crash else report.longreprtext.strip().splitlines()[-1].removeprefix("E ")
     return text.strip().partition("\n")[0][:_MAX_REASON_CHARACTERS]
 
 
