@@ -128,6 +128,7 @@ bench-check: $(INSTALLED) ## do they show what was measured? Which results are a
 	$(IN_VENV) python benchmarks/check.py
 
 docs: $(INSTALLED) ## write docs/configuration.md and docs/algorithms.md from the code
+	$(VENV)/bin/python -m spmdrl.tools.gpu_report
 	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new

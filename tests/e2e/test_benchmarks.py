@@ -69,6 +69,9 @@ PROGRAMS = {
         "--picture {folder}/m.svg run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2",
         keys="result picture runs accuracy",
     ),
+    "gpu_run.py": Program(
+        options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
+    ),
     "logprob_memory.py": Program(
         options="--tokens 64 --vocabulary 512 --repeats 1", keys="memory times tiled_peak_mib plain_peak_mib versions"
     ),
