@@ -18,6 +18,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.session import World, local_rank
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
+from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
@@ -239,6 +240,8 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
     }
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
+    if arguments["enable_memory_saver"]:
+        environment |= preload.library_path()
     if cfg.true_on_policy:
         environment |= sglang_kernels.ENVIRONMENT
     if not on_cpu and "cuda_graph" in release:
