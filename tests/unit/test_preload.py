@@ -61,7 +61,9 @@ def library(folder: Path, name: str) -> Path:
 def path_with(monkeypatch: pytest.MonkeyPatch, folder: Path, *loaded: Path) -> list[str] | None:
     """The folders that are told when this process has loaded these files and imports from `folder`."""
     maps = folder / "maps"
-    maps.write_text("".join(f"7f0000-7f1000 r-xp 00000000 08:01 42   {path}\n" for path in loaded) + "7f2000 rw-p [heap]\n")
+    maps.write_text(
+        "".join(f"7f0000-7f1000 r-xp 00000000 08:01 42   {path}\n" for path in loaded) + "7f2000 rw-p [heap]\n"
+    )
     monkeypatch.setattr(preload, "_MAPS", maps)
     monkeypatch.setattr(sys, "path", [str(folder)])
     found = preload.library_path().get("LD_LIBRARY_PATH")
