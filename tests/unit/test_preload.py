@@ -13,8 +13,8 @@ import pytest
 
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.process import _launch_surroundings
-from tests.helpers import fake_saver
-from tests.helpers.fake_saver import RUNTIME
+from tests.helpers import fake_packages
+from tests.helpers.fake_packages import RUNTIME
 
 LOADER_FAILED = 127  # the exit code of a process that the loader ends
 
@@ -23,10 +23,10 @@ LOADER_FAILED = 127  # the exit code of a process that the loader ends
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime that this process has loaded, and a memory saver that needs it."""
     monkeypatch.delenv(preload.PATH_VARIABLE, raising=False)
-    made = fake_saver.make_runtime(tmp_path / "nvidia/cu99/lib")
-    fake_saver.make_saver(tmp_path, made)
-    fake_saver.install(monkeypatch, tmp_path)
-    with fake_saver.loaded(made):
+    made = fake_packages.make_runtime(tmp_path / "nvidia/cu99/lib")
+    fake_packages.make_saver(tmp_path, made)
+    fake_packages.install(monkeypatch, tmp_path)
+    with fake_packages.loaded(made):
         yield made
 
 

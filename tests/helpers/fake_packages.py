@@ -1,4 +1,5 @@
-"""A stand-in for torch_memory_saver and the CUDA runtime: libraries without code that need each other as theirs do."""
+"""Stand-ins for packages that SGLang needs on CUDA: torch_memory_saver and the CUDA runtime, as libraries without code
+that need each other as theirs do, and any package that has a version."""
 
 from __future__ import annotations
 
@@ -45,6 +46,15 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let `import torch_memory_saver` find the package in `folder` until the test ends."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "torch_memory_saver", raising=False)
+
+
+def make_package(folder: Path, distribution: str, *, version: str, module: str | None = None, code: str = "") -> None:
+    """An installed distribution in `folder`, with a module of this code if `module` names one."""
+    metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    if module is not None:
+        (folder / f"{module}.py").write_text(code)
 
 
 @contextmanager
