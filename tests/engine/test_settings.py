@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from spmdrl.config import Config, read_config
 from spmdrl.engine.kinds import engine_problems
@@ -48,6 +49,7 @@ def _on_a_device(folder: Path, packages: str) -> list[str]:
     """What is said of good settings on a machine with a CUDA device and the packages in a folder."""
     sys.path.insert(0, str(folder / packages))
     sys.modules.pop("sgl_kernel", None)
+    torch.cuda.get_device_capability = lambda: (9, 0)  # of this process alone
     cfg = read_config(Config, str(folder / "c.toml"), ["rollout.engine=sglang", "run.deterministic=false"])
     model = load_model_config(cfg.model)
     return list(engine_problems(cfg, model, None, num_ranks=1, device_type="cuda"))
@@ -143,7 +145,8 @@ def test_kernels_that_the_installed_torch_cannot_load(device_answers: dict[str, 
 
 
 def test_a_cuda_runtime_that_the_loader_does_not_find(device_answers: dict[str, list[str]]) -> None:
-    (sentence,) = device_answers["no-runtime"]
+    attention, sentence = device_answers["no-runtime"]
+    assert 'SGLang\'s own choice for this device is "fa3"' in attention
     assert sentence.startswith('rollout.engine = "sglang": its processes load the library of torch_memory_saver first')
     assert f"{RUNTIME}: cannot open shared object file" in sentence and "on LD_LIBRARY_PATH" in sentence
 

@@ -49,12 +49,13 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def make_package(folder: Path, distribution: str, *, version: str, module: str | None = None, code: str = "") -> None:
-    """An installed distribution in `folder`, with a module of this code if `module` names one."""
+    """An installed distribution in `folder`, with a package of this code if `module` names one."""
     metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     if module is not None:
-        (folder / f"{module}.py").write_text(code)
+        (folder / module).mkdir()
+        (folder / module / "__init__.py").write_text(code)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang import preload
-from spmdrl.engine.sglang.kernels import kernel_problem
+from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
@@ -143,3 +143,16 @@ def test_kernels_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp_
     assert kernel_problem("2.14.1") == (
         "sglang-kernel, its kernels for CUDA, is not installed; run: make setup-sglang TORCH=cuda"
     )
+
+
+def test_attention_without_its_kernels_is_told_before_the_start(packages: Path) -> None:
+    """The bundle for machines without network leaves FlashAttention 3 out."""
+    fake_packages.make_package(packages, "sglang-kernel", version="0.4.5", module="sgl_kernel")
+    hopper, ampere = (9, 0), (8, 0)
+    unset = attention_problem(None, hopper)
+    assert unset is not None and unset.startswith("rollout.attention_backend is not set, and SGLang's own choice")
+    assert 'rollout.attention_backend = "fa3", but' in str(attention_problem("fa3", ampere))
+    assert attention_problem(None, ampere) is None
+    assert attention_problem("triton", hopper) is None
+    (packages / "sgl_kernel" / "flash_ops.py").touch()
+    assert attention_problem("fa3", hopper) is attention_problem(None, hopper) is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 
 DISTRIBUTION = "sglang-kernel"
@@ -41,6 +42,18 @@ def kernel_problem(torch_version: str) -> str | None:
             f"{_SKIP_VARIABLE}=1 is in the environment; set that, or run: {_SETUP}"
         )
     return None
+
+
+def attention_problem(backend: str | None, capability: tuple[int, int]) -> str | None:
+    """Explain why the attention kernels that SGLang would use on a device of this compute capability are not there.
+
+    None when they are. `backend` is `rollout.attention_backend`; unset, SGLang chooses FlashAttention 3 on Hopper.
+    """
+    by_default = backend is None and capability[0] == 9
+    if not (backend == "fa3" or by_default) or importlib.util.find_spec(f"{_MODULE}.flash_ops") is not None:
+        return None
+    set_to = 'is not set, and SGLang\'s own choice for this device is "fa3"' if by_default else '= "fa3"'
+    return f'rollout.attention_backend {set_to}, but {DISTRIBUTION} is here without those kernels; set it to "triton"'
 
 
 def _cause(error: Exception) -> str:

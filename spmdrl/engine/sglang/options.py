@@ -22,7 +22,7 @@ from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.kernels import kernel_problem
+from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
@@ -89,8 +89,8 @@ def sglang_problems(
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
         sglang_process.check_orphans()
-    if device_type == "cuda" and cfg.rollout.placement == "colocated":
-        yield from _saver_problems()
+    if device_type == "cuda":
+        yield from _device_problems(cfg)
     yield from _argument_problems(cfg.rollout.sglang)
     yield from _graph_problems(cfg)
     engine_ranks = cfg.rollout.num_ranks or num_ranks
@@ -129,8 +129,14 @@ def sglang_problems(
             yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
 
 
-def _saver_problems() -> Iterator[str]:
-    if problem := preload.start_problem(preload.library_path()):
+def _device_problems(cfg: Config) -> Iterator[str]:
+    # With true_on_policy the trainer needs the same kernels, and says so itself.
+    if not cfg.true_on_policy and (
+        problem := attention_problem(cfg.rollout.attention_backend, torch.cuda.get_device_capability())
+    ):
+        yield problem
+    has_saver = cfg.rollout.placement == "colocated"
+    if has_saver and (problem := preload.start_problem(preload.library_path())):
         yield (
             'rollout.engine = "sglang": its processes load the library of torch_memory_saver first, and with it no '
             f"process starts here: {problem}; put the folder of what is missing on {preload.PATH_VARIABLE}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -31,3 +32,4 @@ def clear_padding_row(reply: Any, updater: Any, request: Any) -> None:
     """
     if GPU_MEMORY_TYPE_KV_CACHE in request.tags:
         updater.scheduler.req_to_token_pool.req_to_token[0].zero_()
+        torch.get_device_module().synchronize()  # forward passes run on another stream
