@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def started_by_engine(environment: Mapping[str, str]) -> int | None:
     """The exit code of a process that does nothing, started where and how SGLang starts a scheduler."""
     from torch_memory_saver import configure_subprocess
 
+    resource_tracker.ensure_running()  # else the first start makes it, under the same conditions
     with _launch_surroundings(environment):
         multiprocessing.set_start_method("spawn", force=True)
         with configure_subprocess():
