@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spmdrl.engine.sglang import kernels, preload
+
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
-_KERNELS = "sglang-kernel"
+_KERNELS = kernels.DISTRIBUTION
 
 # (distribution, what it is for)
 _PACKAGES = (
@@ -37,6 +39,7 @@ _PACKAGES = (
     ("rich", "console"),
     ("sglang", "SGLang rollouts"),
     (_KERNELS, "SGLang on CUDA"),
+    ("torch-memory-saver", "SGLang on CUDA"),
     ("flash-attn", "flash_attn_2 kernels"),
     ("flash-attn-3", "flash_attn_3 kernels"),
     ("ring-flash-attn", "ring attention"),
@@ -238,14 +241,24 @@ def _missing_for_sglang(torch: ModuleType | None) -> Iterator[str]:
     if _version("sglang") is None:
         yield "sglang is not installed: make setup-sglang"
         return
-    if torch is not None and _num_gpus(torch) and _version(_KERNELS) is None:
-        yield f"there is a GPU, but SGLang is installed for CPUs, without {_KERNELS}: make setup-sglang TORCH=cuda"
+    if torch is not None and _num_gpus(torch):
+        yield from _missing_for_sglang_on_gpus(torch)
     shm = _shm()
     if shm and shm[1] < _MIN_SHM_GIB:
         yield (
             f"/dev/shm has {shm[1]:.2f} GiB, and SGLang's processes share memory there: give the container at least "
             f"{_MIN_SHM_GIB:g} GiB (docker run --shm-size=16g)"
         )
+
+
+def _missing_for_sglang_on_gpus(torch: ModuleType) -> Iterator[str]:
+    if problem := kernels.kernel_problem(torch.__version__):
+        yield problem
+    saver, problem = _import("torch_memory_saver")
+    if saver is None:
+        yield f"{problem}: SGLang needs it to give memory back to the trainer: make setup-sglang TORCH=cuda"
+    elif problem := preload.start_problem(preload.library_path()):
+        yield f"no process starts with torch_memory_saver: {problem}: see LD_LIBRARY_PATH"
 
 
 def _missing_for_ring_attention() -> Iterator[str]:

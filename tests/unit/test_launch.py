@@ -14,6 +14,7 @@ import pytest
 
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
+from tests.helpers import fake_packages
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
@@ -145,6 +146,35 @@ def test_doctor_answers_here() -> None:
     done = subprocess.run([sys.executable, ROOT / "launch" / "doctor.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "gloo              yes" in done.stdout
+
+
+TORCH = """
+import ctypes
+from types import SimpleNamespace
+
+__version__ = "2.11.0+cu130"
+version = SimpleNamespace(cuda="13.0")
+cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+distributed = SimpleNamespace(is_available=lambda: False, is_nccl_available=lambda: True)
+"""
+
+
+def test_doctor_tries_to_start_a_process_as_sglang_does(tmp_path: Path) -> None:
+    runtime = fake_packages.make_runtime(tmp_path / "nvidia_driver")
+    fake_packages.make_saver(tmp_path, runtime)
+    fake_packages.make_package(tmp_path, "sglang", version="0.5.23")
+    fake_packages.make_package(tmp_path, "sglang-kernel", version="0.4.10", module="sgl_kernel")
+
+    def says(torch: str) -> str:
+        (tmp_path / "torch.py").write_text(torch)
+        command = [sys.executable, "-S", ROOT / "launch" / "doctor.py"]  # -S: only what PYTHONPATH has
+        done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return next(line for line in done.stdout.splitlines() if line.startswith("  SGLang rollouts"))
+
+    sentence = f"no process starts with torch_memory_saver: {sys.executable}: error while loading shared libraries: "
+    assert f"{sentence}{fake_packages.RUNTIME}: cannot open shared object file" in says(TORCH)
+    assert sentence not in says(f"{TORCH}\nctypes.CDLL({str(runtime)!r})")  # as torch loads its own
 
 
 QWEN = {"qwen3-0.6b-math-1gpu": 1, "qwen3-4b-math-1node": 8, "qwen3-4b-math-4node": 32}

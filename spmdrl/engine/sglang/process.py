@@ -1,4 +1,4 @@
-"""Start, call and end the processes of one SGLang engine. The only importer of the engine.
+"""Start, call and end the processes of one SGLang engine.
 
 `sglang.Engine` is made to live inside a process that has more to do: what it changes here (environment, signal
 handlers, start method, event loop policy, logging) is put back, its event loop runs in a thread of its own, the death
@@ -228,7 +228,11 @@ class SGLangProcess:
         import_sglang()
         from sglang.srt.entrypoints.engine import Engine
 
+        from spmdrl.engine.sglang.scheduler import run_scheduler
+
         class OwnEngine(Engine):
+            run_scheduler_process_func = staticmethod(run_scheduler)
+
             def shutdown(self) -> None:
                 """Do nothing: the original kills every child of its process, not only its own."""
 
