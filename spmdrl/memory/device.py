@@ -1,7 +1,7 @@
 """Bytes that a rank's device needs for certain: weights, gradients, optimizer state, the engine and refits.
 
-Beside them is what `memory/overhead.py` estimates: CUDA itself, communicators, graphs. All of it is known before a run starts. Activations, logits and kernel workspaces come in addition, so a device that is
-too small by this count is too small in any case.
+All of it is known before a run starts. Activations and logits come in addition, and so does what `memory/overhead.py`
+estimates, so a device that is too small by this count is too small in any case.
 """
 
 from __future__ import annotations

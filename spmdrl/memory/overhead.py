@@ -2,7 +2,7 @@
 
 They are estimates until a device has been asked; `docs/memory.md` says how to ask one. Where each comes from:
 
-    context     an estimate: what the driver takes of a Hopper GPU for one process that uses torch, modules loaded lazily
+    context     an estimate: what the driver takes of a Hopper GPU for a process that uses torch, modules loaded lazily
     kernels     an estimate: the code of kernels that Triton, FlashInfer and SGLang build or load at their first use
     cuBLAS      two workspaces of 32 MiB, torch's size on Hopper: of the thread that calls and of autograd's
     NCCL        an estimate for each group that communicates: up to 32 channels, with buffers of 4 MiB (`NCCL_BUFFSIZE`)

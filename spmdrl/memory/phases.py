@@ -126,13 +126,12 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         "offloaded policy": sum(shards) if cfg.model.cpu_offload else 0,
     }
     beside = rank.overhead.while_training
+    optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
         PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host, beside),
         *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host, beside)] if critic else []),
-        PhaseMemory.of(
-            "optimizer", trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank), host, beside
-        ),
+        PhaseMemory.of("optimizer", optimizer, host, beside),
         PhaseMemory.of("save", trainer, host, beside),
     ]
     if cfg.export.at_end or cfg.export.every:
