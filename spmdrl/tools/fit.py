@@ -232,13 +232,14 @@ def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, pro
 
 
 def summary(prediction: Prediction) -> str:
-    """Say in a line what a run needs: the top of a shipped configuration repeats it."""
-    needs = {phase.name: phase.device_bytes for phase in prediction.phases}
-    fullest = {name: needs[name] for name in needs if name in ("rollout", "logprobs", "forward-backward", "optimizer")}
+    """Say in a line what a run needs; `tools/predictions.py` writes it at the top of the shipped configurations."""
+    rank, gpu = prediction.rank, {phase.name: phase.device_bytes for phase in prediction.phases}
     host_bytes = max(phase.host_bytes for phase in prediction.phases)
-    phases = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fullest.items())
-    rank = prediction.rank
-    return f"{rank.run.num_ranks} x {rank.device_bytes / GIB:g} GiB: {phases}; host {host_bytes / GIB:.1f} a rank"
+    phases = ", ".join(
+        f"{name} {gpu[name] / GIB:.1f}" for name in ("rollout", "logprobs", "forward-backward") if name in gpu
+    )
+    machine = f"{rank.run.num_ranks} x {rank.device_bytes / GIB:g} GiB"
+    return f"predicted for {machine}: {phases}; host {host_bytes / GIB:.1f} a rank"
 
 
 def _largest(parts: Parts, *, most: int = PARTS_SHOWN) -> str:
