@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -190,7 +191,7 @@ def test_more_gpus_are_never_slower_but_for_what_gathers_cost_more(micro_batch_t
         training_s(MODEL, work, layout(ranks=n, micro_batch_tokens=micro_batch_tokens), MACHINE, backward=True)[0]
         for n in (8, 16, 64, 256, 1024)
     ]
-    assert all(more < fewer for fewer, more in zip(times, times[1:], strict=False))
+    assert all(more < fewer for fewer, more in itertools.pairwise(times))
 
 
 def test_a_refit_takes_the_bytes_over_the_bandwidth_that_limits() -> None:
