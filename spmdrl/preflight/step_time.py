@@ -201,14 +201,15 @@ def decode_step_s(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of one decode step of `running` sequences of `context` tokens each, and of its parts.
 
-    Weights and cache are read once, each rank its part; products go on meanwhile. Of the ranks of an engine each layer
-    sums two [running, D] in bfloat16.
+    Weights and cache are read once, each rank its part; products go on meanwhile. Each layer sums two [running, D] in
+    bfloat16 over the `tp` ranks of an engine, which share a node: every rank writes to all others, and reads the sums.
     """
     weights = machine.memory.seconds(model.read_parameters(running) * _BF16 / tp)
     cache = machine.memory.seconds(running * context * model.cache_bytes(tp))
     products = machine.flops.seconds(running * model.next_token_flops(context) / tp)
     d, layers = model.decoder.hidden, model.decoder.num_layers
-    sums = 2 * layers * ring_s(running * d * _BF16, tp, machine, passes=2) if tp > 1 else 0.0
+    one_sum = machine.nvlink.seconds(2 * (tp - 1) / tp * running * d * _BF16) + 2 * machine.hop_s
+    sums = 2 * layers * one_sum if tp > 1 else 0.0
     parts = {"reading weights": weights, "reading the cache": cache, "products": products}
     total = max(weights + cache, products) + sums + machine.decode_step_s
     return total, parts | {"sums": sums, "launches": machine.decode_step_s}

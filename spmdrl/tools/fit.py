@@ -242,6 +242,16 @@ def summary(prediction: Prediction) -> str:
     return f"predicted for {machine}: {phases}; host {host_bytes / GIB:.1f} a rank"
 
 
+def phases_table(prediction: Prediction) -> str:
+    """Format a row of Markdown for each phase."""
+    lines = ["| phase | GPU, GiB | of it | host, GiB | of it |", "|---|---|---|---|---|"]
+    for phase in prediction.phases:
+        on_device, on_host = _largest(phase.on_device, most=3), _largest(phase.host, most=2)
+        sizes = f"{phase.device_bytes / GIB:.1f} | {on_device} | {phase.host_bytes / GIB:.1f} | {on_host}"
+        lines.append(f"| {phase.name} | {sizes} |")
+    return "\n".join(lines)
+
+
 def _largest(parts: Parts, *, most: int = PARTS_SHOWN) -> str:
     """Format the largest parts, without those too small to show in GiB."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])

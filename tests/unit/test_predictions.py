@@ -13,7 +13,7 @@ from spmdrl.preflight.forecast import Model
 from spmdrl.preflight.published import PUBLISHED, published_config
 from spmdrl.preflight.step_time import H200
 from spmdrl.tools import fit, scale
-from spmdrl.tools.predictions import predicted, with_memory, with_steps
+from spmdrl.tools.predictions import memory_page, predicted, scaling_page, with_memory
 from spmdrl.types import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,13 @@ def test_a_row_of_whole_steps_is_that_of_the_page() -> None:
 
 @pytest.mark.slow
 def test_every_row_of_whole_steps_is_that_of_the_page() -> None:
-    assert with_steps(SCALING) == SCALING, "run `make docs`"
+    assert scaling_page(SCALING) == SCALING, "run `make docs`"
+
+
+def test_the_example_of_the_planner_is_that_of_the_page() -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert memory_page(page) == page, "run `make docs`"
+    assert memory_page(page.replace("| forward-backward |", "| backward |")) == page
 
 
 def test_the_shortest_step_fits_and_its_numbers_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,10 @@ def test_a_few_sequences_are_decoded_as_fast_as_weights_are_read() -> None:
     on_two, _ = decode_step_s(MODEL, MACHINE, running=1, context=0, tp=2)
     sums = 2 * 10 * 2 * (1000 * 2 / 2) / 1e11  # two a layer, and of an all-reduce over two ranks each half goes twice
     assert on_two == pytest.approx(WEIGHTS_S / 2 + sums)
+    slow = dataclasses.replace(MACHINE, hop_s=1e-6)
+    for tp in (2, 8):  # all at once, so that more ranks take no more hops
+        seconds, parts = decode_step_s(MODEL, slow, running=1e-9, context=0, tp=tp)
+        assert parts["sums"] == pytest.approx(2 * 10 * 2e-6) == pytest.approx(seconds - WEIGHTS_S / tp)
 
 
 def test_many_sequences_are_decoded_as_fast_as_their_cache_is_read() -> None:
