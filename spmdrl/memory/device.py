@@ -174,15 +174,15 @@ def plan_memory(
 def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iterator[str]:
     """Yield a sentence for each phase that cannot fit into a device of `device_bytes`."""
     sampling, training = (sum(x.values()) for x in (plan.overhead.while_sampling, plan.overhead.while_training))
-    of_device = f"of the device's {gib(device_bytes)}"
+    device = f"the device's {gib(device_bytes)}"
     if plan.free_at_launch <= 0:
-        yield f"the trainer's weights alone ({gib(plan.weights)}) are more than is usable {of_device}; use more ranks"
+        yield f"the trainer's weights alone ({gib(plan.weights)}) are more than is usable of {device}; use more ranks"
         return
     if plan.engine_share is not None:
         share = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives the engine {gib(plan.engine_share)}"
         if plan.engine_share <= plan.engine_weights:
             yield (
-                f"{share} {of_device}, but its weights alone take {gib(plan.engine_weights)}; "
+                f"{share} of {device}, but its weights alone take {gib(plan.engine_weights)}; "
                 "raise it, or raise rollout.tp_size"
             )
         others = plan.asleep + plan.buckets
@@ -192,16 +192,15 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
             remedies = [f"set it to {most:g} or less"] if most * plan.free_at_launch > plan.engine_weights else []
             remedies += [f"set offload.trainer = {more}"] if more and plan.asleep else []
             yield (
-                f"{share} {of_device}, but while the engine samples the trainer keeps {gib(plan.asleep)}, refits need "
+                f"{share} of {device}, but while the engine samples the trainer keeps {gib(plan.asleep)}, refits need "
                 f"{gib(plan.buckets)}, and CUDA, NCCL and the engine's graphs and workspace about {gib(sampling)}; "
                 f"{' or '.join(remedies) or 'use more ranks'}"
             )
     elif plan.engine_weights and plan.asleep + plan.buckets + plan.engine_weights + sampling > device_bytes:
         yield (
             f"while the engine samples, its weights ({gib(plan.engine_weights)}), the trainer ({gib(plan.asleep)}) and "
-            f"refits ({gib(plan.buckets)}) take more than is usable {of_device}, of which CUDA and NCCL take about "
-            f"{gib(sampling)}; "
-            'use more ranks, or offload.trainer = "all"'
+            f"refits ({gib(plan.buckets)}) take more than is usable of {device}, of which CUDA and NCCL take about "
+            f'{gib(sampling)}; use more ranks, or offload.trainer = "all"'
         )
     if plan.awake + plan.buckets + plan.engine_keeps + training > device_bytes:
         kept = [f'"{part}"' for part in ("kv_cache", "weights") if part not in cfg.offload.engine]
@@ -209,7 +208,7 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
         engine = f"a sleeping engine {gib(plan.engine_keeps)} and " if plan.engine_weights else ""
         yield (
             f"{_training_takes(plan)}, {engine}refits {gib(plan.buckets)}, and CUDA and NCCL about {gib(training)}, "
-            f"together more than {of_device.removeprefix('of ')}; {remedy}use more ranks, or model.cpu_offload = true"
+            f"together more than {device}; {remedy}use more ranks, or model.cpu_offload = true"
         )
 
 

@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if any(count < 8 or count % 8 for count in arguments.gpus):
         parser.error("--gpus are multiples of 8: a node has 8")
-    each = WORK.group_size * max(arguments.gpus)
+    each = WORK.group_size * math.lcm(*arguments.gpus)
     if arguments.rollouts < each or arguments.rollouts % each:
         parser.error(f"--rollouts is a multiple of {each}: every GPU begins groups of {WORK.group_size}")
     if not 0 < arguments.mean_tokens < arguments.longest_tokens:
