@@ -127,12 +127,13 @@ bench-table: $(INSTALLED) ## put what was measured into README.md and docs/bench
 bench-check: $(INSTALLED) ## do they show what was measured? Which results are about older code?
 	$(IN_VENV) python benchmarks/check.py
 
-docs: $(INSTALLED) ## write docs/configuration.md and docs/algorithms.md from the code
+docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
 	$(VENV)/bin/python -m spmdrl.tools.gpu_report
 	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new
 	mv docs/algorithms.md.new docs/algorithms.md
+	$(VENV)/bin/python -m spmdrl.tools.predictions
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -27,6 +27,16 @@ def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> 
 
     `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence.
     """
+    linear, quadratic = forward_flops(model_config, shapes)
+    unit = math.gcd(linear, quadratic)
+    return linear // unit, quadratic // unit
+
+
+def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return (linear, quadratic): a forward pass over T tokens takes linear T + quadratic T^2 FLOPs.
+
+    `shapes` and attention are as in `sequence_flops`; `flop_coefficients` has the formula.
+    """
     text = model_config.get_text_config()
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     chosen = getattr(text, "num_experts_per_tok", None) or 1
@@ -34,11 +44,9 @@ def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> 
     for name, shape in shapes.items():
         if len(shape) > 1 and ("embed_tokens" not in name or text.tie_word_embeddings):  # a tied one is also the head
             parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
-    linear, quadratic = flop_coefficients(
+    return flop_coefficients(
         matmul_parameters=parameters,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
     )
-    unit = math.gcd(linear, quadratic)
-    return linear // unit, quadratic // unit

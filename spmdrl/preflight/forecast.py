@@ -23,6 +23,7 @@ from spmdrl.memory.device import (
     training_memory,
     training_problems,
 )
+from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
@@ -76,7 +77,7 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
     """Predict the memory of a run on `num_ranks` ranks. Raises UserError when the settings do not form a valid run."""
     rank = describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
     if isinstance(cfg, SftConfig):
-        problems = [*training_problems(rank.memory, device_bytes=device_bytes)]
+        problems = [*training_problems(rank.memory, rank.overhead, device_bytes=device_bytes)]
         return Prediction(rank=rank, plan=None, phases=training_phases(cfg, rank), problems=problems)
     plan = plan_memory(
         cfg,
@@ -84,11 +85,14 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
         num_ranks=copy_ranks(cfg, rank.run),
         compute_bytes=rank.compute_bytes,
         device_bytes=device_bytes,
+        overhead=rank.overhead,
         critic=rank.critic[0] if rank.critic else None,
     )
     problems = [
         *memory_problems(plan, cfg, device_bytes=device_bytes),
-        *engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=device_bytes),
+        *engine_problems(
+            cfg, rank.size, rank.engine_overhead, compute_bytes=rank.compute_bytes, device_bytes=device_bytes
+        ),
     ]
     return Prediction(rank=rank, plan=plan, phases=phase_memory(cfg, rank, plan), problems=problems)
 
@@ -112,17 +116,23 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
     critic = _critic(model.critic, cfg.parallel, num_training=run.training_ranks)
     trained = [size, critic[0]] if critic else [size]
+    decoder = decoder_of(model.config, model.shapes)
+    overhead, engine_overhead = (
+        device_overheads(cfg, run, decoder, compute_bytes=compute_bytes) if on_gpu else (Overhead(), Overhead())
+    )
     return Rank(
         run=run,
         memory=training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes),
         size=size,
-        decoder=decoder_of(model.config, model.shapes),
+        decoder=decoder,
         critic=critic,
         repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),
         device_bytes=device_bytes,
+        overhead=overhead,
+        engine_overhead=engine_overhead,
         on_gpu=on_gpu,
     )
 

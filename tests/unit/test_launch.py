@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, Qwen3MoeConfig
 
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
@@ -177,18 +178,33 @@ def test_doctor_tries_to_start_a_process_as_sglang_does(tmp_path: Path) -> None:
     assert sentence not in says(f"{TORCH}\nctypes.CDLL({str(runtime)!r})")  # as torch loads its own
 
 
-QWEN = {"qwen3-0.6b-math-1gpu": 1, "qwen3-4b-math-1node": 8, "qwen3-4b-math-4node": 32}
+QWEN = {
+    "qwen3-0.6b-math-1gpu": 1,
+    "qwen3-4b-math-1h200": 1,
+    "qwen3-4b-math-1node": 8,
+    "qwen3-8b-math-1node": 8,
+    "qwen3-4b-math-4node": 32,
+    "qwen3-30b-a3b-math-4node": 32,
+}
 
 
 @pytest.fixture(scope="module")
 def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks as after the downloads that the Qwen configurations name."""
     folder = tmp_path_factory.mktemp("downloads")
-    for name in ("Qwen3-0.6B", "Qwen3-4B"):
+    for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"):
         save_tiny_model(folder / "models" / name, hidden_size=32, num_layers=1, max_tokens=40960)
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
         )
+    # The last one has experts in its config; a dry run looks into no weight.
+    experts = folder / "models" / name
+    small = AutoConfig.from_pretrained(experts).to_dict()
+    sizes = {key: small[key] for key in ("vocab_size", "hidden_size", "head_dim", "eos_token_id", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 40960}
+    Qwen3MoeConfig(
+        **sizes, **heads, num_experts=128, moe_intermediate_size=8, architectures=["Qwen3MoeForCausalLM"]
+    ).save_pretrained(experts)
     for name, rows in (("dapo-math-17k", range(40)), ("aime-2024", range(100, 130))):
         file = folder / "datasets" / name / f"{name}.jsonl"
         file.parent.mkdir(parents=True)

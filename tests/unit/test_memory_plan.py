@@ -11,7 +11,8 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
-from spmdrl.memory.device import CONTEXT_BYTES, GIB, ModelSize, ShardLayout, gathered_weights, model_size
+from spmdrl.memory.device import GIB, ModelSize, ShardLayout, gathered_weights, model_size
+from spmdrl.memory.overhead import CONTEXT_BYTES, CUBLAS_BYTES, KERNEL_BYTES, NCCL_BYTES
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
@@ -100,7 +101,8 @@ def test_fine_tuning_has_the_trainers_phases_with_nothing_beside_them(sections: 
 def test_fine_tuning_that_cannot_fit_is_refused_to_the_byte() -> None:
     cfg, model = sft_config(), model_of(QWEN3)
     # float32 weights, gradients and two moments of half of the model; and what is whole, in bfloat16.
-    needs = 4 * 4 * WHOLE // 2 + 2 * (EMBEDDING + 64 + 2 * LAYER) + CONTEXT_BYTES
+    cuda = CONTEXT_BYTES + KERNEL_BYTES + CUBLAS_BYTES + NCCL_BYTES
+    needs = 4 * 4 * WHOLE // 2 + 2 * (EMBEDDING + 64 + 2 * LAYER) + cuda
 
     def problems(device_bytes: int) -> list[str]:
         return predict(cfg, model, num_ranks=2, device_bytes=device_bytes, on_gpu=True).problems
@@ -132,7 +134,7 @@ def test_what_a_lever_moves_is_elsewhere() -> None:
     assert phases_of(minimal_config(loss={"kl_coef": 0.1}))["logprobs"].host["reference"] == shard
     served = phases_of(minimal_config(rollout={"engine": "sglang"}))["rollout"]
     assert "engine" not in served.device and served.elsewhere["engine"] > 40 * GIB
-    assert served.device_bytes == served.process_bytes + served.elsewhere["engine"]
+    assert served.device_bytes == served.process_bytes + sum(served.elsewhere.values())
 
 
 def test_layers_that_are_gathered_at_the_same_time() -> None:
@@ -265,7 +267,7 @@ def test_the_planner_needs_a_config_alone(toml: str, capsys: pytest.CaptureFixtu
     assert "0.60 billion parameters" in shown and "forward-backward" in shown
     code, answer = planned(capsys, toml, "--ranks", "2", "--gpu-gib", "80")
     assert code == 0 and answer["fits"] and not answer["problems"]
-    assert all(row["gpu_bytes"] == sum(row["gpu"].values()) + CONTEXT_BYTES for row in answer["phases"])
+    assert all(row["gpu_bytes"] == sum(row["gpu"].values()) for row in answer["phases"])
 
 
 def test_what_does_not_fit_is_told_with_what_does(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
