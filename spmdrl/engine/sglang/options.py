@@ -164,7 +164,8 @@ def _graph_problems(cfg: Config) -> Iterator[str]:
 def _prompt_graphs(given: Mapping[str, Any]) -> str:
     """Name the kind of CUDA graph that prompts have with these arguments on top of ours, as SGLang reads them."""
     config = given.get("cuda_graph_config")
-    explicit = config.get("prefill", {}).get("backend") if isinstance(config, dict) else None
+    of_prompts = config.get("prefill") if isinstance(config, dict) else None
+    explicit = of_prompts.get("backend") if isinstance(of_prompts, dict) else None
     by_default = "disabled" if given.get("disable_prefill_cuda_graph", True) else "breakable"
     return explicit or given.get("cuda_graph_backend_prefill") or by_default
 
