@@ -24,6 +24,7 @@ from spmdrl.memory.device import (
     training_problems,
 )
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
+from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp
@@ -111,6 +112,8 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
     size = model.size(cfg.parallel, num_training=run.training_ranks)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
     critic = _critic(model.critic, cfg.parallel, num_training=run.training_ranks)
+    attention = _attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes)
+    is_exact = isinstance(cfg, Config) and cfg.true_on_policy
     trained = [size, critic[0]] if critic else [size]
     return Rank(
         run=run,
@@ -118,7 +121,8 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         size=size,
         decoder=decoder_of(model.config, model.shapes),
         critic=critic,
-        repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
+        repeats_keys=attention == "varlen",
+        fused=attention != "sdpa" and not is_exact and has_fused_layers(model.config),
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),
