@@ -29,7 +29,7 @@ def has_fused_layers(model_config: Any) -> bool:
 
 
 def use_fused_layers(model: nn.Module) -> None:
-    """Replace the layers of a supported model, and its linear layers. Call it before the model is split or sharded."""
+    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded."""
     use_fast_linears(model)
     config: Any = model.config
     if not has_fused_layers(config):
@@ -51,7 +51,7 @@ def use_fused_layers(model: nn.Module) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dim: x [..., D] and weight [D] give [..., D]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dim: x [..., D] and weight [D] give [..., D]."""
     # torch has one kernel for each pass, but only for CUDA.
     return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else _RmsNorm.apply(x, weight, eps)
 
@@ -67,7 +67,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, ep
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate / (1 + exp(-gate)) * up, all [..., I]."""
+    """Return gate / (1 + exp(-gate)) * up, all [..., I]."""
     gated: Tensor = _SwiGlu.apply(gate, up)
     return gated
 

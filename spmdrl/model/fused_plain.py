@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(result, 1 / sqrt(mean(x^2) + eps)): x [..., D] and weight [D] give [..., D] and [..., 1]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight and the inverse root: x [..., D], weight [D] give [..., D], [..., 1]."""
     wide = _wide(x)
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * weight).to(x.dtype), rstd
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x [..., D] and weight [D]."""
+    """Return the gradients of x [..., D] and weight [D]."""
     normalized, wide = _wide(x) * rstd, _wide(grad)
     grad_weight = (wide * normalized).flatten(0, -2).sum(0)
     wide = wide * weight
@@ -34,7 +34,7 @@ def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: floa
 def rotate_backward(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and weight; x is None where weight is, because a rotation alone does not need it."""
+    """Return the gradients of x and weight; x is None where weight is: a rotation alone does not need it."""
     heads = _rotated(_wide(grad), cos, -sin)
     if x is None or weight is None:
         return heads.to(grad.dtype), None
@@ -44,13 +44,13 @@ def rotate_backward(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate / (1 + exp(-gate)) * up, all [..., I]."""
+    """Return gate / (1 + exp(-gate)) * up, all [..., I]."""
     wide = _wide(gate)
     return (wide * wide.sigmoid() * up).to(gate.dtype)
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
+    """Return the gradients of gate and up."""
     wide, wide_grad = _wide(gate), _wide(grad)
     share = wide.sigmoid()
     grad_gate = wide_grad * up * share * (1 + wide * (1 - share))

@@ -17,7 +17,7 @@ _COLUMNS = 2048  # of a row that a program of the gated activation takes
 
 
 def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """As in `fused_plain`: x [T, H, D], weight [D] or None, cos and sin [T, D] give [T, H, D]."""
+    """Compute `fused_plain.rotate`: x [T, H, D], weight [D] or None, cos and sin [T, D] give [T, H, D]."""
     x, cos, sin = _dense(x), _dense(cos), _dense(sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, half = x.shape[0] * x.shape[1], x.shape[2] // 2
@@ -45,7 +45,7 @@ def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: floa
 def rotate_backward(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As in `fused_plain`: the gradients of x [T, H, D] and weight [D]."""
+    """Compute `fused_plain.rotate_backward`: the gradients of x [T, H, D] and weight [D]."""
     grad, cos, sin = _dense(grad), _dense(cos), _dense(sin)
     heads = grad if x is None else _dense(x)
     grad_x = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
@@ -78,7 +78,7 @@ def rotate_backward(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As in `fused_plain`: gate and up [..., I] give [..., I]."""
+    """Compute `fused_plain.swiglu`: gate and up [..., I] give [..., I]."""
     (gate_rows, up_rows), out = (
         (_rows(x) for x in (gate, up)),
         torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
@@ -92,7 +92,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """As in `fused_plain`: the gradients of gate and up."""
+    """Compute `fused_plain.swiglu_backward`: the gradients of gate and up."""
     grad_rows, gate_rows, up_rows = (_rows(x) for x in (grad, gate, up))
     grad_gate, grad_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     if grad.numel():
@@ -140,10 +140,10 @@ def _rotate(
     ROWS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < HALF)
-    token, head = row // num_heads, row % num_heads
+    token, head = (row // num_heads).to(tl.int64), row % num_heads
     place = token * x_token + head * x_head + column
     one = tl.load(x + place, inside, 0.0).to(tl.float32)
     other = tl.load(x + place + HALF, inside, 0.0).to(tl.float32)
@@ -153,7 +153,7 @@ def _rotate(
         other *= rstd * tl.load(weight + column + HALF, column < HALF, 0.0).to(tl.float32)
     c = tl.load(cos + token * cos_token + column, inside, 0.0).to(tl.float32)
     s = tl.load(sin + token * sin_token + column, inside, 0.0).to(tl.float32)
-    place = row * (2 * HALF) + column
+    place = row.to(tl.int64) * (2 * HALF) + column
     tl.store(out + place, (one * c - other * s).to(out.dtype.element_ty), inside)
     tl.store(out + place + HALF, (other * c + one * s).to(out.dtype.element_ty), inside)
 
@@ -185,11 +185,11 @@ def _rotate_backward(
     column = tl.arange(0, BLOCK)[None, :]
     sum_one = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_other = tl.zeros((ROWS, BLOCK), tl.float32)
-    start = program.to(tl.int64) * ROWS
+    start = program * ROWS
     while start < num_rows:  # not range: Triton 3.6's interpreter and NumPy 2.4 disagree about its bounds
         row = start + tl.arange(0, ROWS)[:, None]
         inside = (row < num_rows) & (column < HALF)
-        token, head = row // num_heads, row % num_heads
+        token, head = (row // num_heads).to(tl.int64), row % num_heads
         place = token * grad_token + head * grad_head + column
         g_one = tl.load(grad + place, inside, 0.0).to(tl.float32)
         g_other = tl.load(grad + place + HALF, inside, 0.0).to(tl.float32)
@@ -209,7 +209,7 @@ def _rotate_backward(
             other *= tl.load(weight + column + HALF, column < HALF, 0.0).to(tl.float32)
             shared = tl.sum(one * x_one + other * x_other, 1, keep_dims=True) / (2 * HALF)
             one, other = (one - x_one * shared) * rstd, (other - x_other * shared) * rstd
-        place = row * (2 * HALF) + column
+        place = row.to(tl.int64) * (2 * HALF) + column
         tl.store(grad_x + place, one.to(grad_x.dtype.element_ty), inside)
         tl.store(grad_x + place + HALF, other.to(grad_x.dtype.element_ty), inside)
         start += num_programs * ROWS

@@ -254,8 +254,8 @@ def _load(
         policy = build(model, chosen)
         restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
-        operators_of(chosen).install(model)
         split_model(model, meshes)
+        operators_of(chosen).install(model)
         # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
         shard_policy(
             policy,

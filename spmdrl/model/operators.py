@@ -24,7 +24,7 @@ from spmdrl.types import UserError
 class Operators:
     """The operators that go with an attention kernel."""
 
-    install: Callable[[nn.Module], None]  # into a model that is not split or sharded yet
+    install: Callable[[nn.Module], None]  # into a model that is not sharded yet
     token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
     casts_inputs: bool = True  # whether FSDP casts a decoder layer's inputs to the dtype of its weights
     switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators
