@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x / sqrt(mean(x^2) + eps) * weight and the inverse root: x [..., D], weight [D] give [..., D], [..., 1]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, and the inverse root: [..., D] and [..., 1]."""
     wide = _wide(x)
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * weight).to(x.dtype), rstd
