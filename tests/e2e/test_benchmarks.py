@@ -81,6 +81,10 @@ PROGRAMS = {
         options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
         keys="commit code_digest machine rows versions",
     ),
+    "gpu_step.py": Program(
+        options="--device cpu --sizes tiny --tokens 64 --sequence-tokens 40 --recompute none full --repeats 1",
+        keys="commit code_digest machine device peak_flops rows versions",
+    ),
     "true_on_policy.py": Program(
         options="--repeats 1 --threads 1", keys="exact_s plain_s sampling_ratios training_ratios mismatch versions"
     ),
