@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -118,14 +119,14 @@ def main() -> None:
 def measure(size: str, level: str, meshes: Meshes, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of tokens; one that failed says why."""
     config, peak = model_config(size), peak_flops(device_name(args.device))
-    trainer, failed = attempt(lambda: Trainer(config, level, meshes))
+    trainer, failed = attempt(partial(Trainer, config, level, meshes))
     for tokens in sorted(args.tokens):
         count, rest = divmod(tokens, args.sequence_tokens)
         lengths = [args.sequence_tokens] * count + [rest] * (rest > 1)
         row = {"size": size, "recompute": level, "tokens": sum(lengths)}
         if trainer is not None:
             batch = micro_batch(lengths, config.vocab_size, trainer.device)
-            steps, failed = attempt(lambda batch=batch: trainer.alternate(batch, args.repeats))
+            steps, failed = attempt(partial(trainer.alternate, batch, args.repeats))
         if trainer is None or steps is None:
             trainer = None  # FSDP cannot go on after a step that broke off, and more tokens need more memory
             yield {**row, "failed": failed}

@@ -97,6 +97,7 @@ PROGRAMS = {
         options="--largest 1000 --repeats 1" + ("" if (ROOT / VERL).exists() else " --without-peer"),
         keys="peer spmdrl_s peer_s cases summaries never_slower_nor_less_even versions",
     ),
+    "layer_bytes.py": Program(options="--sizes tiny", keys="tokens sequence_tokens sizes"),
     "floor.py": Program(options="--repeats 1 --threads 1", keys="floor_s sampling_gflop training_gflop versions"),
     "engine.py": Program(options="--help"),  # bench.py has run it
     "packing_peer.py": Program(options="--help"),  # packing.py asks it, in an environment of its own

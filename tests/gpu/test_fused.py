@@ -1,4 +1,4 @@
-"""Fused operations on a device: what plain functions compute in float64, no less exactly than transformers' operations."""
+"""Fused operations on a device: what plain functions compute in float64, as exactly as transformers' operations do."""
 
 from __future__ import annotations
 
