@@ -8,9 +8,11 @@ keeps is in `memory/activations.py`, and the bytes that are read and written are
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -18,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.linear import use_fast_linears
+from spmdrl.types import UserError
 
 # The model types whose layers compute as the ones below do, and the beginning of the names of their classes.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
@@ -29,11 +32,16 @@ def has_fused_layers(model_config: Any) -> bool:
 
 
 def use_fused_layers(model: nn.Module) -> None:
-    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded."""
+    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded.
+
+    Raises UserError where there is a device and Triton cannot compile for it.
+    """
     use_fast_linears(model)
     config: Any = model.config
     if not has_fused_layers(config):
         return
+    if torch.cuda.is_available():
+        _check_compiler()
     prefix = f"transformers.models.{config.model_type}.modeling_{config.model_type}.{FAMILIES[config.model_type]}"
     for module in model.modules():
         match f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(prefix):
@@ -75,6 +83,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def _gated_halves(gate_up: Tensor) -> Tensor:
     """`swiglu` of the two halves of experts' outputs: [N, 2 I] gives [N, I]."""
     return swiglu(*gate_up.chunk(2, dim=-1))
+
+
+@functools.cache
+def _check_compiler() -> None:
+    """Run the smallest kernel, because the first one also needs a C compiler and Python's headers."""
+    try:
+        swiglu(torch.ones(1, device="cuda"), torch.ones(1, device="cuda"))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"Triton cannot compile for this device ({type(error).__name__}: {reason}); it needs a C compiler and "
+            'Python\'s headers; install them, or set model.attention = "sdpa", with which layers need no Triton'
+        ) from error
 
 
 def _kernels(x: Tensor) -> ModuleType:

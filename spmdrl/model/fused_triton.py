@@ -13,7 +13,7 @@ from torch import Tensor
 
 _ROWS = 16  # heads that a program of the rotation has at a time
 _PROGRAMS = 1024  # that share a weight's gradient, whatever the device: sums are in the same order everywhere
-_COLUMNS = 2048  # of a row that a program of the gated activation takes
+_COLUMNS = 1024  # of a row that a program of the gated activation takes
 
 
 def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -79,14 +79,18 @@ def rotate_backward(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute `fused_plain.swiglu`: gate and up [..., I] give [..., I]."""
-    (gate_rows, up_rows), out = (
-        (_rows(x) for x in (gate, up)),
-        torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
-    )
+    gate_rows, up_rows = _rows(gate), _rows(up)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        grid = (len(gate_rows), triton.cdiv(gate_rows.shape[1], _COLUMNS))
-        _swiglu[grid](
-            gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), gate_rows.shape[1], COLUMNS=_COLUMNS
+        num_rows, num_columns = gate_rows.shape
+        _swiglu[(num_rows, triton.cdiv(num_columns, _COLUMNS))](
+            gate_rows,
+            up_rows,
+            out,
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            num_columns,
+            COLUMNS=_COLUMNS,
         )
     return out
 
@@ -118,7 +122,7 @@ def _dense(x: Tensor) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """View [..., I] as [N, I], or copy what has no such view."""
-    return _dense(x.flatten(0, -2))
+    return _dense(x.flatten(0, -2) if x.ndim > 1 else x[None])
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import decoder_of
+from spmdrl.types import UserError
 from tests.helpers.fused_cases import CASES, HALF, Case, eager, gradients, inputs_of
 from tests.helpers.live import Watch
 from tests.helpers.policies import policy_of, tokens
@@ -110,6 +111,13 @@ def test_levels_of_recomputation_change_no_gradient(family: str) -> None:
             again = scores_and_gradients(fused_policy(level, **FAMILIES[family]), batch)
         assert all(torch.equal(one, other) for one, other in zip(none, again, strict=True))
         assert watch.operations["aten::sigmoid"] > 0
+
+
+def test_a_device_that_triton_cannot_compile_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("none", **TINY)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and no driver answers
+    with pytest.raises(UserError, match=r'^Triton cannot compile .* set model\.attention = "sdpa", with which'):
+        fused.use_fused_layers(policy.model)
 
 
 def fused_policy(level: str, **sizes: Any) -> Policy:
