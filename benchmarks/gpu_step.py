@@ -330,7 +330,7 @@ def predicted_bytes(config: Qwen3Config, level: str, lengths: list[int], *, is_f
     )
     model, on_gpu = Model.read(config, cfg.model), device_type == "cuda"
     rank = predict(cfg, model, num_ranks=1, device_bytes=GIB, on_gpu=on_gpu).rank
-    phases = training_phases(cfg, dataclasses.replace(rank, fused=is_fused))
+    phases = training_phases(cfg, dataclasses.replace(rank, fuses_layers=is_fused))
     return max(phase.process_bytes for phase in phases if phase.name in ("forward-backward", "optimizer"))
 
 

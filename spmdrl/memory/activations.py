@@ -49,6 +49,7 @@ class Decoder:
     norms: int  # of [hidden] in a layer
     has_head_norms: bool  # of queries and keys, after their projections
     vocabulary: int
+    can_be_fused: bool = False  # whether `model/fused.py` has its layers
 
     def split(self, num_ranks: int) -> Decoder:
         """Return one rank's part under tensor parallelism: heads and the MLP are divided, hidden states are not."""

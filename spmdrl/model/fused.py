@@ -28,7 +28,8 @@ FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "
 
 def has_fused_layers(model_config: Any) -> bool:
     """Return True for a model whose layers are replaced here; others keep their own."""
-    return model_config.model_type in FAMILIES and model_config.hidden_act in ("silu", "swish")
+    activation = getattr(model_config, "hidden_act", None)
+    return model_config.model_type in FAMILIES and activation in ("silu", "swish")
 
 
 def use_fused_layers(model: nn.Module) -> None:

@@ -24,7 +24,6 @@ from spmdrl.memory.device import (
     training_problems,
 )
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
-from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_ELEMENTS
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp
@@ -122,7 +121,7 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         decoder=decoder_of(model.config, model.shapes),
         critic=critic,
         repeats_keys=attention == "varlen",
-        fused=attention != "sdpa" and not is_exact and has_fused_layers(model.config),
+        fuses_layers=attention != "sdpa" and not is_exact,
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),
