@@ -18,6 +18,10 @@ PARTS ?= test-unit test-spmd test-e2e
 # The oldest versions are tried with the Python of GPU machines, where there is one.
 FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON))
 
+# Triton for its interpreter, in a folder that test-kernels alone puts on the path: SGLang, torch and transformers take
+# an installed Triton for one that has a device.
+TRITON := $(VENV)/triton
+
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
 ifndef TORCH
@@ -45,8 +49,8 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-spmd test-engine test-e2e test-long test-floor test-gpu \
-  lint format bench bench-table bench-check docs clean
+.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e test-long test-floor \
+  test-gpu lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +78,11 @@ $(WITH_SGLANG): $(INSTALLED) $(filter constraints/%,$(SGLANG_$(TORCH)))
 	@rm -f $(LIGHT)
 	@touch $@
 
+$(TRITON): constraints/triton.txt $(INSTALLED)
+	rm -rf $@
+	$(PIP) install --no-deps --target $@ -r $<
+	@touch $@
+
 # The tests are complete unless the user decided against SGLang.
 sglang-unless-light: $(INSTALLED)
 	@test -e $(LIGHT) || $(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
@@ -81,10 +90,13 @@ sglang-unless-light: $(INSTALLED)
 demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
 	$(IN_VENV) $(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
 
-test: test-unit test-spmd test-engine test-e2e ## all tests that need no GPU
+test: test-unit test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
 
 test-unit: $(INSTALLED) ## tests in one process
-	$(PYTEST) -m "not slow" tests/unit
+	$(PYTEST) -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
+
+test-kernels: $(if $(filter cpu,$(TORCH)),$(TRITON)) $(INSTALLED) ## tests of Triton kernels, in its interpreter
+	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) tests/unit/test_triton*.py
 
 test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/spmd

@@ -92,6 +92,7 @@ class Rank:
     decoder: Decoder  # of the whole model
     critic: tuple[ModelSize, Decoder] | None
     repeats_keys: bool  # whether the attention kernel needs keys and values repeated for each query head
+    fuses_layers: bool  # whether layers compute by `model/fused.py` where that has them
     compute_bytes: int  # per element of the compute dtype
     tile_elements: int  # logits that the head computes together
     file_bytes: int  # per element of the model's files
@@ -267,6 +268,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         every_layers=cfg.model.checkpoint_every_layers,
         compute_bytes=b,
         repeats_keys=rank.repeats_keys,
+        fused=rank.fuses_layers and rank.decoder.can_be_fused,
         wide_stream=isinstance(cfg, Config)
         and cfg.true_on_policy
         and engine_facts(cfg.rollout.engine).exact_in_float32,

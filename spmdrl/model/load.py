@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.dist.session import default_device_type
-from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import distributed_experts
@@ -260,8 +260,8 @@ def _load(
 
     def shard(model: PreTrainedModel) -> None:
         chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
-        if cfg.attention == "auto" and chosen == "varlen" and is_for_ring_attention(model, meshes):
-            chosen = "flash_attn_2"
+        if cfg.attention == "auto" and chosen == "varlen":
+            chosen = "flash_attn_2" if is_for_ring_attention(model, meshes) else fastest_varlen(model)
         policy = build(model, chosen)
         restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter

@@ -23,7 +23,14 @@ def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any
 
 
 def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return the (linear, quadratic) coefficients of a sequence's cost in its tokens, in an arbitrary common unit.
+    """Return what `forward_flops` does, in the largest unit in which both are whole numbers."""
+    linear, quadratic = forward_flops(model_config, shapes)
+    unit = math.gcd(linear, quadratic)
+    return linear // unit, quadratic // unit
+
+
+def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return (linear, quadratic): a forward pass over a sequence of T tokens takes linear T + quadratic T^2 FLOPs.
 
     `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence.
     """

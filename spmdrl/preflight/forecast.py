@@ -115,6 +115,8 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
     size = model.size(cfg.parallel, num_training=run.training_ranks)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
     critic = _critic(model.critic, cfg.parallel, num_training=run.training_ranks)
+    attention = _attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes)
+    is_exact = isinstance(cfg, Config) and cfg.true_on_policy
     trained = [size, critic[0]] if critic else [size]
     decoder = decoder_of(model.config, model.shapes)
     overhead, engine_overhead = (
@@ -126,7 +128,8 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         size=size,
         decoder=decoder,
         critic=critic,
-        repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
+        repeats_keys=attention == "varlen",
+        fuses_layers=attention != "sdpa" and not is_exact,
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),

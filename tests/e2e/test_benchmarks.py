@@ -84,6 +84,10 @@ PROGRAMS = {
         options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
         keys="commit code_digest machine rows versions",
     ),
+    "gpu_step.py": Program(
+        options="--device cpu --sizes tiny --tokens 64 --sequence-tokens 40 --recompute none full --repeats 1",
+        keys="commit code_digest machine device peak_flops rows versions",
+    ),
     "true_on_policy.py": Program(
         options="--repeats 1 --threads 1", keys="exact_s plain_s sampling_ratios training_ratios mismatch versions"
     ),
@@ -96,6 +100,7 @@ PROGRAMS = {
         options="--largest 1000 --repeats 1" + ("" if (ROOT / VERL).exists() else " --without-peer"),
         keys="peer spmdrl_s peer_s cases summaries never_slower_nor_less_even versions",
     ),
+    "layer_bytes.py": Program(options="--sizes tiny", keys="tokens sequence_tokens sizes"),
     "floor.py": Program(options="--repeats 1 --threads 1", keys="floor_s sampling_gflop training_gflop versions"),
     "engine.py": Program(options="--help"),  # bench.py has run it
     "packing_peer.py": Program(options="--help"),  # packing.py asks it, in an environment of its own

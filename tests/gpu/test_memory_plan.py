@@ -46,8 +46,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    policy = policy_of(level, dtype=torch.bfloat16, **SIZES, **heads).to(CUDA)
-    policy.kernel = "varlen"
+    policy = policy_of(level, dtype=torch.bfloat16, kernel="varlen", **SIZES, **heads).to(CUDA)
     batch = tokens(*[512] * 8)
     batch = replace(batch, **{name: getattr(batch, name).to(CUDA) for name in ("token_ids", "positions", "cu_seqlens")})
     policy(batch).logprobs.sum().backward()  # cuBLAS's workspaces, and gradients
@@ -55,7 +54,7 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     scores = policy(batch)
     measured = allocated() - before
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
-    kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, repeats_keys=True)
+    kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, repeats_keys=True, fused=True)
     predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=512 * 8)
     assert 0.85 < predicted / measured < 1.15
     with Watch() as watch:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
@@ -26,6 +26,7 @@ from tests.helpers.models import QWEN3
 from tests.helpers.small_run import write_config, write_sft_config
 
 EMBEDDING, ATTENTION, MLP, NORMS = 1000 * 64, 2 * 64 * 128 + 2 * 64 * 64, 3 * 64 * 256, 2 * 64 + 2 * 32
+GEMMA3 = Gemma3TextConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
 LAYER = ATTENTION + MLP + NORMS
 WHOLE = EMBEDDING + 4 * LAYER + 64
 
@@ -47,8 +48,8 @@ def test_every_part_of_every_phase() -> None:
     host = {"process": CUDA_PROCESS_BYTES}
     tokens = 64
     # For each token: norms, inputs of the projections, norms of heads, attention with repeated keys, the MLP.
-    layer = 2 * 6 * 64 + 2 * 2 * 64 + 6 * (128 + 64) + (2 * 4 * 128 + 4 * 4) + 4 * 2 * 256
-    outside = 6 * 64 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
+    layer = 2 * (2 * 64 + 4) + 2 * 2 * 64 + 2 * (128 + 64) + (2 * 4 * 128 + 4 * 4) + 3 * 2 * 256
+    outside = 2 * 64 + 4 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
     # A model this small has its fullest moment at the head.
     update = {
         "gradients": 4 * shard,
@@ -116,6 +117,17 @@ def describe(transformers_config: Any) -> Decoder:
     return describe_rank(
         minimal_config(), model_of(transformers_config), num_ranks=1, device_bytes=80 * GIB, on_gpu=True
     ).decoder
+
+
+def test_layers_are_fused_on_a_gpu_unless_attention_is_sdpa() -> None:
+    def fuses(*, on_gpu: bool = True, **model: Any) -> bool:
+        cfg = minimal_config(model={"path": "m", **model})
+        rank = describe_rank(cfg, model_of(QWEN3), num_ranks=1, device_bytes=GIB, on_gpu=on_gpu)
+        return rank.fuses_layers
+
+    assert fuses() and fuses(attention="flash_attn_3")
+    assert not (fuses(attention="sdpa") or fuses(compute_dtype="float32") or fuses(on_gpu=False))
+    assert describe(QWEN3).can_be_fused and not describe(GEMMA3).can_be_fused
 
 
 def test_what_a_lever_moves_is_elsewhere() -> None:
@@ -271,7 +283,7 @@ def test_the_planner_needs_a_config_alone(toml: str, capsys: pytest.CaptureFixtu
 
 
 def test_what_does_not_fit_is_told_with_what_does(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [toml, "--ranks", "2", "--gpu-gib", "36"]
+    argv = [toml, "--ranks", "2", "--gpu-gib", "28"]
     code, answer = planned(capsys, *argv)
     assert code == 2 and not answer["fits"]
     assert answer["problems"][0].startswith("forward-backward takes ") and "activations" in answer["problems"][0]
