@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
+from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.dist.session import default_device_type
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems

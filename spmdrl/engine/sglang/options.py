@@ -15,7 +15,8 @@ from typing import Any
 
 from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.config.plan import Plan
-from spmdrl.dist.session import World, local_rank
+from spmdrl.dist.device import local_rank
+from spmdrl.dist.session import World
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
