@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# torch looks at it once, at the first product on a device of the process: a deterministic test would come too late.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import pytest
 import torch
 

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings
-from tests.helpers.small_run import finished_torchrun, rows, write_small_run
+from tests.helpers.small_run import finished_torchrun, rows, sums_from_files, write_small_run
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 
@@ -82,7 +82,7 @@ def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) ->
 
 def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of ten steps from the command line."""
-    write_small_run(folder, model={"hidden_size": 64, "num_layers": 2})
+    write_small_run(folder, model={"hidden_size": 64, "num_layers": 2}, **sums_from_files(folder))
     settings = [
         "run.num_steps=10",
         "run.deterministic=false",

@@ -14,7 +14,7 @@ import torch
 
 from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
-from tests.helpers.small_run import finished_torchrun, write_small_run
+from tests.helpers.small_run import finished_torchrun, sums_from_files, write_small_run
 
 SEQLENS, PROMPTS = [5, 300, 1, 70, 513], [3, 1, 1, 70, 200]
 NO_SGLANG = "SGLang is not installed"
@@ -33,7 +33,8 @@ def noise(*shape: int) -> torch.Tensor:
 
 def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run of 4 steps on one rank with `true_on_policy = true`, of a model whose sizes are those of kernels."""
-    write_small_run(tmp_path, model={"num_layers": 2, "hidden_size": 512, "head_dim": 128}, run={"dir": f"{tmp_path}"})
+    model = {"num_layers": 2, "hidden_size": 512, "head_dim": 128}
+    write_small_run(tmp_path, model=model, run={"dir": f"{tmp_path}"}, **sums_from_files(tmp_path))
     # Kernels are compiled, and graphs recorded, at the first start.
     return finished_torchrun(1, str(tmp_path / "c.toml"), "true_on_policy=true", *overrides, timeout_s=580)
 
