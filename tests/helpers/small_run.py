@@ -121,16 +121,8 @@ def sums_from_files(folder: Path) -> dict[str, Any]:
 
 def torchrun_command(num_ranks: int, *arguments: str, max_restarts: int = 0) -> list[str]:
     """The command line that trains on this machine by torchrun."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
+    elastic = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher = [sys.executable, "-m", *elastic, "--nproc-per-node", str(num_ranks)]
     return [*launcher, "--max-restarts", str(max_restarts), "-m", "spmdrl.train", *arguments]
 
 
