@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         del learner, memory, refit
 
 
-def test_the_handover_catch_a_leak(qwen3: str) -> None:
+def test_the_handover_catches_a_leak(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
@@ -155,12 +156,10 @@ def test_the_handover_catch_a_leak(qwen3: str) -> None:
             dtype=torch.bfloat16,
         )
         free = read_memory(CUDA).free_bytes
-        sizes = dict.fromkeys(
-            ("weights", "optimizer", "buckets", "asleep", "engine_weights", "free_at_launch", "engine_keeps"), 0
-        )
         offload = OffloadConfig(trainer="all", engine=("kv_cache", "weights"))
         # A plan that leaves a GiB for the test, whatever the device.
-        plan = MemoryPlan(gradients=free - GIB, gathered=0, engine_share=None, **sizes)
+        nothing: dict[str, Any] = dict.fromkeys((field.name for field in fields(MemoryPlan)), 0)
+        plan = MemoryPlan(**nothing | {"gradients": free - GIB, "engine_share": None})
         handover = Handover(
             memory,
             engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes, level=level)
         train(learner, meshes, step=1, count=64, max_tokens=250)
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         num_tokens = train(learner, meshes, step=2, count=64, max_tokens=250)
         measured = torch.cuda.max_memory_allocated()
@@ -132,6 +134,7 @@ def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
 def test_the_peak_of_a_phase_is_its_own() -> None:
     with Report(ReportConfig(console="plain"), None, num_steps=1, active=False) as report:
         kept = torch.zeros(4 * MIB, dtype=torch.uint8, device=CUDA)
+        gc.collect()  # what an earlier test has left must not go in the middle of this one
         before = torch.cuda.memory_allocated()
         for name, size in (("update", 64 * MIB), ("save", 8 * MIB)):
             with report.span(name):

@@ -36,7 +36,7 @@ def refitted(path: str, transport: str, verify: str) -> Iterator[tuple[Policy, O
         meshes = build_meshes(world)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = OtherProcess(world.device, transport=transport)
-        cfg = RefitConfig(bucket_bytes=8 * MIB, verify=verify)  # type: ignore[arg-type]
+        cfg = RefitConfig(bucket_bytes=8 * MIB, verify=verify)
         refit = Refit(policy, engine, meshes, cfg, dtype=torch.bfloat16)
         try:
             yield policy, engine, refit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,9 @@ def state(learner: Learner) -> list[Tensor]:
 
 
 def allocated() -> int:
-    """Bytes in tensors, as they were asked for; without cuBLAS's workspaces, which come from the same allocator."""
+    """Bytes in tensors, as they were asked for; without cuBLAS's workspaces, which come from the same allocator, and
+    without what an earlier test has left to the garbage collector."""
+    gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
