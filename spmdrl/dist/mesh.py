@@ -129,7 +129,8 @@ def _background(training: DeviceMesh, ranks: Tensor, patience: timedelta) -> Dev
     """
     if training.get_coordinate() is None:
         return training
-    group = dist.new_group(ranks.tolist(), timeout=patience, backend="gloo", use_local_synchronization=True)
+    host = "gloo" if "nccl" in dist.get_backend() else None  # None: the run's, which is on the host anyway
+    group = dist.new_group(ranks.tolist(), timeout=patience, backend=host, use_local_synchronization=True)
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("background",))
 
 

@@ -53,6 +53,7 @@ def bound_to_a_device() -> Iterator[list[Any]]:
         mock.patch.object(distributed_c10d, "_get_split_source", lambda _: Communicator()),
         mock.patch.object(dist, "new_group", recorded),
         mock.patch.object(device_mesh, "split_group", split_group),
+        mock.patch.object(dist, "get_backend", lambda *_: "cpu:gloo,cuda:nccl"),
         mock.patch.object(device_mesh, "get_backend", lambda *_: "cpu:gloo,cuda:nccl"),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.accelerator, "is_available", lambda: True),
