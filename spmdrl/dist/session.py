@@ -61,6 +61,21 @@ def shared_store() -> dist.Store:
     return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())
 
 
+@contextmanager
+def apart_from_the_run() -> Iterator[None]:
+    """Let this rank alone create a group, with processes that are not ranks of the run.
+
+    torch makes a new NCCL group by splitting the run's communicator when that is bound to a device, and every rank of
+    the run would have to take part in the split. For as long as this lasts, it knows of no such device.
+    """
+    default = distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
 def listening_store(interface: str, address: str) -> dist.TCPStore:
     """Open a store that other processes reach at `address` and its `port`. It listens on one interface, on all for "".
 
