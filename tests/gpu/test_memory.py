@@ -27,7 +27,7 @@ from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import Request
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
-from tests.helpers.device_memory import MIB, allocated, state
+from tests.helpers.device_memory import MIB, allocated, shards, state
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 
@@ -65,7 +65,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
         memory = TrainerMemory([learner], CUDA, moves=moves)
         train(learner, meshes, step=1)
         before, awake = state(learner), allocated()
-        weights = sum(parameter.to_local().nbytes for parameter in learner.model.parameters())
+        weights = sum(shard.nbytes for shard in shards(learner.model))
         pinned, free = set(), []
         for _ in range(4):
             memory.sleep()
@@ -75,9 +75,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
             free.append(torch.cuda.mem_get_info()[0])
             pinned.add(memory._host.num_bytes)
             with torch.no_grad():
-                shards = [parameter.to_local() for parameter in learner.model.parameters()]
-            assert all(shard.is_pinned() for shard in shards) == (moves == "all")
-            del shards
+                assert all(shard.is_pinned() for shard in shards(learner.model)) == (moves == "all")
             memory.wake()
             assert abs(allocated() - awake) < MIB
             after = state(learner)

@@ -28,7 +28,7 @@ from spmdrl.report.resources import resource_metrics
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, minimal_config, model_config, plan_for
-from tests.helpers.device_memory import MIB, allocated, state
+from tests.helpers.device_memory import MIB, allocated, shards, state
 from tests.helpers.live import Watch
 from tests.helpers.models import save_qwen3
 from tests.helpers.policies import policy_of, tokens
@@ -95,7 +95,7 @@ def test_state_on_the_host_is_bitwise_state_on_the_device(qwen3: str) -> None:
                 memory.sleep()
                 memory.wake()
             held = allocated()
-            weights = sum(parameter.to_local().nbytes for parameter in learner.model.parameters())
+            weights = sum(shard.nbytes for shard in shards(learner.model))
             results[on_host] = state(learner), held
             if on_host:
                 moments = [value for values in learner.optimizer.state.values() for value in values.values()]

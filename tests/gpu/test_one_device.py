@@ -27,6 +27,7 @@ from spmdrl.step.logprobs import add_columns
 from spmdrl.types import Request
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.device_memory import shards
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 from tests.helpers.small_run import rows, sums_from_files, torchrun, write_small_run
@@ -123,7 +124,7 @@ def test_offloaded_shards_live_on_the_host(qwen3: str, dtype: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         policy = load_policy(model_config(qwen3, compute_dtype=dtype, cpu_offload=True), meshes.model, temperature=1.0)
-        assert {parameter.to_local().device.type for parameter in policy.parameters()} == {"cpu"}
+        assert {shard.device.type for shard in shards(policy)} == {"cpu"}
         assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
         del policy
 
