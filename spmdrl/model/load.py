@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
+from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.dist.session import default_device_type
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
@@ -358,29 +358,31 @@ def shard_policy(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=operators_of(policy.kernel).casts_inputs
     )
-    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
+    offload = offload or OffloadPolicy()
     for experts in distributed_experts(policy.model):
         assert meshes.expert is not None, "experts were distributed without a mesh"
         # Activations inside a layer already have their dtype, and a router may weigh experts in float32 on purpose.
         without_casts = dataclasses.replace(precision, cast_forward_inputs=False)
-        fully_shard(
-            experts,
-            mesh=_sharding_axes(meshes.expert, "expert_shard"),
-            reshard_after_forward=reshard_layers,
-            **options | {"mp_policy": without_casts},
-        )
-    options["mesh"] = _sharding_axes(meshes.dense, "shard")
+        axes = _sharding_axes(meshes.expert, "expert_shard")
+        _shard_unit(experts, axes, reshard=reshard_layers, precision=without_casts, offload=offload)
+    axes = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, reshard_after_forward=reshard_layers, **options)
+        _shard_unit(layer, axes, reshard=reshard_layers, precision=precision, offload=offload)
     for module in policy.modules():
         if isinstance(module, ValueHead):
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-            fully_shard(module, reshard_after_forward=reshard_root, **options | {"mp_policy": exact})
-    fully_shard(policy, reshard_after_forward=reshard_root, **options)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            _shard_unit(module, axes, reshard=reshard_root, precision=exact, offload=offload)
+    _shard_unit(policy, axes, reshard=reshard_root, precision=precision, offload=offload)
+
+
+def _shard_unit(
+    module: nn.Module, mesh: DeviceMesh, *, reshard: bool, precision: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
+    """Apply FSDP2 to what is left of a module; its gradients are summed over `mesh` and never divided."""
+    unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+    unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    if mesh.size() > 1:  # one rank has no sum to divide, yet torch would divide by a factor of 1, into a copy
+        unit.set_gradient_divide_factor(1.0)
 
 
 def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:

@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.config.plan import plan_run
-from spmdrl.dist.session import local_rank
+from spmdrl.dist.device import rank_device
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import (
     MemoryPlan,
@@ -98,12 +98,13 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
 
 
 def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Prediction:
-    """Predict the memory of a run on this machine's kind of device."""
-    on_gpu = torch.cuda.is_available()
+    """Predict the memory of a run on this rank's device. Raises UserError where it has none, like `rank_device`."""
+    device = rank_device()
+    on_gpu = device.type == "cuda"
     if on_gpu:
         # First the rank's own device: reading another one's properties may open a context there, which takes memory.
-        torch.cuda.set_device(local_rank())
-        device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
+        torch.cuda.set_device(device)
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
         device_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)

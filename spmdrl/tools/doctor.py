@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,7 @@ def _num_gpus(torch: ModuleType | None) -> int:
 
 
 def _communication(torch: ModuleType | None) -> Iterator[str]:
+    yield _host_name()
     if torch is None or not torch.distributed.is_available():
         yield "torch.distributed is not available"
         return
@@ -163,6 +165,16 @@ def _communication(torch: ModuleType | None) -> Iterator[str]:
         yield _row("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         yield _row("NCCL", "no", "this torch is built without it")
+
+
+def _host_name() -> str:
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        remedy = "torchrun --standalone needs that: add it to /etc/hosts, or use torchrun --local-addr 127.0.0.1"
+        return _row("host name", name, f"does not resolve; {remedy}")
+    return _row("host name", name, "resolves")
 
 
 def _kernels(torch: ModuleType | None) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, Qwen3MoeConfig
 
+from spmdrl.tools import doctor
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from tests.helpers import fake_packages
@@ -147,6 +149,16 @@ def test_doctor_answers_here() -> None:
     done = subprocess.run([sys.executable, ROOT / "launch" / "doctor.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "gloo              yes" in done.stdout
+
+
+def test_doctor_names_a_host_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    line = next(doctor._communication(None))
+    assert line.startswith("host name         node7 ") and "does not resolve; torchrun --standalone needs" in line
 
 
 TORCH = """

@@ -17,7 +17,8 @@ import torch
 
 from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.config.plan import Plan
-from spmdrl.dist.session import World, local_rank
+from spmdrl.dist.device import local_rank
+from spmdrl.dist.session import World
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload

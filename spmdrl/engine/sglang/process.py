@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from spmdrl.dist.session import apart_from_the_run
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.types import UserError
@@ -209,9 +210,10 @@ def update_group(store: Store, name: str, *, num_ranks: int, backend: str) -> Pr
     from sglang.srt.utils import init_custom_process_group
 
     # The engines put the group's name before their keys.
-    return init_custom_process_group(
-        backend=backend, store=PrefixStore(name, store), world_size=num_ranks, rank=0, group_name=name
-    )
+    with apart_from_the_run():
+        return init_custom_process_group(
+            backend=backend, store=PrefixStore(name, store), world_size=num_ranks, rank=0, group_name=name
+        )
 
 
 class SGLangProcess:

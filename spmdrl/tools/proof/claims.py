@@ -71,6 +71,15 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             tests=("attention::test_packed_logprobs_equal_those_of_transformers_on_the_cpu",),
         ),
         Claim(
+            "Fused norms, rotary embeddings and SwiGLU equal plain functions, and are no further from the truth than "
+            "transformers' operations.",
+            tests=(
+                "fused::test_kernels_equal_plain_functions",
+                "fused::test_half_precision_is_no_further_from_the_truth_than_transformers",
+                "fused::test_a_weights_gradient_is_the_same_each_time",
+            ),
+        ),
+        Claim(
             "flash-attn 2 and 3 on one device.",
         ),
     ),
@@ -145,6 +154,10 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
         Claim(
             "Its sleep gives the memory back, its wake takes it again, and it answers as before.",
             tests=("sglang::test_sleep_gives_the_memory_back_and_wake_takes_it",),
+        ),
+        Claim(
+            "After a wake, batches that are padded to a CUDA graph read no garbage.",
+            tests=("sglang::test_batches_that_are_padded_to_a_graph_read_no_garbage_after_a_wake",),
         ),
         Claim(
             "A run shares the device with SGLang, and learns.",
