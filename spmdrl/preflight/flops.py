@@ -30,19 +30,10 @@ def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return (linear, quadratic): a forward pass over a sequence of T tokens takes linear T + quadratic T^2 FLOPs.
-
-    `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence.
-    """
-    linear, quadratic = forward_flops(model_config, shapes)
-    unit = math.gcd(linear, quadratic)
-    return linear // unit, quadratic // unit
-
-
-def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """Return (linear, quadratic): a forward pass over T tokens takes linear T + quadratic T^2 FLOPs.
 
-    `shapes` and attention are as in `sequence_flops`; `flop_coefficients` has the formula.
+    `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence;
+    `flop_coefficients` has the formula.
     """
     text = model_config.get_text_config()
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
