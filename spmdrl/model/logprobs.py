@@ -43,13 +43,15 @@ class Head:
 FAST_HEAD = Head(linear)
 
 
-def predicting_rows(positions: Tensor, chunk: slice) -> Tensor:
-    """Find the rows of a chunk's hidden states that predict a token of their own sequence.
+def predicting_rows(loss_mask: Tensor, positions: Tensor, chunk: slice) -> Tensor:
+    """Find the rows of a chunk's hidden states that predict a loss token; none predicts the first of a sequence.
 
-    positions is [T], of all tokens, restarting at 0 in every sequence; the result is [N] int64, counted from the
-    chunk's start. Row i predicts token chunk.start + i + 1, which may be the first one after the chunk.
+    loss_mask and positions are [T], of all tokens; positions restart at 0 in every sequence. The result is [N] int64,
+    counted from the chunk's start. Row i predicts token chunk.start + i + 1, which may be the first one after the
+    chunk.
     """
-    return torch.nonzero(positions[chunk.start + 1 : chunk.stop + 1] != 0).flatten()
+    predicted = slice(chunk.start + 1, chunk.stop + 1)
+    return torch.nonzero(loss_mask[predicted] & (positions[predicted] != 0)).flatten()
 
 
 def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:

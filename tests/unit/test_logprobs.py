@@ -53,7 +53,7 @@ def tiled(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
-    rows = predicting_rows(positions, slice(0, TOKENS))
+    rows = predicting_rows(torch.ones(TOKENS, dtype=torch.bool), positions, slice(0, TOKENS))
     scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], temperature=temperature, chunk=chunk)
     logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
     return logprobs, entropy
