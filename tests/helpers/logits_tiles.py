@@ -1,0 +1,61 @@
+"""Tiles of logits with everything that is special about some, to compare two implementations of `Tile` on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmdrl.model.logits_tile import Tile
+
+SIZES = [(1, 1), (3, 7), (1, 4096), (2, 4097), (3, 9001)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Two neighbouring tiles and what is known of their tokens."""
+
+    tiles: list[Tensor]  # [N, W] each
+    targets: Tensor  # [N], counted from the first tile's first column; some lie in neither
+    columns: dict[str, Tensor]  # [N] float32 each, what `Tile.gradient` takes
+
+
+def case(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> Case:
+    """Logits with a deviation of 3; every fourth is forbidden, and of one token all of the first tile."""
+    draw = torch.Generator().manual_seed(0)
+    tiles = [torch.randn(num_tokens, width, generator=draw).mul_(3) for _ in range(2)]
+    for tile in tiles:
+        tile[:, 1::4] = -torch.inf
+    tiles[0][num_tokens // 2] = -torch.inf
+    names = ("log_normalizer", "entropy", "by_logprob", "by_entropy")
+    columns = {name: torch.randn(num_tokens, generator=draw).to(device) for name in names}
+    columns["log_normalizer"] += 10
+    targets = torch.randint(-width, 3 * width, (num_tokens,), generator=draw)
+    return Case([tile.to(device, dtype) for tile in tiles], targets.to(device), columns)
+
+
+def summary_by(tile: Tile, of: Case, temperature: float) -> Tensor:
+    """Both tiles, one after the other."""
+    first, second = of.tiles
+    before = tile.summary(first.clone(), of.targets, temperature=temperature)
+    return tile.summary(second.clone(), of.targets - first.shape[1], temperature=temperature, before=before)
+
+
+def gradient_by(tile: Tile, of: Case, temperature: float, *, uses_entropy: bool) -> Tensor:
+    """Of the first tile."""
+    columns = of.columns if uses_entropy else {**of.columns, "by_entropy": None}
+    return tile.gradient(of.tiles[0].clone(), of.targets, temperature=temperature, **columns)
+
+
+def require_same(one: Tile, other: Tile, of: Case, temperature: float) -> None:
+    """Both implementations agree: float32 to 1e-6, half precision to its last bit."""
+    ours, theirs = (summary_by(tile, of, temperature) for tile in (one, other))
+    for row in (0, 3):  # the largest and the target's are chosen, not computed
+        assert torch.equal(ours[row], theirs[row])
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    dtype = of.tiles[0].dtype
+    for uses_entropy in (False, True):
+        ours, theirs = (gradient_by(tile, of, temperature, uses_entropy=uses_entropy) for tile in (one, other))
+        assert ours.dtype == theirs.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=max(1e-6, torch.finfo(dtype).eps), atol=1e-6)
