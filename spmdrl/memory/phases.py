@@ -290,6 +290,8 @@ def _logits(cfg: Config | SftConfig, rank: Rank) -> int:
         num_tokens=micro_batch_tokens(cfg, rank.run),
         chunk_tokens=cfg.model.logits_chunk_tokens,
         tile_elements=rank.tile_elements,
+        compute_bytes=rank.compute_bytes,
+        on_gpu=rank.on_gpu,
     )
 
 

@@ -134,9 +134,9 @@ class _TiledHead(torch.autograd.Function):
         vocabulary: DeviceMesh | None,
         head: Head,
     ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, min(chunk, len(hidden)))
-        chunks = _slices(len(hidden), chunk)
+        # Also for fewer tokens than a chunk: what backward holds of the head's gradient grows with the columns.
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
+        chunks = _slices(len(hidden), chunk)
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
             logits = head.linear(hidden[rows], weight[slab], _part(bias, slab))

@@ -1,4 +1,4 @@
-"""Tiles of logits with everything that is special about some, to compare two implementations of `Tile` on."""
+"""Two implementations of `Tile`, compared on everything that is special about some logits; the memory of one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import spmdrl.model.logprobs
+from spmdrl.memory.activations import Decoder, logits_bytes
+from spmdrl.model.linear import linear
 from spmdrl.model.logits_tile import Tile
+from spmdrl.model.logprobs import Head, next_token_logprobs
+from tests.helpers.live import PeakWatch
 
+# Of `Decoder`; the head's memory does not depend on them.
+LAYER_WIDTHS = (
+    *("num_layers", "query_width", "key_width", "query_heads", "head_width"),
+    *("mlp_width", "experts_per_token", "norms"),
+)
 SIZES = [(1, 1), (3, 7), (1, 4096), (2, 4097), (3, 9001)]
 
 
@@ -59,3 +69,32 @@ def require_same(one: Tile, other: Tile, of: Case, temperature: float) -> None:
         ours, theirs = (gradient_by(tile, of, temperature, uses_entropy=uses_entropy) for tile in (one, other))
         assert ours.dtype == theirs.dtype == dtype
         torch.testing.assert_close(ours, theirs, rtol=max(1e-6, torch.finfo(dtype).eps), atol=1e-6)
+
+
+def peak_over_prediction(tile: Tile, dtype: torch.dtype, hidden_size: int, *, on_gpu: bool) -> float:
+    """The head's memory at its peak, with the gradient of its weight, as a fraction of what is predicted."""
+    tokens, chunk, vocabulary, device_type = 128, 64, 4000, "cuda" if torch.cuda.is_available() and on_gpu else "cpu"
+    hidden, weight = (
+        torch.randn(rows, hidden_size, device=device_type).to(dtype).requires_grad_() for rows in (tokens, vocabulary)
+    )
+    targets = torch.arange(tokens, device=device_type)
+    with PeakWatch() as watch:
+        logprobs, entropy = next_token_logprobs(
+            hidden, weight, None, targets, temperature=0.7, chunk=chunk, head=Head(linear, tile=tile)
+        )
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    decoder = Decoder(
+        hidden=hidden_size,
+        vocabulary=vocabulary,
+        has_head_norms=False,
+        **dict.fromkeys(LAYER_WIDTHS, 1),
+    )
+    predicted = logits_bytes(
+        decoder,
+        num_tokens=tokens,
+        chunk_tokens=chunk,
+        tile_elements=spmdrl.model.logprobs.TILE_ELEMENTS[device_type],
+        compute_bytes=dtype.itemsize,
+        on_gpu=on_gpu,
+    )
+    return watch.peak_bytes / (predicted + weight.nbytes)

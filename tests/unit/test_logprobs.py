@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import spmdrl.model.logprobs
+from spmdrl.model import logits_tile
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
+from tests.helpers.logits_tiles import peak_over_prediction
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -163,6 +165,13 @@ def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -
     assert max(rows for rows, _ in seen) == 4
     assert max(rows * columns for rows, columns in seen) == 12
     assert sum(rows * columns for rows, columns in seen) == 2 * TOKENS * VOCABULARY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [8, 48, 512])
+def test_the_memory_is_what_is_predicted(dtype: torch.dtype, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", 2**15)
+    assert 0.75 < peak_over_prediction(logits_tile, dtype, hidden_size, on_gpu=False) < 1.1
 
 
 def test_tiles_on_cuda_begin_cache_lines() -> None:
