@@ -166,7 +166,9 @@ class _TiledHead(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        for slab in ctx.slabs:
+
+        # A function, so that what one slab needs is free before the next begins.
+        def add_slab(slab: slice) -> None:
             slab_weight, slab_bias = weight[slab], _part(bias, slab)
             transposed = slab_weight.T.contiguous()
             slab_grad_weight = torch.zeros(slab_weight.shape, dtype=torch.float32, device=weight.device)
@@ -191,6 +193,9 @@ class _TiledHead(torch.autograd.Function):
                 grad_weight[slab] = slab_grad_weight
             if grad_bias is not None:
                 grad_bias[slab] = slab_grad_bias
+
+        for slab in ctx.slabs:
+            add_slab(slab)
         if grad_hidden is not None:
             whole = grad_hidden if ctx.vocabulary is None else sum_over(ctx.vocabulary, grad_hidden)
             grad_hidden = whole.to(hidden.dtype)
