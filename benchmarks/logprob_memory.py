@@ -8,9 +8,9 @@ are leaves. It scores all tokens, as the plain head does, or the second half of 
 prompts. On CUDA there is one more, whose tiles are torch's and not Triton's. Peak memory is measured in a process of
 its own for every case: what the pass adds to the inputs and the weight at its worst, less the gradient of the weight,
 which every way of doing it must return. On a CPU that is the growth of the resident set, as the kernel keeps its peak;
-on CUDA what torch has allocated. The gradient of hidden is included. Plain cases that would need more than `--plain-
-gib` are left out; as every tensor of theirs that counts has T x V elements, the line through the two largest that were
-measured says what they would need. Times are of passes that alternate in one process. Prints one JSON object.
+on CUDA what torch has allocated. The gradient of hidden is included. Plain cases that would need more than
+`--plain-gib` are left out; as every tensor of theirs that counts has T x V elements, the line through the two largest
+that were measured says what they would need. Times are of passes that alternate in one process. Prints one JSON object.
 """
 
 from __future__ import annotations

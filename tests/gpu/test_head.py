@@ -1,4 +1,4 @@
-"""The head on a CUDA device: tiles by Triton are those by torch, nothing waits for the device, memory is as predicted."""
+"""The head on a CUDA device: Triton's tiles are torch's, nothing waits for the device, memory is as predicted."""
 
 from __future__ import annotations
 
