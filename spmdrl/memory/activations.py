@@ -120,7 +120,14 @@ def forward_bytes(decoder: Decoder, *, compute_bytes: int, num_tokens: int) -> i
 
 
 def logits_bytes(
-    decoder: Decoder, *, num_tokens: int, chunk_tokens: int, tile_elements: int, compute_bytes: int, on_gpu: bool
+    decoder: Decoder,
+    *,
+    num_tokens: int,
+    chunk_tokens: int,
+    tile_elements: int,
+    tile_columns: int,
+    compute_bytes: int,
+    on_gpu: bool,
 ) -> int:
     """Bytes of the head's backward pass at its peak, when every token is a loss token.
 
@@ -129,7 +136,8 @@ def logits_bytes(
     the columns' weights [W, D] the float32 gradient, the transposed copy and a product, the last two in the compute
     dtype. The hidden states' gradient [T, D] is float32.
     """
-    columns = min(decoder.vocabulary, max(1, tile_elements // chunk_tokens))
-    logits = min(chunk_tokens, num_tokens) * columns * (2 * compute_bytes if on_gpu else 4 * _FLOAT32)
+    rows = min(chunk_tokens, num_tokens)
+    columns = min(decoder.vocabulary, tile_columns, max(1, tile_elements // rows))
+    logits = rows * columns * (2 * compute_bytes if on_gpu else 4 * _FLOAT32)
     weights = columns * decoder.hidden * (_FLOAT32 + 2 * compute_bytes)
     return logits + weights + num_tokens * decoder.hidden * _FLOAT32

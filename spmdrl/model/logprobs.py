@@ -27,6 +27,8 @@ from spmdrl.model.logits_tile import Tile
 # 35 microseconds at the peak of 989 TFLOP/s, about as long as Python needs to launch what a tile needs. Neither the
 # cache nor the launches have been measured on a GPU.
 TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
+# A tile of few tokens is not wider than this: backward holds float32 gradients of its columns' weights.
+TILE_COLUMNS = {"cpu": 4096, "cuda": 8192}
 # Columns of a tile come in multiples of this: on CUDA every row begins a cache line of 128 bytes, as the fastest
 # products and loads require.
 COLUMNS_MULTIPLE = {"cpu": 1, "cuda": 64}
@@ -46,7 +48,7 @@ class Head:
         """Split the vocabulary into the parts that are computed one after the other, for tiles of `chunk` tokens."""
         multiple = COLUMNS_MULTIPLE[device_type]
         fitting = max(1, TILE_ELEMENTS[device_type] // chunk // multiple) * multiple
-        return _slices(vocabulary, self.columns or fitting)
+        return _slices(vocabulary, self.columns or min(fitting, TILE_COLUMNS[device_type]))
 
     def tile_on(self, device_type: str) -> Tile:
         """Return what reduces tiles and computes their gradients on this kind of device."""
@@ -134,7 +136,7 @@ class _TiledHead(torch.autograd.Function):
         vocabulary: DeviceMesh | None,
         head: Head,
     ) -> tuple[Tensor, Tensor]:
-        # Also for fewer tokens than a chunk: what backward holds of the head's gradient grows with the columns.
+        chunk = max(1, min(chunk, len(hidden)))
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
         chunks = _slices(len(hidden), chunk)
 

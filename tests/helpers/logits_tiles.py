@@ -94,6 +94,7 @@ def peak_over_prediction(tile: Tile, dtype: torch.dtype, hidden_size: int, *, on
         num_tokens=tokens,
         chunk_tokens=chunk,
         tile_elements=spmdrl.model.logprobs.TILE_ELEMENTS[device_type],
+        tile_columns=spmdrl.model.logprobs.TILE_COLUMNS[device_type],
         compute_bytes=dtype.itemsize,
         on_gpu=on_gpu,
     )

@@ -174,8 +174,9 @@ def test_the_memory_is_what_is_predicted(dtype: torch.dtype, hidden_size: int, m
     assert 0.75 < peak_over_prediction(logits_tile, dtype, hidden_size, on_gpu=False) < 1.1
 
 
-def test_tiles_on_cuda_begin_cache_lines() -> None:
+def test_tiles_on_cuda_begin_cache_lines_and_are_not_wide() -> None:
     for chunk in (1, 1371, 2047, 2048, 2**20):
         *whole, _ = Head(torch.nn.functional.linear).slabs(151_936, chunk, "cuda")
         assert all(slab.start % 64 == slab.stop % 64 == 0 for slab in whole)
+        assert all(0 < slab.stop - slab.start <= 8192 for slab in whole)
         assert all(chunk * (slab.stop - slab.start) <= max(2**24, 64 * chunk) for slab in whole)
