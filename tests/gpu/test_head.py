@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_logprobs
 from spmdrl.step.batch import lay_end_to_end
-from tests.helpers.logits_tiles import SIZES, case, peak_over_prediction, require_same
+from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, SIZES, case, peak_over_prediction, require_same
 from tests.helpers.policies import policy_of
 from tests.helpers.sequences import random_sequences
 
@@ -61,5 +62,6 @@ def test_a_forward_pass_never_waits_for_the_device() -> None:
     assert torch.equal(scores.logprobs.cpu() != 0, micro_batch.loss_mask)
 
 
-def test_the_memory_is_what_is_predicted() -> None:
+def test_the_memory_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cuda", PEAK_TILE_ELEMENTS)
     assert 0.85 < peak_over_prediction(FAST_HEAD.tile_on("cuda"), torch.bfloat16, 512, on_gpu=True) < 1.1

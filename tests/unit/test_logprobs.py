@@ -9,7 +9,7 @@ from torch import Tensor
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
-from tests.helpers.logits_tiles import peak_over_prediction
+from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, peak_over_prediction
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -170,7 +170,7 @@ def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden_size", [8, 48, 512])
 def test_the_memory_is_what_is_predicted(dtype: torch.dtype, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", 2**15)
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", PEAK_TILE_ELEMENTS)
     assert 0.75 < peak_over_prediction(logits_tile, dtype, hidden_size, on_gpu=False) < 1.1
 
 
