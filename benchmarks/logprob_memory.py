@@ -1,15 +1,16 @@
 """Measure memory and time of the log-probability head, beside the plain one that holds all of [T, V].
 
     python benchmarks/logprob_memory.py
-    python benchmarks/logprob_memory.py --device cuda --plain-gib 60
+    python benchmarks/logprob_memory.py --device cuda --dtype bfloat16 --hidden-size 1024 --plain-gib 60
 
-One pass is forward and backward of log-probabilities and entropy, both with gradients, in float32: hidden [T, D] and
-weight [V, D] are leaves. Peak memory is measured in a process of its own for every case: what the pass adds to the
-inputs and the weight at its worst, less the gradient of the weight, which every way of doing it must return. On a CPU
-that is the growth of the resident set, as the kernel keeps its peak; on CUDA what torch has allocated. The gradient of
-hidden is included. Plain cases that would need more than `--plain-gib` are left out; as every tensor of theirs that
-counts has T x V elements, the line through the two largest that were measured says what they would need. Times are of
-passes that alternate in one process. Prints one JSON object.
+One pass is forward and backward of log-probabilities and entropy, both with gradients: hidden [T, D] and weight [V, D]
+are leaves. It scores all tokens, as the plain head does, or the second half of them, as a policy does when the first is
+prompts. On CUDA there is one more, whose tiles are torch's and not Triton's. Peak memory is measured in a process of
+its own for every case: what the pass adds to the inputs and the weight at its worst, less the gradient of the weight,
+which every way of doing it must return. On a CPU that is the growth of the resident set, as the kernel keeps its peak;
+on CUDA what torch has allocated. The gradient of hidden is included. Plain cases that would need more than
+`--plain-gib` are left out; as every tensor of theirs that counts has T x V elements, the line through the two largest
+that were measured says what they would need. Times are of passes that alternate in one process. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ import workload
 from torch import Tensor
 
 from spmdrl.config import ModelConfig
-from spmdrl.model.logprobs import next_token_logprobs
+from spmdrl.model import logits_tile
+from spmdrl.model.linear import linear
+from spmdrl.model.logprobs import FAST_HEAD, next_token_logprobs
+from spmdrl.model.logprobs import Head as TiledHead
 
 MIB = 2**20
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -44,10 +48,21 @@ Leaves = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
 Head = Callable[[Tensor, Tensor, Tensor], Scores]
 
 
-def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
+def tiled(hidden: Tensor, weight: Tensor, targets: Tensor, head: TiledHead = FAST_HEAD) -> Scores:
     """spmdrl's."""
     chunk = ModelConfig(path="").logits_chunk_tokens
-    return next_token_logprobs(hidden, weight, None, targets, temperature=1.0, chunk=chunk)
+    return next_token_logprobs(hidden, weight, None, targets, temperature=1.0, chunk=chunk, head=head)
+
+
+def tiled_after_prompts(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
+    """spmdrl's, of the second half of the tokens."""
+    responses = torch.arange(len(hidden) // 2, len(hidden), device=hidden.device)
+    return tiled(hidden[responses], weight, targets[responses])
+
+
+def tiled_by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
+    """spmdrl's, with a CPU's tiles."""
+    return tiled(hidden, weight, targets, TiledHead(linear, tile=logits_tile))
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
@@ -56,13 +71,22 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-HEADS: Mapping[str, Head] = {"tiled": tiled, "plain": plain}
+HEADS: Mapping[str, Head] = {
+    "tiled": tiled,
+    "plain": plain,
+    "after_prompts": tiled_after_prompts,
+    "by_torch": tiled_by_torch,
+}
+# A head, and the head that its time is divided by.
+RATIOS = {"ratio": ("tiled", "plain"), "after_prompts_ratio": ("after_prompts", "tiled")}
+RATIOS_ON_CUDA = {**RATIOS, "over_torch_ratio": ("tiled", "by_torch")}
 
 
 def main() -> None:
     """Measure every case, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="numbers of tokens in a pass")
@@ -82,11 +106,12 @@ def main() -> None:
     compared_tokens = COMPARED_TOKENS if COMPARED_TOKENS in args.tokens else max(args.tokens)
     memory = {
         head: {str(n): in_own_process(head, n) for n in sizes}
-        for head, sizes in {"tiled": args.tokens, "plain": affordable}.items()
+        for head, sizes in {"tiled": args.tokens, "after_prompts": args.tokens, "plain": affordable}.items()
     }
     at_4k, is_measured = plain_peak_mib(memory["plain"], compared_tokens)
     result = {
         "device": args.device,
+        "dtype": args.dtype,
         "vocabulary": args.vocabulary,
         "hidden_size": args.hidden_size,
         "threads": args.threads,
@@ -96,6 +121,8 @@ def main() -> None:
         "plain_peak_mib": at_4k,
         "plain_peak_is_measured": is_measured,
         "memory_ratio": memory["tiled"][str(compared_tokens)]["peak_mib"] / at_4k,
+        "after_prompts_memory_ratio": memory["after_prompts"][str(compared_tokens)]["peak_mib"]
+        / memory["tiled"][str(compared_tokens)]["peak_mib"],
         "times": {str(n): times(leaves(args, n, device), repeats=args.repeats) for n in affordable},
         "load_average": load_average[0],
         "load_average_after": os.getloadavg()[0],
@@ -115,7 +142,8 @@ def leaves(args: argparse.Namespace, num_tokens: int, device: torch.device) -> L
     hidden = torch.randn(num_tokens, args.hidden_size, generator=draw, device=device)
     weight = torch.randn(args.vocabulary, args.hidden_size, generator=draw, device=device).mul_(args.hidden_size**-0.5)
     targets = torch.randint(args.vocabulary, (num_tokens,), generator=draw, device=device)
-    return hidden.requires_grad_(), weight.requires_grad_(), targets
+    dtype = getattr(torch, args.dtype)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
 def one_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
@@ -176,21 +204,27 @@ def plain_peak_mib(found: Mapping[str, Mapping[str, float]], num_tokens: int) ->
 
 
 def times(inputs: Leaves, *, repeats: int) -> dict[str, Any]:
-    """Passes of both, alternating; the first pair is not counted."""
+    """Passes of every head, alternating; the first of each is not counted. Ratios are medians over the rounds."""
     device, num_tokens = inputs[0].device, len(inputs[0])
-    durations: dict[str, list[float]] = {name: [] for name in HEADS}
+    compared = RATIOS_ON_CUDA if device.type == "cuda" else RATIOS
+    durations: dict[str, list[float]] = {name: [] for pair in compared.values() for name in pair}
     for _ in range(1 + repeats):
-        for name, head in HEADS.items():
+        for name, seconds in durations.items():
             start = time.perf_counter()
-            one_pass(head, *inputs)
+            one_pass(HEADS[name], *inputs)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            durations[name].append(time.perf_counter() - start)
-    spmdrl_s, peer_s = durations["tiled"][1:], durations["plain"][1:]
-    ratios = [ours / theirs for ours, theirs in zip(spmdrl_s, peer_s, strict=True)]
-    ratio = statistics.median(ratios)
-    print(f"{num_tokens} tokens: {ratio:.2f} of the plain time", file=sys.stderr, flush=True)
-    return {"spmdrl_s": spmdrl_s, "peer_s": peer_s, "ratios": ratios, "ratio": ratio}
+            seconds.append(time.perf_counter() - start)
+    counted = {name: seconds[1:] for name, seconds in durations.items()}
+    ratios = {
+        name: [one / other for one, other in zip(counted[ours], counted[theirs], strict=True)]
+        for name, (ours, theirs) in compared.items()
+    }
+    medians = {name: statistics.median(values) for name, values in ratios.items()}
+    print(f"{num_tokens} tokens: {medians}", file=sys.stderr, flush=True)
+    return {"spmdrl_s": counted["tiled"], "peer_s": counted["plain"], "ratios": ratios["ratio"], **medians} | {
+        f"{name}_s": seconds for name, seconds in counted.items() if name not in ("tiled", "plain")
+    }
 
 
 if __name__ == "__main__":

@@ -300,7 +300,14 @@ def logprob_note(output: Json) -> str:
     peaks = ", ".join(f"{int(n) // 1024}k: {found['peak_mib']:.0f}" for n, found in output["memory"]["tiled"].items())
     ratios = ", ".join(f"{int(n) // 1024}k: {found['ratio']:.2f}" for n, found in output["times"].items())
     plain = "measured" if output["plain_peak_is_measured"] else "from smaller ones"
-    return f"peak MiB by tokens {peaks} (all logits at 4k {plain}); time over all logits at once {ratios} (goal 1.15)"
+    prompts = ", ".join(
+        f"{int(n) // 1024}k: {found['after_prompts_ratio']:.2f}" for n, found in output["times"].items()
+    )
+    return (
+        f"peak MiB by tokens {peaks} (all logits at 4k {plain}); time over all logits at once {ratios} (goal 1.15); "
+        f"half of the tokens prompts, over all scored: time {prompts}, "
+        f"memory {output['after_prompts_memory_ratio']:.2f}"
+    )
 
 
 def scripts(*names: str) -> tuple[str, ...]:
@@ -367,7 +374,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         about="memory for log-probabilities of 4,096 tokens, vocabulary 151,936",
         goal=0.1,
         measure=logprob_memory,
-        code=("spmdrl/model/logprobs.py", "spmdrl/model/linear.py", *scripts("logprob_memory")),
+        code=(
+            *(f"spmdrl/model/{name}.py" for name in ("logprobs", "logits_tile", "linear")),
+            *scripts("logprob_memory"),
+        ),
     ),
     "load-memory": Benchmark(
         about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory, code=LOADING

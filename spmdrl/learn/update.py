@@ -65,7 +65,7 @@ def _measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) ->
     for mini_batch in mini_batches:
         for micro_batch in mini_batch:
             on_device = micro_batch.to(device)
-            metrics.append(_reduced(learner.objective(learner.model(on_device), on_device), on_device))
+            metrics.append(_reduced(learner.objective(learner.model(micro_batch), on_device), on_device))
     reshard(learner.model)  # the critic is updated next, and needs the memory
     return merge_all(metrics) if meshes.speaks_for_data else {}
 
@@ -93,7 +93,7 @@ def _optimizer_step(
     clear_gradients()
     for micro_batch in mini_batch:
         on_device = micro_batch.to(device)
-        result = learner.objective(learner.model(on_device), on_device)
+        result = learner.objective(learner.model(micro_batch), on_device)
         (result.loss_sum * scale).backward()
         losses.append(result.loss_sum.detach())
         parts.append(_reduced(result, on_device))

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 _FLOAT32 = 4
-_LOGITS_ALIVE = 4  # float32 tiles alive at the same time: log-probabilities, their exponentials, terms of the entropy
 
 Level = Literal["none", "full", "selective"]
 
@@ -133,8 +132,25 @@ def forward_bytes(decoder: Decoder, *, compute_bytes: int, num_tokens: int) -> i
     return num_tokens * compute_bytes * (2 * decoder.hidden + widest) + num_tokens * _FLOAT32 * decoder.hidden
 
 
-def logits_bytes(decoder: Decoder, *, num_tokens: int, chunk_tokens: int, tile_elements: int) -> int:
-    """Bytes of one tile of logits with its temporaries, and of the hidden states' gradient, all in float32."""
+def logits_bytes(
+    decoder: Decoder,
+    *,
+    num_tokens: int,
+    chunk_tokens: int,
+    tile_elements: int,
+    tile_columns: int,
+    compute_bytes: int,
+    on_gpu: bool,
+) -> int:
+    """Bytes of the head's backward pass at its peak, when every token is a loss token.
+
+    For a tile of R tokens and W columns: the logits [R, W], of which a GPU has those of the next tile as well, in the
+    compute dtype, and a CPU four float32 copies (log-probabilities, their exponentials, terms of the entropy); and of
+    the columns' weights [W, D] the float32 gradient, the transposed copy and a product, the last two in the compute
+    dtype. The hidden states' gradient [T, D] is float32.
+    """
     rows = min(chunk_tokens, num_tokens)
-    tile = rows * min(decoder.vocabulary, max(1, tile_elements // rows))
-    return _FLOAT32 * (_LOGITS_ALIVE * tile + num_tokens * decoder.hidden)
+    columns = min(decoder.vocabulary, tile_columns, max(1, tile_elements // rows))
+    logits = rows * columns * (2 * compute_bytes if on_gpu else 4 * _FLOAT32)
+    weights = columns * decoder.hidden * (_FLOAT32 + 2 * compute_bytes)
+    return logits + weights + num_tokens * decoder.hidden * _FLOAT32

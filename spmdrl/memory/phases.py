@@ -95,6 +95,7 @@ class Rank:
     fuses_layers: bool  # whether layers compute by `model/fused.py` where that has them
     compute_bytes: int  # per element of the compute dtype
     tile_elements: int  # logits that the head computes together
+    tile_columns: int  # the most entries of the vocabulary among them
     file_bytes: int  # per element of the model's files
     device_bytes: int
     overhead: Overhead  # of the device of a rank that trains
@@ -297,6 +298,9 @@ def _logits(cfg: Config | SftConfig, rank: Rank) -> int:
         num_tokens=micro_batch_tokens(cfg, rank.run),
         chunk_tokens=cfg.model.logits_chunk_tokens,
         tile_elements=rank.tile_elements,
+        tile_columns=rank.tile_columns,
+        compute_bytes=rank.compute_bytes,
+        on_gpu=rank.on_gpu,
     )
 
 

@@ -22,19 +22,23 @@ from spmdrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The policy's result for each token of a micro-batch; entry t is about token t."""
+    """The policy's result for each token of a micro-batch; entry t is about token t.
 
-    logprobs: Tensor  # [T] float32, nats; 0 for the first token of a sequence
+    Both are 0 outside loss_mask, and for the first token of a sequence: the head computes what is needed, and nothing
+    of prompts or filling.
+    """
+
+    logprobs: Tensor  # [T] float32, nats
     entropy: Tensor  # [T] float32, nats, of the distribution that token t was sampled from
 
 
 @dataclass(frozen=True, slots=True)
 class _PredictingRows:
-    """The rows of this rank's chunk that predict a token of their own sequence."""
+    """The rows of this rank's chunk that predict a loss token. There may be none; the head computes all the same."""
 
     hidden: Tensor  # [N, D], output of the last layer
     rows: Tensor  # [N] int64, places of the rows in the chunk
-    tokens: Tensor  # [N] int64, places in the micro-batch of the tokens they predict
+    token_ids: Tensor  # [N] int64, the tokens they predict
     chunk_tokens: int
 
 
@@ -43,6 +47,9 @@ class PackedModel(nn.Module):
 
     It is the root module that FSDP shards: trunk, final norm and head run inside one forward pass. Under context
     parallelism every rank takes the whole micro-batch, computes its own chunk, and returns the values of all tokens.
+
+    It takes micro-batches on the host, and itself copies to the device what it computes with: how long sequences are,
+    and which rows predict loss tokens, is then known without waiting for the device.
     """
 
     def __init__(
@@ -64,17 +71,22 @@ class PackedModel(nn.Module):
         """Run the layers on this rank's chunk."""
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
         hidden = self.model.base_model(
-            input_ids=micro_batch.token_ids[chunk].unsqueeze(0),
-            position_ids=micro_batch.positions[chunk].unsqueeze(0),
+            input_ids=self._on_device(micro_batch.token_ids[chunk]).unsqueeze(0),
+            position_ids=self._on_device(micro_batch.positions[chunk]).unsqueeze(0),
             use_cache=False,
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
-        rows = predicting_rows(micro_batch.positions, chunk)
-        return _PredictingRows(hidden[rows], rows, chunk.start + rows + 1, len(hidden))
+        found = predicting_rows(micro_batch.loss_mask, micro_batch.positions, chunk)
+        rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
+        return _PredictingRows(hidden[rows], rows, token_ids, len(hidden))
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        """Copy to where the model computes, which is not where FSDP keeps weights that are offloaded."""
+        return values.to(self.model.get_input_embeddings().weight.device, non_blocking=True)
 
     def _per_token(self, values: Tensor, predicting: _PredictingRows) -> Tensor:
-        """Move values [N] from the rows that predict to the tokens they predict: [T], 0 for first tokens."""
+        """Move values [N] from the rows that predict to the tokens they predict: [T], 0 for all others."""
         placed = place_at(predicting.rows, values, predicting.chunk_tokens)
         whole = placed if self.context is None else gather_tokens(placed, self.context)
         return F.pad(whole[:-1], (1, 0))
@@ -89,14 +101,15 @@ class PackedModel(nn.Module):
         return slice(start, start + length)
 
     def _attend(self, micro_batch: MicroBatch, seqlens: list[int]) -> Attend:
-        cu_seqlens = micro_batch.cu_seqlens
+        cu_seqlens = self._on_device(micro_batch.cu_seqlens)
         if self.context is None:
-            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=micro_batch.loss_mask)
+            sampled = self._on_device(micro_batch.loss_mask)
+            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled)
         return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=self.context_style)
 
 
 class Policy(PackedModel):
-    """The policy: its forward pass gives every token's logprob given the tokens before it in its own sequence."""
+    """The policy: its forward pass gives each loss token's logprob given the tokens before it in its own sequence."""
 
     def __init__(
         self,
@@ -117,13 +130,13 @@ class Policy(PackedModel):
         self.token_logprobs = operators_of(kernel).token_logprobs
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Compute logprobs and entropy of every token."""
+        """Compute logprobs and entropy of the loss tokens."""
         head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch)
         logprobs, entropy = self.token_logprobs(
             predicting.hidden,
             own_weight(head.weight),
             None if head.bias is None else own_weight(head.bias),
-            micro_batch.token_ids[predicting.tokens],
+            predicting.token_ids,
             temperature=self.temperature,
             chunk=self.logits_chunk_tokens,
             vocabulary=self.vocabulary,
@@ -160,6 +173,6 @@ class Critic(PackedModel):
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, device)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Compute values [T] float32, in units of the reward; 0 for the first token of a sequence."""
+        """Compute values [T] float32, in units of the reward; 0 outside loss_mask."""
         predicting = self._predict(micro_batch)
         return self._per_token(self.value_head(predicting.hidden).squeeze(-1), predicting)

@@ -26,7 +26,7 @@ from spmdrl.memory.device import (
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
-from spmdrl.model.logprobs import TILE_ELEMENTS
+from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp
 
 
@@ -133,6 +133,7 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         fuses_layers=attention != "sdpa" and not is_exact,
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
+        tile_columns=TILE_COLUMNS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),
         device_bytes=device_bytes,
         overhead=overhead,

@@ -56,10 +56,9 @@ def add_columns(batch: Batch, forwards: Mapping[str, Forward], mesh: DeviceMesh)
 
     Columns stay on the host, as micro-batches do until they are trained on.
     """
-    device = torch.device(mesh.device_type)
     with torch.no_grad():
         columns = {
-            name: [forward(micro_batch.to(device)).cpu() for micro_batch in batch.micro_batches]
+            name: [forward(micro_batch).cpu() for micro_batch in batch.micro_batches]
             for name, forward in forwards.items()
         }
     with failing_together(mesh):

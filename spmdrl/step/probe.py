@@ -26,12 +26,11 @@ def probe_metrics(policy: Policy, probes: Sequence[Rollout], meshes: Meshes) -> 
     mine = to_sequences((RewardedRollout(index=0, rollout=x, outcome=unrewarded) for x in probes), meshes.training)
     sequences = [sequence for part in gather_objects(meshes.training, mine) for sequence in part]
     num_shares, multiple = meshes.data.size(), meshes.model.cp.size()
-    device = torch.device(meshes.training.device_type)
-    distances = [torch.empty(0, device=device)]
+    distances = [torch.empty(0)]
     for first in range(0, len(sequences), num_shares):
         share = sequences[first : first + num_shares][meshes.data.get_local_rank() :][:1]
-        batch = lay_end_to_end(share, {}, multiple=multiple).to(device)
-        distances.append((policy(batch).logprobs - batch.rollout_logprobs).abs()[batch.loss_mask])
+        batch = lay_end_to_end(share, {}, multiple=multiple)
+        distances.append((policy(batch).logprobs.cpu() - batch.rollout_logprobs).abs()[batch.loss_mask])
     distance = torch.cat(distances)
     if not distance.numel() or not meshes.speaks_for_data:
         return {}

@@ -53,12 +53,13 @@ def exchanges(engine: TorchEngine, asked: Sequence[Request]) -> list[Exchange]:
 
 def packed(sequences: Sequence[Sequence[int]]) -> MicroBatch:
     tokens = torch.tensor([token for ids in sequences for token in ids])
+    positions = torch.cat([torch.arange(len(ids)) for ids in sequences])
     zeros = torch.zeros(len(tokens))
     return MicroBatch(
         token_ids=tokens,
-        positions=torch.cat([torch.arange(len(ids)) for ids in sequences]),
+        positions=positions,
         cu_seqlens=torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
-        loss_mask=zeros.bool(),
+        loss_mask=positions != 0,
         loss_weights=zeros,
         rewards=zeros,
         baseline_rewards=zeros,

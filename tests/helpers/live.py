@@ -34,3 +34,14 @@ class Watch(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Bytes made under this watch that something still holds."""
         return sum(size for reference, size in self._made.values() if not reference.expired())
+
+
+class PeakWatch(Watch):
+    """A watch that also looks at memory after every operation; slow where there are many."""
+
+    peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return results

@@ -134,12 +134,13 @@ def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:
 
 
 def plain_scores(model: PreTrainedModel, sequences: list[Sequence]) -> Scores:
-    """By transformers alone, a sequence at a time."""
+    """By transformers alone, a sequence at a time; of the loss tokens, as by a policy."""
     logprobs = {}
     for sequence in sequences:
         ids = torch.tensor(sequence.token_ids)
         log_p = (model(ids[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
         of_tokens = torch.nn.functional.pad(log_p[:-1].gather(1, ids[1:, None])[:, 0], (1, 0))
+        of_tokens = torch.where(torch.tensor(sequence.loss_mask), of_tokens, 0.0)
         (of_tokens.sum() * sequence.reward).backward()
         logprobs[sequence.index] = of_tokens.detach()
     return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

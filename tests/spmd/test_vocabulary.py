@@ -72,6 +72,22 @@ def _split(num_ranks: int) -> list[list[Tensor]]:
         ]
 
 
+def _split_without_rows() -> list[Tensor]:
+    """Gradients of hidden, weight and bias when no token is scored; the ranks meet all the same."""
+    with spmd_session(threads_per_rank=1, deterministic=False) as world:
+        leaves = [torch.ones(size).requires_grad_() for size in ((0, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))]
+        scores = next_token_logprobs(
+            *leaves, torch.empty(0, dtype=torch.int64), temperature=0.7, chunk=4, vocabulary=build_meshes(world).world
+        )
+        return [*torch.autograd.grad(scores[0].sum() + scores[1].sum(), leaves)]
+
+
+def test_without_a_row_every_rank_has_gradients_of_zero() -> None:
+    for hidden, weight, bias in run_ranks(2, _split_without_rows):
+        assert hidden.shape == (0, HIDDEN)
+        assert torch.equal(weight, torch.zeros(VOCABULARY, HIDDEN)) and torch.equal(bias, torch.zeros(VOCABULARY))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_with_a_part_each_equal_one_with_all(num_ranks: int) -> None:
     cases = [(kind, used) for kind in KINDS for used in ("logprobs", "both")]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import spmdrl.model.logprobs
-from spmdrl.model.logprobs import next_token_logprobs, place_at, predicting_rows
+from spmdrl.model import logits_tile
+from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
+from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, peak_over_prediction
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -53,7 +53,7 @@ def tiled(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
-    rows = predicting_rows(positions, slice(0, TOKENS))
+    rows = predicting_rows(torch.ones(TOKENS, dtype=torch.bool), positions, slice(0, TOKENS))
     scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], temperature=temperature, chunk=chunk)
     logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
     return logprobs, entropy
@@ -152,17 +152,31 @@ def test_a_frozen_head_still_passes_gradients_on() -> None:
 
 def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    logits_of = spmdrl.model.logprobs._logits
 
-    def watched(rows: Tensor, head: Tensor, *others: Any) -> Tensor:
+    def watched(rows: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
         seen.append((len(rows), len(head)))
-        return logits_of(rows, head, *others)
+        return torch.nn.functional.linear(rows, head, bias)
 
-    monkeypatch.setattr(spmdrl.model.logprobs, "_logits", watched)
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", 12)
     hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
-    logprobs, _ = next_token_logprobs(hidden, weight, bias, token_ids, temperature=1.0, chunk=4)
+    head = Head(watched)
+    logprobs, _ = next_token_logprobs(hidden, weight, bias, token_ids, temperature=1.0, chunk=4, head=head)
     logprobs.sum().backward()
     assert max(rows for rows, _ in seen) == 4
     assert max(rows * columns for rows, columns in seen) == 12
     assert sum(rows * columns for rows, columns in seen) == 2 * TOKENS * VOCABULARY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [8, 48, 512])
+def test_the_memory_is_what_is_predicted(dtype: torch.dtype, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", PEAK_TILE_ELEMENTS)
+    assert 0.75 < peak_over_prediction(logits_tile, dtype, hidden_size, on_gpu=False) < 1.1
+
+
+def test_tiles_on_cuda_begin_cache_lines_and_are_not_wide() -> None:
+    for chunk in (1, 1371, 2047, 2048, 2**20):
+        *whole, _ = Head(torch.nn.functional.linear).slabs(151_936, chunk, "cuda")
+        assert all(slab.start % 64 == slab.stop % 64 == 0 for slab in whole)
+        assert all(0 < slab.stop - slab.start <= 8192 for slab in whole)
+        assert all(chunk * (slab.stop - slab.start) <= max(2**24, 64 * chunk) for slab in whole)

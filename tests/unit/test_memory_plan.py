@@ -50,13 +50,13 @@ def test_every_part_of_every_phase() -> None:
     # For each token: norms, inputs of the projections, norms of heads, attention with repeated keys, the MLP.
     layer = 2 * (2 * 64 + 4) + 2 * 2 * 64 + 2 * (128 + 64) + (2 * 4 * 128 + 4 * 4) + 3 * 2 * 256
     outside = 2 * 64 + 4 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
-    # A model this small has its fullest moment at the head.
+    # A model this small has its fullest moment in the last layer: gradients of the MLP and of hidden states.
     update = {
         "gradients": 4 * shard,
         "gathered": gathered,
         "activations": tokens * (4 * layer + outside),
-        "logits": 4 * (4 * tokens * 1000 + tokens * 64),
-        "whole gradients": 2 * EMBEDDING,
+        "one layer": tokens * 3 * 2 * (256 + 64),
+        "whole gradients": 2 * EMBEDDING + 2 * (4 + 2) * LAYER,
     }
     rows, cache = 8, 2 * 4 * 2 * 32 * 16 * 2  # 8 rollouts for each engine; layers, key heads, their width, tokens
     sampling = 2 * WHOLE + rows * (cache + 1000 * (4 + 4 + 2))

@@ -1,0 +1,105 @@
+"""A tile of logits [N, W], N tokens by W entries of the vocabulary: reduced, or replaced by its gradient.
+
+This is the implementation in torch; `logits_tile_triton` is the one for CUDA. z are the logits over the temperature,
+p is the softmax over the whole vocabulary, and H its entropy.
+
+A summary [4, N] float32 of a part of the vocabulary holds, for each token: the largest z; the sums of exp(z - largest)
+and of exp(z - largest) (z - largest); the target's z, or 0 when the target is in another part.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Replaces -inf, the logit of a forbidden token. Its exp is 0 as well, but 0 times it is 0 instead of nan.
+FORBIDDEN = -1e30
+
+
+class Tile(Protocol):
+    """An implementation of both operations, which may overwrite the logits; a module with these functions is one."""
+
+    def summary(self, logits: Tensor, places: Tensor, *, temperature: float, before: Tensor | None = None) -> Tensor:
+        """Summarise the tile's part of the vocabulary, and the parts before it."""
+        ...
+
+    def gradient(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        *,
+        temperature: float,
+        log_normalizer: Tensor,
+        entropy: Tensor,
+        by_logprob: Tensor,
+        by_entropy: Tensor | None,
+    ) -> Tensor:
+        """Compute the gradient of a loss by z."""
+        ...
+
+
+def merged(one: Tensor, other: Tensor) -> Tensor:
+    """Merge the summaries [4, N] of two parts of the vocabulary into one."""
+    top = torch.maximum(one[0], other[0])
+    total, weighted = torch.zeros_like(top), torch.zeros_like(top)
+    for largest, part_total, part_weighted, _ in (one, other):
+        below = largest - top
+        scale = below.exp()
+        total = total + scale * part_total
+        weighted = weighted + scale * (part_weighted + below * part_total)
+    return torch.stack([top, total, weighted, one[3] + other[3]])
+
+
+def summary(logits: Tensor, places: Tensor, *, temperature: float, before: Tensor | None = None) -> Tensor:
+    """Return the summary [4, N] of a tile [N, W], merged with that of the parts `before` it.
+
+    places [N] are the columns of the targets, and may lie outside of the tile.
+    """
+    z = _scaled(logits, temperature)
+    is_inside, columns = _inside(places, z.shape[1])
+    target = z.gather(-1, columns)[:, 0].where(is_inside, 0.0)
+    largest = z.clamp_min_(FORBIDDEN).amax(-1)
+    exp = z.sub_(largest[:, None]).exp()
+    total = exp.sum(-1)
+    part = torch.stack([largest, total, exp.mul_(z).sum(-1), target])
+    return part if before is None else merged(before, part)
+
+
+def gradient(
+    logits: Tensor,
+    places: Tensor,
+    *,
+    temperature: float,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+) -> Tensor:
+    """Compute the gradient of a loss by z, [N, W] in the dtype of the logits; places are as in `summary`.
+
+    log_normalizer and entropy are those of each token's whole distribution, in nats. by_logprob and by_entropy are the
+    loss's derivatives by the target's log-probability and by the entropy; by_entropy is None where that is unused. All
+    are [N] float32. d logp_target / dz = onehot - p, and dH / dz = -p (log p + H).
+    """
+    log_p = _scaled(logits, temperature).sub_(log_normalizer[:, None])
+    if by_entropy is None:
+        grad = log_p.exp_().mul_(-by_logprob[:, None])
+    else:
+        p = log_p.clamp_min_(FORBIDDEN).exp()
+        constant = -(by_logprob + by_entropy * entropy)
+        grad = log_p.mul_(-by_entropy[:, None]).add_(constant[:, None]).mul_(p)
+    is_inside, columns = _inside(places, grad.shape[1])
+    return grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None]).to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return z in float32; overwrites float32 logits."""
+    wide = logits.float()
+    return wide if temperature == 1.0 else wide.div_(temperature)
+
+
+def _inside(places: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return (which of places [N] are columns of a tile [N, width], places clamped to valid columns [N, 1])."""
+    return (places >= 0) & (places < width), places.clamp(0, width - 1)[:, None]

@@ -1,0 +1,67 @@
+"""The head on a CUDA device: Triton's tiles are torch's, nothing waits for the device, memory is as predicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spmdrl.model.logprobs
+from spmdrl.model import logits_tile
+from spmdrl.model.linear import linear
+from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_logprobs
+from spmdrl.step.batch import lay_end_to_end
+from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, SIZES, case, peak_over_prediction, require_same
+from tests.helpers.policies import policy_of
+from tests.helpers.sequences import random_sequences
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float) -> None:
+    from spmdrl.model import logits_tile_triton
+
+    for size in (*SIZES, (2048, 8192)):
+        require_same(logits_tile_triton, logits_tile, case(*size, dtype, "cuda"), temperature)
+
+
+def test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles() -> None:
+    torch.manual_seed(0)
+    tokens, width, vocabulary = 3000, 256, 20_000
+    hidden = torch.randn(tokens, width, device=CUDA).bfloat16()
+    weight = torch.randn(vocabulary, width, device=CUDA).mul_(width**-0.5).bfloat16()
+    targets = torch.arange(tokens, device=CUDA) * 7 % vocabulary
+    slope = torch.linspace(-1, 1, tokens, device=CUDA)
+
+    def results(head: Head | None) -> list[torch.Tensor]:
+        wide = torch.float64 if head is None else torch.bfloat16
+        leaves = [leaf.to(wide).requires_grad_() for leaf in (hidden, weight)]
+        if head is None:
+            log_p = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
+            scores = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        else:
+            scores = next_token_logprobs(*leaves, None, targets, temperature=0.7, chunk=2048, head=head)
+        gradients = torch.autograd.grad((slope * (scores[0] + 0.3 * scores[1])).sum(), leaves)
+        return [x.detach().double() for x in (*scores, *gradients)]
+
+    exact = results(None)
+    for ours, torchs, true in zip(results(FAST_HEAD), results(Head(linear, tile=logits_tile)), exact, strict=True):
+        assert (ours - true).norm() <= 1.05 * (torchs - true).norm() + 1e-9 * true.norm()
+
+
+def test_a_forward_pass_never_waits_for_the_device() -> None:
+    policy = policy_of("none", dtype=torch.bfloat16, kernel="varlen", num_hidden_layers=2).to(CUDA)
+    micro_batch = lay_end_to_end(random_sequences(6), {})
+    policy(micro_batch)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scores = policy(micro_batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(scores.logprobs.cpu() != 0, micro_batch.loss_mask)
+
+
+def test_the_memory_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cuda", PEAK_TILE_ELEMENTS)
+    assert 0.85 < peak_over_prediction(FAST_HEAD.tile_on("cuda"), torch.bfloat16, 512, on_gpu=True) < 1.1

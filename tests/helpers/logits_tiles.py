@@ -1,0 +1,105 @@
+"""Two implementations of `Tile`, compared on everything that is special about some logits; the memory of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import spmdrl.model.logprobs
+from spmdrl.memory.activations import Decoder, logits_bytes
+from spmdrl.model.linear import linear
+from spmdrl.model.logits_tile import Tile
+from spmdrl.model.logprobs import Head, next_token_logprobs
+from tests.helpers.live import PeakWatch
+
+# Of `Decoder`; the head's memory does not depend on them.
+LAYER_WIDTHS = (
+    *("num_layers", "query_width", "key_width", "query_heads", "head_width"),
+    *("mlp_width", "experts_per_token", "norms"),
+)
+PEAK_TOKENS, PEAK_COLUMNS = 32, 256
+PEAK_TILE_ELEMENTS = PEAK_TOKENS // 2 * PEAK_COLUMNS  # to be set while `peak_over_prediction` runs
+SIZES = [(1, 1), (3, 7), (1, 4096), (2, 4097), (3, 9001)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Two neighbouring tiles and what is known of their tokens."""
+
+    tiles: list[Tensor]  # [N, W] each
+    targets: Tensor  # [N], counted from the first tile's first column; some lie in neither
+    columns: dict[str, Tensor]  # [N] float32 each, what `Tile.gradient` takes
+
+
+def case(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> Case:
+    """Logits with a deviation of 3; every fourth is forbidden, and of one token all of the first tile."""
+    draw = torch.Generator().manual_seed(0)
+    tiles = [torch.randn(num_tokens, width, generator=draw).mul_(3) for _ in range(2)]
+    for tile in tiles:
+        tile[:, 1::4] = -torch.inf
+    tiles[0][num_tokens // 2] = -torch.inf
+    names = ("log_normalizer", "entropy", "by_logprob", "by_entropy")
+    columns = {name: torch.randn(num_tokens, generator=draw).to(device) for name in names}
+    columns["log_normalizer"] += 10
+    targets = torch.randint(-width, 3 * width, (num_tokens,), generator=draw)
+    return Case([tile.to(device, dtype) for tile in tiles], targets.to(device), columns)
+
+
+def summary_by(tile: Tile, of: Case, temperature: float) -> Tensor:
+    """Both tiles, one after the other."""
+    first, second = of.tiles
+    before = tile.summary(first.clone(), of.targets, temperature=temperature)
+    return tile.summary(second.clone(), of.targets - first.shape[1], temperature=temperature, before=before)
+
+
+def gradient_by(tile: Tile, of: Case, temperature: float, *, uses_entropy: bool) -> Tensor:
+    """Of the first tile."""
+    columns = of.columns if uses_entropy else {**of.columns, "by_entropy": None}
+    return tile.gradient(of.tiles[0].clone(), of.targets, temperature=temperature, **columns)
+
+
+def require_same(one: Tile, other: Tile, of: Case, temperature: float) -> None:
+    """Both implementations agree: float32 to 1e-6, half precision to its last bit."""
+    ours, theirs = (summary_by(tile, of, temperature) for tile in (one, other))
+    # The largest and the target's are chosen, not computed; but on CUDA torch multiplies by the temperature's inverse.
+    if temperature == 1.0 or not ours.is_cuda:
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[3], theirs[3])
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    dtype = of.tiles[0].dtype
+    for uses_entropy in (False, True):
+        ours, theirs = (gradient_by(tile, of, temperature, uses_entropy=uses_entropy) for tile in (one, other))
+        assert ours.dtype == theirs.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=max(1e-6, torch.finfo(dtype).eps), atol=1e-6)
+
+
+def peak_over_prediction(tile: Tile, dtype: torch.dtype, hidden_size: int, *, on_gpu: bool) -> float:
+    """The head's memory at its peak, with the gradient of its weight, as a fraction of what is predicted."""
+    device_type = "cuda" if torch.cuda.is_available() and on_gpu else "cpu"
+    tokens, chunk, vocabulary = PEAK_TOKENS, PEAK_TOKENS // 2, PEAK_COLUMNS * 4
+    hidden, weight = (
+        torch.randn(rows, hidden_size, device=device_type).to(dtype).requires_grad_() for rows in (tokens, vocabulary)
+    )
+    targets = torch.arange(tokens, device=device_type)
+    with PeakWatch() as watch:
+        logprobs, entropy = next_token_logprobs(
+            hidden, weight, None, targets, temperature=0.7, chunk=chunk, head=Head(linear, tile=tile)
+        )
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    decoder = Decoder(
+        hidden=hidden_size,
+        vocabulary=vocabulary,
+        has_head_norms=False,
+        **dict.fromkeys(LAYER_WIDTHS, 1),
+    )
+    predicted = logits_bytes(
+        decoder,
+        num_tokens=tokens,
+        chunk_tokens=chunk,
+        tile_elements=spmdrl.model.logprobs.TILE_ELEMENTS[device_type],
+        tile_columns=spmdrl.model.logprobs.TILE_COLUMNS[device_type],
+        compute_bytes=dtype.itemsize,
+        on_gpu=on_gpu,
+    )
+    return watch.peak_bytes / (predicted + weight.nbytes)
