@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from spmdrl.refit.bucket import Bucket, Weight, bucket_of, plan_buckets
-from spmdrl.refit.digest import digest
+from spmdrl.refit.digest import digest, digests
 
 
 def weight(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Weight:
@@ -65,3 +67,64 @@ def test_a_digest_sees_every_flipped_bit_and_every_exchange(dtype: torch.dtype) 
             assert digest(changed) != whole, (byte, bit)
     assert digest(tensor.flip(0)) != whole
     assert digest(torch.zeros(3)) != digest(torch.tensor([0.0, -0.0, 0.0]))
+
+
+def slow_digest(data: bytes) -> str:
+    """The formula of `digest`, word by word."""
+    data += bytes(-len(data) % 8)
+    whole = upper = 0
+    for i in range(len(data) // 8):
+        word = int.from_bytes(data[8 * i : 8 * i + 8], "little", signed=True)
+        weight = (2 * (i % 2**15) + 1) * (2 * 2**15 * (i // 2**15) + 1)
+        whole += weight * word
+        upper += weight * (word >> 32)
+    return f"{whole % 2**64:016x}{upper % 2**64:016x}"
+
+
+def in_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 8, 24, 2**18, 2**18 + 8, 3 * 2**18 + 13])
+def test_a_digest_is_the_sums_that_its_formula_says(num_bytes: int) -> None:
+    data = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+    assert digest(data) == slow_digest(in_bytes(data))
+
+
+def test_a_digest_does_not_depend_on_how_a_weight_is_given() -> None:
+    whole = torch.randn(3, 11, 2**13)
+    expected = digest(whole)
+    shifted = torch.cat([torch.zeros(1), whole.view(-1)])[1:]  # its memory does not begin with a whole word
+    odd = [whole.view(-1)[:5], whole.view(-1)[5 : 2**15 + 7], whole.view(-1)[2**15 + 7 :]]
+    given = {"shifted": [shifted], "rows": [*whole], "odd": odd, "other dtype": [whole.view(torch.bfloat16)]}
+    assert digests(given) == dict.fromkeys(given, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_a_digest_sees_signs_exchanged(dtype: torch.dtype) -> None:
+    """The highest bit of a word is the only one that a sum of whole words would miss."""
+    size, step = 2**19, 2**18  # the two stand at the same place of two words that are far apart
+    tensor = torch.zeros(size).to(dtype)
+    for place in range(8 // dtype.itemsize):
+        one, other = tensor.clone(), tensor.clone()
+        one[place], one[place + step] = 1, 129
+        other[place], other[place + step] = 129, 1
+        assert digest(one) != digest(other)
+        if dtype.is_floating_point:
+            one[place], other[place + step], one[place + step], other[place] = 3, 3, -3, -3
+            assert digest(one) != digest(other)
+
+
+def test_the_kernel_for_devices_has_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("triton") is None or torch.cuda.is_available():
+        pytest.skip("needs triton's interpreter; tests/gpu runs the kernel itself")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from spmdrl.refit import digest_triton
+
+    torch.manual_seed(0)
+    lengths = [[1], [5, 2048], [2048 * 3 + 17], [2**15 - 1, 2, 2**15 + 3], [0, 9]]
+    weights = [[torch.randint(-(2**63), 2**63 - 1, (n,)) for n in parts] for parts in lengths]
+    monkeypatch.setattr(digest_triton, "_MAX_PROGRAMS", 3)  # so that a program has several tiles
+    sums = digest_triton.sums(weights).tolist()
+    expected = [slow_digest(b"".join(map(in_bytes, parts))) for parts in weights]
+    assert [f"{whole % 2**64:016x}{upper % 2**64:016x}" for whole, upper in sums] == expected
