@@ -64,6 +64,11 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def device_bytes() -> int | None:
+    """Return the memory of this rank's CUDA device; None on a CPU."""
+    return torch.cuda.get_device_properties(local_rank()).total_memory if torch.cuda.is_available() else None
+
+
 def shared_store() -> dist.Store:
     """Return the process group's key-value store, which all ranks reach without a collective."""
     return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())

@@ -138,11 +138,12 @@ def plan_memory(
     num_ranks: int,
     compute_bytes: int,
     device_bytes: int,
+    bucket_bytes: int,
     critic: ModelSize | None = None,
 ) -> MemoryPlan:
     """Plan the memory of one of the `num_ranks` ranks that hold a copy of the policy, and of its colocated engine.
 
-    `compute_bytes` is the size of an element of the compute dtype.
+    `compute_bytes` is the size of an element of the compute dtype, `bucket_bytes` that of a refit's buckets.
     """
     disaggregated = cfg.rollout.placement == "disaggregated"
     trained = [size, critic] if critic else [size]
@@ -154,7 +155,7 @@ def plan_memory(
     has_share = not disaggregated and engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * free) if has_share else None
     cache = max(0, (share or 0) - engine_weights)
-    bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
+    bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     moved = {"none": 0, "optimizer": training.optimizer, "all": training.weights + training.optimizer}
     return MemoryPlan(
         **dataclasses.asdict(training),
@@ -225,14 +226,16 @@ def _training_takes(memory: TrainingMemory) -> str:
     )
 
 
-def engine_problems(cfg: Config, size: ModelSize, *, compute_bytes: int, device_bytes: int) -> Iterator[str]:
+def engine_problems(
+    cfg: Config, size: ModelSize, *, compute_bytes: int, device_bytes: int, bucket_bytes: int
+) -> Iterator[str]:
     """Yield a sentence when an engine cannot fit into a device of `device_bytes` that it has for itself."""
     if cfg.rollout.placement == "colocated":
         return
     usable = device_bytes - CONTEXT_BYTES
     weights = size.whole * compute_bytes // cfg.rollout.tp_size
     # Every rank of an engine receives whole tensors.
-    bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
+    bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     has_share = engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * usable) if has_share else weights
     if max(share, weights) + bucket > usable or share < weights:

@@ -1,15 +1,15 @@
 """Digests of tensors: tensors with equal bits have equal digests, on every device.
 
-A tensor's memory is read as W words of 8 bytes, little-endian and signed, the last one filled up with zeros. With
-B = 2^15 and the odd weight m(i) = (2 (i mod B) + 1) (2 B floor(i / B) + 1) of word i, a digest has two sums modulo 2^64:
+A tensor's memory is read as words of 8 bytes, little-endian and signed, the last one filled up with zeros. Word i has
+the odd weight m(i) = (2 (i mod B) + 1) (2 B floor(i / B) + 1), with B = 2^15, and a digest is two sums modulo 2^64:
 
     whole = sum over i of m(i) word(i)          upper = sum over i of m(i) floor(word(i) / 2^32)
 
-They are the same as the sums of the lower and of the upper halves, for whole = lower + 2^32 upper. A changed element
-changes a half by d with 0 < |d| < 2^32, and so one of these sums: an odd multiple of d is not a multiple of 2^64. If two
-different elements are exchanged that lie at the same place of their words, a sum changes by d (m(i) - m(j)), and as
-weights of up to 2^31 words (16 GiB) differ by a multiple of 2^31 at most, this is not one of 2^64 either; at different
-places, d is multiplied by something that is not divisible by 2^32. Digests are not cryptographic.
+They say as much as the sums of the lower and of the upper halves, for whole = lower + 2^32 upper. A changed element
+changes a half by d with 0 < |d| < 2^32, and so one of these sums: an odd multiple of d is not a multiple of 2^64. Two
+different elements that are exchanged, and lie at the same place of their words, change a sum by d (m(i) - m(j)). Among
+2^31 words (16 GiB) no two weights differ by a multiple of 2^32, so this is not a multiple of 2^64 either. At different
+places d is multiplied by something else that is not a multiple of 2^32. Digests are not cryptographic.
 
 On a CPU the words of a block of B are multiplied with the same B odd numbers, while they are in a core's cache. On a
 CUDA device one kernel reads all tensors, each byte once, and one transfer brings all sums to the host.

@@ -39,7 +39,7 @@ def sums(weights: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 @triton.jit
-def _add_words(table, found, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_words(table, found, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Add every N-th tile of one part to the two sums of its weight, N being the number of programs for a part."""
     row = table + 4 * tl.program_id(0)
     words = tl.load(row).to(tl.pointer_type(tl.int64))

@@ -37,7 +37,7 @@ def planned(size: ModelSize = BILLION, *, device_gib: float = 80, share: float |
         rollout = cfg.rollout.model_copy(update={"engine": "sglang", "memory_fraction": share})
         cfg = cfg.model_copy(update={"rollout": rollout})
     device_bytes = int(device_gib * GIB)
-    plan = plan_memory(cfg, size, num_ranks=8, compute_bytes=2, device_bytes=device_bytes)
+    plan = plan_memory(cfg, size, num_ranks=8, compute_bytes=2, device_bytes=device_bytes, bucket_bytes=2**28)
     return plan, list(memory_problems(plan, cfg, device_bytes=device_bytes))
 
 
@@ -127,7 +127,9 @@ def test_a_device_that_holds_one_side_is_planned_for_that_side() -> None:
     cfg = minimal_config(rollout=apart)
 
     def sentences(device_gib: float) -> list[str]:
-        return list(engine_problems(cfg, BILLION, compute_bytes=2, device_bytes=int(device_gib * GIB)))
+        return list(
+            engine_problems(cfg, BILLION, compute_bytes=2, device_bytes=int(device_gib * GIB), bucket_bytes=2**28)
+        )
 
     assert not sentences(4)
     (problem,) = sentences(3)

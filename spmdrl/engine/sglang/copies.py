@@ -1,11 +1,11 @@
 """The copies by which a model's own loader takes in a bucket, noted once and repeated at every refit.
 
-A loader spends its time in Python: it looks up names, cuts and narrows, and then copies one tensor. What it copies where
-is the same at each refit. So the first time it is watched: every copy from the bucket into the model's memory is noted,
-and from then on they are all done by one call.
+A loader spends its time in Python: it looks up names, cuts and narrows, and then copies one tensor. What it copies
+where is the same at each refit. So the first time it is watched: every copy from the bucket into the model's memory is
+noted, and from then on they are all done by one call.
 
-Weights of which anything else is done (computed from, skipped, loaded by another thread) keep to the loader, by name. If
-the loader reads the model's own memory, or writes to it something that does not come from the bucket, all weights do.
+Weights of which anything else is done (computed from, skipped, loaded by another thread) keep to the loader, by name.
+If the loader reads the model's own memory, or writes to it what does not come from the bucket, all weights do.
 """
 
 from __future__ import annotations

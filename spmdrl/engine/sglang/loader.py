@@ -53,7 +53,9 @@ class Questions:
         """Return the digest of every weight of the model that was asked for; "" for those that nobody asked for."""
         found: dict[str, str] = {}
         for path in self._folder.glob("*.digests"):
-            found |= {name: value for name, value in json.loads(path.read_bytes()).items() if value or name not in found}
+            found |= {
+                name: value for name, value in json.loads(path.read_bytes()).items() if value or name not in found
+            }
         for path in self._folder.iterdir():
             path.unlink()
         return found
