@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmdrl.config import RefitConfig
 
 MOST_ON_DEVICE_BYTES = 2**30  # with which the weights of 4B parameters take 8 calls of the engine
-HOST_BYTES = 2**26  # small, so that there are many: one is gathered while another core copies the one before
+HOST_BYTES = 2**27  # small, so that there are many: one is gathered while another core copies the one before
 DEVICE_SHARE = 64  # of a device's memory, at most
 
 

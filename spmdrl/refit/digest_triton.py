@@ -1,7 +1,7 @@
-"""The sums of a digest on a device, for any number of tensors in one launch; `digest` has the formula.
+"""The numbers of a digest on a device, for any number of tensors in one launch; `digest` has the formula.
 
-Each byte is read once and nothing is written but the sums. They are integers, so the order of the additions, which
-differs from launch to launch, does not matter.
+Each byte is read once, and nothing is written but four numbers a tensor. They are sums of integers, so the order of the
+additions, which differs from launch to launch, does not matter.
 """
 
 from __future__ import annotations
@@ -13,47 +13,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmdrl.refit.digest import BLOCK_WORDS
+from spmdrl.refit.digest import ROW_WORDS, TABLE_ROWS
 
-_TILE_WORDS = 2048  # that a program reads at a time
+_ROWS_AT_ONCE = 4
 _MAX_PROGRAMS = 256  # for one part of a weight
+_WARPS = 8
 
 
 def sums(weights: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the two sums of each weight, [weights, 2] int64, given its words in parts [n] int64 that lie end to end.
+    """Return the four numbers of each weight, [weights, 4] int64, given its words in parts [n] int64.
 
-    Modulo 2^64. Nothing waits for the device.
+    All parts of a weight but the last are whole tables. Nothing waits for the device.
     """
-    device = weights[0][0].device
-    table: list[tuple[int, int, int, int]] = []  # of each part: address, words, its first word's place, its weight
+    described: list[tuple[int, int, int, int]] = []  # of each part: address, words, its first table, its weight
     for number, parts in enumerate(weights):
-        place = 0
+        table = 0
         for part in parts:
-            table.append((part.data_ptr(), len(part), place, number))
-            place += len(part)
-    longest = max(num_words for _, num_words, _, _ in table)
-    found = torch.zeros(len(weights), 2, dtype=torch.int64, device=device)
-    grid = (len(table), max(1, min(_MAX_PROGRAMS, triton.cdiv(longest, _TILE_WORDS))))
-    _add_words[grid](torch.tensor(table).to(device), found, BLOCK=BLOCK_WORDS, TILE=_TILE_WORDS)
+            described.append((part.data_ptr(), len(part), table, number))
+            table += len(part) // (TABLE_ROWS * ROW_WORDS)
+    longest = max(num_words for _, num_words, _, _ in described)
+    device = weights[0][0].device
+    found = torch.zeros(len(weights), 4, dtype=torch.int64, device=device)
+    num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(longest, TABLE_ROWS * ROW_WORDS)))
+    _add_tables[(len(described), num_programs)](
+        torch.tensor(described).to(device),
+        found,
+        ROW=ROW_WORDS,
+        ROWS=TABLE_ROWS,
+        AT_ONCE=_ROWS_AT_ONCE,
+        num_warps=_WARPS,
+    )
     return found
 
 
 @triton.jit
-def _add_words(table, found, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Add every N-th tile of one part to the two sums of its weight, N being the number of programs for a part."""
-    row = table + 4 * tl.program_id(0)
-    words = tl.load(row).to(tl.pointer_type(tl.int64))
-    num_words, place, weight = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    whole = tl.zeros([TILE], dtype=tl.int64)
-    upper = tl.zeros([TILE], dtype=tl.int64)
-    first = tl.program_id(1).to(tl.int64) * TILE
-    while first < num_words:
-        i = first + tl.arange(0, TILE)
-        word = tl.load(words + i, mask=i < num_words, other=0)
-        at = place + i
-        odd = (2 * (at % BLOCK) + 1) * (2 * BLOCK * (at // BLOCK) + 1)
-        whole += odd * word
-        upper += odd * (word >> 32)
-        first += tl.num_programs(1).to(tl.int64) * TILE
-    tl.atomic_add(found + 2 * weight, tl.sum(whole, 0))
-    tl.atomic_add(found + 2 * weight + 1, tl.sum(upper, 0))
+def _add_tables(described, found, ROW: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Add every N-th table of one part to the numbers of its weight, N being the number of programs for a part."""
+    about = described + 4 * tl.program_id(0)
+    words = tl.load(about).to(tl.pointer_type(tl.int64))
+    num_words, first_table = tl.load(about + 1), tl.load(about + 2)
+    numbers = found + 4 * tl.load(about + 3)
+    column, row = tl.arange(0, ROW), tl.arange(0, AT_ONCE)
+    table = tl.program_id(1).to(tl.int64)
+    while table * ROWS * ROW < num_words:
+        of_columns = tl.zeros([ROW], dtype=tl.int64)
+        whole = tl.zeros([AT_ONCE], dtype=tl.int64)
+        upper = tl.zeros([AT_ONCE], dtype=tl.int64)
+        for first in range(0, ROWS, AT_ONCE):
+            rows = table * ROWS + first + row
+            place = rows[:, None] * ROW + column[None, :]
+            tile = tl.load(words + place, mask=place < num_words, other=0)
+            of_rows = tl.sum(tile, 1)
+            odd = 2 * (first_table * ROWS + rows) + 1
+            whole += odd * of_rows
+            upper += odd * (of_rows >> 32)
+            of_columns += tl.sum(tile, 0)
+        odd_of_columns = 2 * ((first_table + table) * ROW + column) + 1
+        tl.atomic_add(numbers, tl.sum(whole, 0))
+        tl.atomic_add(numbers + 1, tl.sum(upper, 0))
+        tl.atomic_add(numbers + 2, tl.sum(odd_of_columns * of_columns, 0))
+        tl.atomic_add(numbers + 3, tl.sum(odd_of_columns * (of_columns >> 32), 0))
+        table += tl.num_programs(1)

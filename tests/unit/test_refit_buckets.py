@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 
 import pytest
@@ -71,31 +72,36 @@ def test_a_digest_sees_every_flipped_bit_and_every_exchange(dtype: torch.dtype) 
 
 def slow_digest(data: bytes) -> str:
     """The formula of `digest`, word by word."""
-    data += bytes(-len(data) % 8)
-    whole = upper = 0
-    for i in range(len(data) // 8):
-        word = int.from_bytes(data[8 * i : 8 * i + 8], "little", signed=True)
-        weight = (2 * (i % 2**15) + 1) * (2 * 2**15 * (i // 2**15) + 1)
-        whole += weight * word
-        upper += weight * (word >> 32)
-    return f"{whole % 2**64:016x}{upper % 2**64:016x}"
+    rows: dict[int, int] = {}
+    columns: dict[int, int] = {}
+    for place in range(0, len(data), 8):
+        word = int.from_bytes(data[place : place + 8].ljust(8, b"\0"), "little", signed=True)
+        row, column = divmod(place // 8, 2048)
+        for sums, number in ((rows, row), (columns, row // 32 * 2048 + column)):
+            sums[number] = sums.get(number, 0) + word
+    found = []
+    for sums in (rows, columns):
+        signed = {number: (x + 2**63) % 2**64 - 2**63 for number, x in sums.items()}
+        found.append(sum((2 * number + 1) * x for number, x in signed.items()))
+        found.append(sum((2 * number + 1) * (x >> 32) for number, x in signed.items()))
+    return "".join(f"{number % 2**64:016x}" for number in found)
 
 
 def in_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
 
 
-@pytest.mark.parametrize("num_bytes", [1, 7, 8, 24, 2**18, 2**18 + 8, 3 * 2**18 + 13])
+@pytest.mark.parametrize("num_bytes", [1, 7, 8, 24, 2**14, 2**14 + 8, 2**19, 2**20 + 3 * 2**14 + 13])
 def test_a_digest_is_the_sums_that_its_formula_says(num_bytes: int) -> None:
     data = torch.randint(256, (num_bytes,), dtype=torch.uint8)
     assert digest(data) == slow_digest(in_bytes(data))
 
 
 def test_a_digest_does_not_depend_on_how_a_weight_is_given() -> None:
-    whole = torch.randn(3, 11, 2**13)
+    whole = torch.randn(3, 2, 2**16)
     expected = digest(whole)
     shifted = torch.cat([torch.zeros(1), whole.view(-1)])[1:]  # its memory does not begin with a whole word
-    odd = [whole.view(-1)[:5], whole.view(-1)[5 : 2**15 + 7], whole.view(-1)[2**15 + 7 :]]
+    odd = [whole.view(-1)[:5], whole.view(-1)[5 : 2**17 + 7], whole.view(-1)[2**17 + 7 :]]
     given = {"shifted": [shifted], "rows": [*whole], "odd": odd, "other dtype": [whole.view(torch.bfloat16)]}
     assert digests(given) == dict.fromkeys(given, expected)
 
@@ -103,9 +109,9 @@ def test_a_digest_does_not_depend_on_how_a_weight_is_given() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 def test_a_digest_sees_signs_exchanged(dtype: torch.dtype) -> None:
     """The highest bit of a word is the only one that a sum of whole words would miss."""
-    size, step = 2**19, 2**18  # the two stand at the same place of two words that are far apart
-    tensor = torch.zeros(size).to(dtype)
-    for place in range(8 // dtype.itemsize):
+    words = 8 // dtype.itemsize
+    tensor = torch.zeros(2**17 * words).to(dtype)
+    for place, step in itertools.product(range(words), [words, 2048 * words, 32 * 2048 * words]):
         one, other = tensor.clone(), tensor.clone()
         one[place], one[place + step] = 1, 129
         other[place], other[place + step] = 129, 1
@@ -122,9 +128,9 @@ def test_the_kernel_for_devices_has_the_same_sums(monkeypatch: pytest.MonkeyPatc
     from spmdrl.refit import digest_triton
 
     torch.manual_seed(0)
-    lengths = [[1], [5, 2048], [2048 * 3 + 17], [2**15 - 1, 2, 2**15 + 3], [0, 9]]
+    lengths = [[1], [2**16, 2048], [2048 * 3 + 17], [2**17, 2**16, 2**16 + 3], [2 * 2**16 + 9]]
     weights = [[torch.randint(-(2**63), 2**63 - 1, (n,)) for n in parts] for parts in lengths]
-    monkeypatch.setattr(digest_triton, "_MAX_PROGRAMS", 3)  # so that a program has several tiles
-    sums = digest_triton.sums(weights).tolist()
-    expected = [slow_digest(b"".join(map(in_bytes, parts))) for parts in weights]
-    assert [f"{whole % 2**64:016x}{upper % 2**64:016x}" for whole, upper in sums] == expected
+    monkeypatch.setattr(digest_triton, "_MAX_PROGRAMS", 2)  # so that a program has several tables
+    found = digest_triton.sums(weights).tolist()
+    expected = digests({f"{number}": parts for number, parts in enumerate(weights)})
+    assert ["".join(f"{x % 2**64:016x}" for x in numbers) for numbers in found] == [*expected.values()]
