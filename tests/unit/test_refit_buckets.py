@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from spmdrl.config import RefitConfig
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.refit.bucket import Bucket, Weight, bucket_of, plan_buckets
 from spmdrl.refit.digest import digest, digests
 
@@ -134,3 +136,21 @@ def test_the_kernel_for_devices_has_the_same_sums(monkeypatch: pytest.MonkeyPatc
     found = digest_triton.sums(weights).tolist()
     expected = digests({f"{number}": parts for number, parts in enumerate(weights)})
     assert ["".join(f"{x % 2**64:016x}" for x in numbers) for numbers in found] == [*expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("set_to", "transport", "device_gib", "chosen"),
+    [
+        (None, "auto", None, 2**27),
+        (None, "shared_memory", 141, 2**27),
+        (None, "auto", 141, 2**30),
+        (None, "cuda_ipc", 79.3, 2**30),  # an 80 GB device has a little less
+        (None, "auto", 47.5, 2**29),
+        (None, "auto", 23.6, 2**28),
+        (5000, "auto", 141, 5000),
+        (5000, "shared_memory", None, 5000),
+    ],
+)
+def test_a_bucket_is_as_large_as_its_place_allows(set_to, transport, device_gib, chosen) -> None:
+    refit = RefitConfig(bucket_bytes=set_to, transport=transport)
+    assert bucket_bytes(refit, device_bytes=device_gib and int(device_gib * 2**30)) == chosen
