@@ -273,6 +273,7 @@ class SGLangEngine(RolloutEngine):
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare what each device of the engine holds with what its rank expects."""
+        host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
         held = self._questions.take_answers()
         mine = [name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)]
         everyones = gather_objects(self._mesh, mine)
