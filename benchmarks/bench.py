@@ -29,7 +29,8 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `exact_s` and `plain_s` (N durations each, of sampling and training together, that alternated), `sampling_ratios` and
   `training_ratios` (of each pair), `mismatch` (the largest, nats, by mode), `load_average`, `versions`.
 - `refit.py --sizes S ... --repeats N`: `sizes`, by size: `parameters`, `tensors`, `buckets`, `gb` (10^9 bytes that the
-  engine gets), `spmdrl_s` and `peer_s` (N refits each, that alternated), `ratios` (of those), `gb_per_s` (median),
+  engine gets), `spmdrl_s` and `peer_s` (N refits each, that alternated), `ratios` (of those), `verified_s` (N refits
+  that compare digests, after each pair), `verified_ratios` (of those and `spmdrl_s`), `gb_per_s` (median),
   `copy_gb_per_s` (of a plain copy, median), `shares_of_copy` (the first over the second, N times), `digests_s` (what
   comparing them adds), or `left_out` (why); `bucket_mib`, `load_average`, `versions`. The file's own ratio is that of
   the 200m model; `notes` has the others, with their goals.

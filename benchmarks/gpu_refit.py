@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import workload
-from refit import NEVER, Call, PerTensor, SGLangCalls, seconds
+from refit import EVERY_OTHER, Call, PerTensor, SGLangCalls, seconds
 from results import RESULTS, provenance, write_result
 from rows import OTHERS
 from torch import nn
@@ -37,11 +37,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
-from spmdrl.dist.session import spmd_session
+from spmdrl.dist.session import device_bytes, spmd_session
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.refit.refit import Refit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -63,7 +64,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6b", "4b", "8b"])
     parser.add_argument("--into", nargs="+", choices=("process", "sglang"), default=["process", "sglang"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits")
-    parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
+    parser.add_argument(
+        "--bucket-mib", type=int, default=bucket_bytes(RefitConfig(), device_bytes=device_bytes()) // MIB
+    )
     parser.add_argument("--copy-mib", type=int, default=1024, help="of the plain copy")
     parser.add_argument("--transport", choices=("cuda_ipc", "shared_memory"), default="cuda_ipc")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -99,20 +102,22 @@ def main() -> None:
 
 def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways, alternating, into one receiver."""
-    cfg = RefitConfig(bucket_bytes=args.bucket_mib * MIB, verify=NEVER)
+    cfg = RefitConfig(bucket_bytes=args.bucket_mib * MIB, verify=EVERY_OTHER)
     refit = Refit(policy, engine, meshes, cfg, dtype=DTYPE)
     first_s = timed(meshes.training, lambda: refit(version=0))  # compares digests
     refit(version=1)
+    refit(version=2)
     one_by_one = PerTensor(policy, call, memory=engine.allocate, dtype=DTYPE)
     one_by_one()
     copy_bytes = args.copy_mib * MIB
     source, target = (
         torch.full((copy_bytes,), value, dtype=torch.uint8, device=meshes.training.device_type) for value in (1, 2)
     )
-    bucketed, by_tensor, copies = [], [], []
-    for version in range(2, 2 + args.repeats):
+    bucketed, by_tensor, verified, copies = [], [], [], []
+    for version in range(3, 3 + 2 * args.repeats, 2):
         bucketed.append(timed(meshes.training, lambda version=version: refit(version=version)))
         by_tensor.append(timed(meshes.training, one_by_one))
+        verified.append(timed(meshes.training, lambda version=version: refit(version=version + 1)))
         copies.append(statistics.median(timed(meshes.training, lambda: target.copy_(source)) for _ in range(5)))
     gb = sum(parameter.numel() for parameter in one_by_one.weights.values()) * DTYPE.itemsize / 1e9
     shares = [(gb / ours) / (copy_bytes / 1e9 / limit) for ours, limit in zip(bucketed, copies, strict=True)]
@@ -121,6 +126,8 @@ def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse
         "gb": gb,
         "bucketed_s": bucketed,
         "by_tensor_s": by_tensor,
+        "verified_s": verified,
+        "verified_ratio": statistics.median(one / plain for one, plain in zip(verified, bucketed, strict=True)),
         "ratio": statistics.median(ours / theirs for ours, theirs in zip(bucketed, by_tensor, strict=True)),
         "gb_per_s": gb / statistics.median(bucketed),
         "copy_gb_per_s": copy_bytes / 1e9 / statistics.median(copies),
@@ -135,7 +142,8 @@ def summary(row: dict[str, Any]) -> str:
     return (
         f"{row['size']:<5} into {row['into']:<8} {row['gb']:6.2f} GB in {row['tensors']} tensors: {ours:8.1f} ms, "
         f"tensor by tensor {theirs:8.1f} ms, ratio {row['ratio']:.3f}; {row['gb_per_s']:7.1f} GB/s, "
-        f"{row['share_of_copy']:.3f} of a copy's {row['copy_gb_per_s']:.0f}"
+        f"{row['share_of_copy']:.3f} of a copy's {row['copy_gb_per_s']:.0f}; verified "
+        f"{row['verified_ratio']:.2f} times as long"
     )
 
 

@@ -3,7 +3,7 @@
     python benchmarks/refit.py --sizes 10m 200m 1b --repeats 7
 
 Random Qwen3-shaped models in float32 on one rank, and SGLang in processes of its own. The two ways alternate; each
-opens one update session. Digests are off, and what they cost is timed apart. After each pair the limit is timed: a
+opens one update session and compares no digests. A refit that does follows each pair, and then the limit is timed: a
 `copy_` of half a GiB on one thread, between buffers that no cache holds. Prints one JSON object;
 `benchmarks/bench.py` says what is in it.
 """
@@ -35,13 +35,13 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.load import load_policy
-from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit
 
 MIB = 2**20
 GIB = 2**30
-NEVER = 2**31  # verify every so many refits: the first one, and no other
+EVERY_OTHER = 2
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 128},
     "10m": {"hidden_size": 256, "num_hidden_layers": 22, "head_dim": 32, "vocab_size": 4096, "intermediate_size": 288},
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10m", "200m", "1b"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits of each model")
-    parser.add_argument("--bucket-mib", type=int, default=RefitConfig().bucket_bytes // MIB)
+    parser.add_argument("--bucket-mib", type=int, default=bucket_bytes(RefitConfig(), device_bytes=None) // MIB)
     parser.add_argument("--copy-mib", type=int, default=512, help="of the plain copy")
     args = parser.parse_args()
     load_average = os.getloadavg()
@@ -83,23 +83,26 @@ def main() -> None:
 
 def measure(size: str, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways, alternating, into one engine."""
-    config, bucket_bytes, copy_bytes = model_config(size), args.bucket_mib * MIB, args.copy_mib * MIB
+    config, copy_bytes = model_config(size), args.copy_mib * MIB
+    refit_config = RefitConfig(bucket_bytes=args.bucket_mib * MIB, verify=EVERY_OTHER)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
         policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
         engine = SGLangEngine(launch(folder), meshes.engine, model_config=config, transport="shared_memory")
     try:
-        refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=bucket_bytes, verify=NEVER), dtype=torch.float32)
+        refit = Refit(policy, engine, meshes, refit_config, dtype=torch.float32)
         first_s = seconds(lambda: refit(version=0))
         refit(version=1)
+        refit(version=2)
         one_by_one = PerTensor(policy, SGLangCalls(engine), memory=engine.allocate, dtype=torch.float32)
         one_by_one()
         copy = Copy(copy_bytes)
-        spmdrl_s, peer_s, copy_s = [], [], []
-        for version in range(2, 2 + args.repeats):
+        spmdrl_s, peer_s, verified_s, copy_s = [], [], [], []
+        for version in range(3, 3 + 2 * args.repeats, 2):
             spmdrl_s.append(seconds(lambda version=version: refit(version=version)))
             peer_s.append(seconds(one_by_one))
+            verified_s.append(seconds(lambda version=version: refit(version=version + 1)))
             copy_s.append(statistics.median(seconds(copy) for _ in range(3)))
         num_bytes = 4 * count(config)
         rates = [num_bytes / 1e9 / duration for duration in spmdrl_s]
@@ -118,7 +121,10 @@ def measure(size: str, meshes: Meshes, args: argparse.Namespace) -> dict[str, An
             "copy_gb_per_s": statistics.median(copy_rates),
             "shares_of_copy": [ours / limit for ours, limit in zip(rates, copy_rates, strict=True)],
             "first_with_digests_s": first_s,
-            "digests_s": digest_seconds(policy, engine, meshes, bucket_bytes) - statistics.median(spmdrl_s),
+            "verified_s": verified_s,
+            "verified_median_s": statistics.median(verified_s),
+            "verified_ratios": [verified / plain for verified, plain in zip(verified_s, spmdrl_s, strict=True)],
+            "digests_s": statistics.median(verified_s) - statistics.median(spmdrl_s),
         }
     finally:
         engine.close()
@@ -131,7 +137,8 @@ def summary(found: dict[str, Any]) -> str:
         f"{found['spmdrl_median_s'] * 1e3:.1f} ms, tensor by tensor {found['peer_median_s'] * 1e3:.1f} ms, ratio "
         f"{statistics.median(found['ratios']):.3f}; {found['gb_per_s']:.2f} GB/s, "
         f"{statistics.median(found['shares_of_copy']):.2f} of a copy's {found['copy_gb_per_s']:.1f} GB/s; "
-        f"digests {found['digests_s'] * 1e3:.0f} ms"
+        f"verified {found['verified_median_s'] * 1e3:.1f} ms, {statistics.median(found['verified_ratios']):.2f} times "
+        "as long"
     )
 
 
@@ -194,14 +201,6 @@ class SGLangCalls:
     def end(self) -> None:
         """Close the session."""
         self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
-
-
-def digest_seconds(policy: Policy, engine: SGLangEngine, meshes: Meshes, bucket_bytes: int) -> float:
-    """A refit that compares digests, after one that did."""
-    checked = RefitConfig(bucket_bytes=bucket_bytes, verify="every")
-    refit = Refit(policy, engine, meshes, checked, dtype=torch.float32)
-    refit(version=10**6)
-    return seconds(lambda: refit(version=10**6 + 1))
 
 
 def plan_of(refit: Refit) -> tuple[Any, ...]:

@@ -133,8 +133,9 @@ def num_ranks_is_a_multiple_of_tp_size(rollout: RolloutConfig) -> Iterator[str]:
 
 
 class RefitConfig(Section):
-    bucket_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
-    """Weights that are gathered and handed to the engine together; there are two buffers of this size."""
+    bucket_bytes: Annotated[int, Field(ge=1024)] | None = None
+    """Weights that are gathered and handed to the engine together; there are two buffers of this size. If not set: on a
+    GPU 1 GiB, or the power of 2 below 1/64 of its memory where that is less; in host memory 128 MiB."""
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
     """Path of the buckets to SGLang's processes: `cuda_ipc` leaves them on the device, `shared_memory` goes through the
     host. `auto` is `cuda_ipc` where that works, and prints a line where it does not. `disaggregated` engines get the

@@ -25,6 +25,11 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def device_bytes() -> int | None:
+    """Return the memory of this rank's CUDA device; None on a CPU."""
+    return torch.cuda.get_device_properties(local_rank()).total_memory if torch.cuda.is_available() else None
+
+
 def rank_device() -> torch.device:
     """Return this rank's CUDA device, the one with its index among the node's ranks, or the CPU where there is none.
 

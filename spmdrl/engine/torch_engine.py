@@ -32,7 +32,7 @@ from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.digest import digest
+from spmdrl.refit.digest import digests
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
@@ -141,7 +141,7 @@ class TorchEngine(RolloutEngine):
             run.meshes,
             naming=cls.naming,
             group=None if weights is None else weights.get_group(),
-            digests=lambda whole: [{name: digest(tensor) for name, tensor in whole.items()}],
+            digests=lambda whole: [digests({name: [tensor] for name, tensor in whole.items()})],
             device=run.device,
         )
 
@@ -224,10 +224,11 @@ class TorchEngine(RolloutEngine):
         super().end_update()
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
-        return {entry.name: digest(entry.view(flat)) for entry in bucket.flat_entries}
+        return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})
 
     def differing(self, expected: dict[str, str]) -> list[str]:
-        return [name for name, tensor in self.weights.items() if digest(tensor) != expected.get(name)]
+        held = digests({name: [tensor] for name, tensor in self.weights.items()})
+        return [name for name, found in held.items() if found != expected.get(name)]
 
     def close(self) -> None:
         self._cache = None

@@ -139,12 +139,14 @@ def plan_memory(
     num_ranks: int,
     compute_bytes: int,
     device_bytes: int,
+    bucket_bytes: int,
     overhead: Overhead,
     critic: ModelSize | None = None,
 ) -> MemoryPlan:
     """Plan the memory of one of the `num_ranks` ranks that hold a copy of the policy, and of its colocated engine.
 
-    `compute_bytes` is the size of an element of the compute dtype, `overhead` that of the rank's device.
+    `compute_bytes` is the size of an element of the compute dtype, `bucket_bytes` that of a refit's buckets, `overhead`
+    that of the rank's device.
     """
     disaggregated = cfg.rollout.placement == "disaggregated"
     trained = [size, critic] if critic else [size]
@@ -156,7 +158,7 @@ def plan_memory(
     has_share = not disaggregated and engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * free) if has_share else None
     cache = max(0, (share or 0) - engine_weights)
-    bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
+    bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     moved = {"none": 0, "optimizer": training.optimizer, "all": training.weights + training.optimizer}
     return MemoryPlan(
         **dataclasses.asdict(training),
@@ -230,18 +232,24 @@ def _training_takes(memory: TrainingMemory) -> str:
 
 
 def engine_problems(
-    cfg: Config, size: ModelSize, overhead: Overhead, *, compute_bytes: int, device_bytes: int
+    cfg: Config,
+    size: ModelSize,
+    overhead: Overhead,
+    *,
+    compute_bytes: int,
+    device_bytes: int,
+    bucket_bytes: int,
 ) -> Iterator[str]:
     """Yield a sentence when an engine cannot fit into a device of `device_bytes` that it has for itself.
 
-    `overhead` is that of its device.
+    `overhead` is that of its device, `bucket_bytes` the size of a refit's buckets.
     """
     if cfg.rollout.placement == "colocated":
         return
     usable = device_bytes - sum(overhead.while_sampling.values())
     weights = size.whole * compute_bytes // cfg.rollout.tp_size
     # Every rank of an engine receives whole tensors.
-    bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
+    bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     has_share = engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * (device_bytes - overhead.at_launch)) if has_share else weights
     if max(share, weights) + bucket > usable or share < weights:

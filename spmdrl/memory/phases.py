@@ -23,6 +23,7 @@ from spmdrl.memory.activations import (
     layer_workspace_bytes,
     logits_bytes,
 )
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
     EXPORT_BUCKET_BYTES,
     EXPORT_FILE_BYTES,
@@ -219,10 +220,11 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 
 def _host_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> dict[str, int]:
     """More parts of the host in a run with an engine: the sleeping trainer, the reference, and buckets of a refit."""
+    in_shared_memory = cfg.refit.transport == "shared_memory"
     return {
         "sleeping trainer": plan.moved,
         "reference": rank.trained_shards[0] if cfg.has_reference else 0,
-        "refit buckets": 2 * cfg.refit.bucket_bytes if cfg.refit.transport == "shared_memory" else 0,
+        "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if in_shared_memory else 0,
     }
 
 

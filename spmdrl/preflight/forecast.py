@@ -12,6 +12,7 @@ from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.config.plan import plan_run
 from spmdrl.dist.device import rank_device
 from spmdrl.memory.activations import Decoder
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
     MemoryPlan,
     ModelSize,
@@ -79,19 +80,26 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
     if isinstance(cfg, SftConfig):
         problems = [*training_problems(rank.memory, rank.overhead, device_bytes=device_bytes)]
         return Prediction(rank=rank, plan=None, phases=training_phases(cfg, rank), problems=problems)
+    bucket = bucket_bytes(cfg.refit, device_bytes=device_bytes if on_gpu else None)
     plan = plan_memory(
         cfg,
         rank.size,
         num_ranks=copy_ranks(cfg, rank.run),
         compute_bytes=rank.compute_bytes,
         device_bytes=device_bytes,
+        bucket_bytes=bucket,
         overhead=rank.overhead,
         critic=rank.critic[0] if rank.critic else None,
     )
     problems = [
         *memory_problems(plan, cfg, device_bytes=device_bytes),
         *engine_problems(
-            cfg, rank.size, rank.engine_overhead, compute_bytes=rank.compute_bytes, device_bytes=device_bytes
+            cfg,
+            rank.size,
+            rank.engine_overhead,
+            compute_bytes=rank.compute_bytes,
+            device_bytes=device_bytes,
+            bucket_bytes=bucket,
         ),
     ]
     return Prediction(rank=rank, plan=plan, phases=phase_memory(cfg, rank, plan), problems=problems)

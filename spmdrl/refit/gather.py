@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +52,21 @@ class Gatherer:
         reshard(self._policy)
         tensors = {weight.name: self._local(weight.name) for weight in bucket.weights}
         shards = self._gather(bucket, tensors)
+        wholes, sources = [], []
         for weight, entries in zip(bucket.weights, bucket.entries, strict=True):
             in_place = weight.sent_as == ((weight.name, weight.shape),)
             whole = entries[0].view(flat) if in_place else self._new(weight)
             if weight in shards:
                 weight.layout.join(whole, shards[weight])
+            elif in_place:
+                wholes.append(whole)
+                sources.append(tensors[weight.name])
             else:
                 whole.copy_(tensors[weight.name], non_blocking=True)
             if not in_place:
                 parts = revert_weight_conversion(self._model, {weight.name: whole})
-                for entry in entries:
-                    entry.view(flat).copy_(parts[entry.name], non_blocking=True)
+                copy_all([entry.view(flat) for entry in entries], [parts[entry.name] for entry in entries])
+        copy_all(wholes, sources)
         if self._mesh.device_type == "cuda" and not flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # readers of host memory do not wait for the device
 
@@ -89,11 +94,12 @@ class Gatherer:
             return {}
         slots, num_bytes = _slots(bucket)
         send, receive = self._staging(num_bytes)
-        for weight, (start, end) in slots.items():
-            # Cast before the gather: the engine's dtype is often half as wide. Shards may be in pinned host memory: a
-            # non-blocking copy casts them on the device, which is much faster than on the host.
-            local = tensors[weight.name].flatten()
-            send[start:end].view(weight.dtype)[: local.numel()].copy_(local, non_blocking=True)
+        # Cast before the gather: the engine's dtype is often half as wide.
+        local = {weight: tensors[weight.name].flatten() for weight in slots}
+        copy_all(
+            [send[start:end].view(weight.dtype)[: len(local[weight])] for weight, (start, end) in slots.items()],
+            list(local.values()),
+        )
         gather_flat(self._mesh, receive, send)
         by_rank = receive.view(num_ranks, num_bytes)
         return {weight: by_rank[:, start:end].view(weight.dtype) for weight, (start, end) in slots.items()}
@@ -106,6 +112,21 @@ class Gatherer:
             self._send = torch.zeros(largest, dtype=torch.uint8, device=self._mesh.device_type)
             self._receive = torch.empty(num_ranks * largest, dtype=torch.uint8, device=self._mesh.device_type)
         return self._send[:num_bytes], self._receive[: num_ranks * num_bytes]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, casting it. On a device, tensors of one kind go together in few launches.
+
+    Sources may be in pinned host memory: a non-blocking copy casts them on the device, which is much faster than there.
+    """
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        is_dense = target.is_contiguous() and source.is_contiguous()
+        kind = kinds.setdefault((target.dtype, source.dtype, source.device, is_dense), ([], []))
+        kind[0].append(target)
+        kind[1].append(source)
+    for alike in kinds.values():
+        torch._foreach_copy_(*alike, non_blocking=True)
 
 
 def _slots(bucket: Bucket) -> tuple[dict[Weight, tuple[int, int]], int]:

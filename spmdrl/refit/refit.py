@@ -6,7 +6,9 @@ import torch
 
 from spmdrl.config import RefitConfig
 from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.device import device_bytes
 from spmdrl.dist.mesh import Meshes
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.gather import Gatherer
@@ -35,7 +37,11 @@ class Refit:
         self._engine = engine
         self._mesh = meshes.training
         self._gatherer = Gatherer(
-            policy, meshes.model.copy, dtype=dtype, bucket_bytes=cfg.bucket_bytes, naming=engine.naming
+            policy,
+            meshes.model.copy,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes(cfg, device_bytes=device_bytes()),
+            naming=engine.naming,
         )
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
         self._verify = cfg.verify

@@ -14,6 +14,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
+from spmdrl.refit.digest import digests
 from spmdrl.refit.refit import Refit, RefitMismatch
 from tests.helpers.configs import model_config
 from tests.helpers.device_memory import shards
@@ -88,6 +89,19 @@ def test_a_bucket_is_not_read_before_it_is_complete(qwen3: str) -> None:
         for version in range(2):
             change(policy)
             refit(version=version)
+
+
+def test_digests_on_the_device_are_the_hosts() -> None:
+    torch.manual_seed(0)
+    table = torch.randn(2, 2**17)  # two whole tables of a digest
+    weights = {
+        "one": [torch.randn(1)],
+        "odd": [torch.randn(3, 2**15 + 1).bfloat16()],
+        "parts": [table, table.neg(), torch.randn(5, 7)],
+        "shifted": [torch.randn(2**16 + 3)[1:]],
+        "large": [torch.randn(300, 2**16)],
+    }
+    assert digests({name: [x.cuda() for x in parts] for name, parts in weights.items()}) == digests(weights)
 
 
 def test_a_flipped_bit_is_noticed(qwen3: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmdrl.engine.sglang.loader import described, load_bucket
 from spmdrl.engine.sglang.process import Handle
@@ -106,29 +107,30 @@ class OtherProcess:
         return self._connection.recv()
 
 
-class _Weights:
-    """What the process holds; `load_weights` is what SGLang's models have."""
+class _Weights(nn.Module):
+    """What the process holds: buffers by the names in the buckets; `load_weights` is what SGLang's models have."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._held: dict[str, Tensor] = {}
 
     def load_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
-            if name not in self._held:
-                self._held[name] = torch.empty_like(tensor, device=self._device)
-            self._held[name].copy_(tensor)
+            self._buffers[name].copy_(tensor)
 
     def load(self, description: str, flat: Tensor) -> None:
+        for name, shape, dtype, _ in json.loads(description)["entries"]:
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
         load_bucket(self, [(description, flat.to(self._device))])
 
     def digests(self) -> dict[str, str]:
-        return {name: digest(tensor) for name, tensor in self._held.items()}
+        return {name: digest(tensor) for name, tensor in self._buffers.items()}
 
     def copies(self) -> list[Any]:
         return [
             (name, bytearray(x.cpu().view(-1).view(torch.uint8).numpy()), x.dtype, x.shape)
-            for name, x in self._held.items()
+            for name, x in self._buffers.items()
         ]
 
 

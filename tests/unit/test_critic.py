@@ -82,7 +82,13 @@ def test_a_critic_takes_weights_and_state_of_its_own_and_gradients_in_turn() -> 
     cfg = minimal_config(advantage={"estimator": "gae"})
     small = ModelSize(whole=2**20, shard=2**20, root=2**10, largest_layer=2**15)
     large = ModelSize(whole=2**22, shard=2**22, root=2**12, largest_layer=2**17)
-    sizes = {"num_ranks": 1, "compute_bytes": 2, "device_bytes": 2**36, "overhead": Overhead()}
+    sizes = {
+        "num_ranks": 1,
+        "compute_bytes": 2,
+        "device_bytes": 2**36,
+        "bucket_bytes": 2**28,
+        "overhead": Overhead(),
+    }
     alone, both = plan_memory(cfg, small, **sizes), plan_memory(cfg, small, critic=large, **sizes)
     critic = plan_memory(cfg, large, **sizes)
     assert both.weights == alone.weights + critic.weights

@@ -39,7 +39,15 @@ def planned(size: ModelSize = BILLION, *, device_gib: float = 80, share: float |
         rollout = cfg.rollout.model_copy(update={"engine": "sglang", "memory_fraction": share})
         cfg = cfg.model_copy(update={"rollout": rollout})
     device_bytes = int(device_gib * GIB)
-    plan = plan_memory(cfg, size, num_ranks=8, compute_bytes=2, device_bytes=device_bytes, overhead=CUDA)
+    plan = plan_memory(
+        cfg,
+        size,
+        num_ranks=8,
+        compute_bytes=2,
+        device_bytes=device_bytes,
+        bucket_bytes=2**28,
+        overhead=CUDA,
+    )
     return plan, list(memory_problems(plan, cfg, device_bytes=device_bytes))
 
 
@@ -130,7 +138,8 @@ def test_a_device_that_holds_one_side_is_planned_for_that_side() -> None:
     cfg = minimal_config(rollout=apart)
 
     def sentences(device_gib: float) -> list[str]:
-        return list(engine_problems(cfg, BILLION, CUDA, compute_bytes=2, device_bytes=int(device_gib * GIB)))
+        sizes = {"compute_bytes": 2, "device_bytes": int(device_gib * GIB), "bucket_bytes": 2**28}
+        return list(engine_problems(cfg, BILLION, CUDA, **sizes))
 
     assert not sentences(4)
     (problem,) = sentences(3)

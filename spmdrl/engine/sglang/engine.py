@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +24,12 @@ from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.layout import Share, held_weights
+from spmdrl.engine.sglang.layout import Share, held_parts, held_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.transport import Transport, choose_transport
 from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.digest import digests
 from spmdrl.refit.sink import Naming
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
@@ -57,6 +60,8 @@ class SGLangEngine(RolloutEngine):
         self._released: set[str] = set()
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
+        self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
+        self._questions = sglang_loader.Questions(Path(self._folder.name))
         self._loading: Future[Any] | None = None
         self._abort = False
         self._is_idle = True
@@ -223,7 +228,9 @@ class SGLangEngine(RolloutEngine):
     def _parcel(self, number: int) -> tuple[str, sglang_process.Handle]:
         bucket, buffer = self._buckets[number], number % len(self._buffers)
         stays_open = self.device.type == self._mesh.device_type
-        description = sglang_loader.described(bucket, buffer=buffer, stays_open=stays_open)
+        description = sglang_loader.described(
+            bucket, buffer=buffer, stays_open=stays_open, question=self._questions.path(number)
+        )
         return description, sglang_process.Handle(self._buffers[buffer][: bucket.num_bytes])
 
     def load(self, number: int) -> None:
@@ -259,27 +266,20 @@ class SGLangEngine(RolloutEngine):
         super().end_update()
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
-        whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
-        held = held_weights(whole, self._share)
-        # SGLang's digest of a tensor on a device is another than on the host.
-        return {name: sglang_process.digest(tensor.to(self._mesh.device_type)) for name, tensor in held.items()}
+        """Ask this rank's process for its digests too; it answers when it has loaded the bucket."""
+        expected = digests(held_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._share))
+        self._questions.ask(self._buckets.index(bucket), expected)
+        return expected
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare what each device of the engine holds with what its rank expects."""
-        expectations = gather_objects(self._mesh, expected)
-        if self._process is None:
+        host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
+        held = self._questions.take_answers()
+        mine = [name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)]
+        everyones = gather_objects(self._mesh, mine)
+        if self._process is None or self._process.is_dead():  # `require_alive` says so
             return []
-        try:
-            _, _, ranks, _ = self._process.ask("check_weights", "CheckWeightsReqInput", action="checksum")
-        except EngineDied:  # `require_alive` says so
-            return []
-        held = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in ranks}
-        return sorted(
-            name
-            for rank, expectation in enumerate(expectations)
-            for name in expectation.keys() | held[rank].keys()
-            if expectation.get(name) != held[rank].get(name)
-        )
+        return sorted({name for names in everyones for name in names})
 
     def require_alive(self) -> None:
         if self._process is not None:
@@ -299,6 +299,7 @@ class SGLangEngine(RolloutEngine):
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
+        self._folder.cleanup()
 
 
 def _death_reported_later() -> AbstractContextManager[None]:

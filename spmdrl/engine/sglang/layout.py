@@ -25,6 +25,7 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
     "up_proj": "gate_up_proj",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_NO_EXPERT = -1  # the number of what is not an expert's
 _CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj"}
 _CUT_BY_COLUMNS = {"o_proj", "down_proj"}  # their biases are whole
 _INNER = {"gate_proj", "up_proj", "down_proj"}
@@ -52,23 +53,36 @@ class Share:
 def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
     """Compute the weights that this device holds after loading these whole tensors of a checkpoint, by SGLang's names.
 
-    Tensors that are fused with each other must come together, in the order in which they are fused.
+    Tensors that are fused with each other must come together, in the order in which they are fused. Experts [rows,
+    columns] become one weight [experts, rows, columns].
     """
-    parts: dict[str, list[Tensor]] = {}
-    experts: dict[str, dict[int, list[Tensor]]] = {}
+    held = {}
+    for name, by_expert in _fused(tensors, share).items():
+        wholes = [_concatenated(by_expert[expert]) for expert in sorted(by_expert)]
+        held[name] = wholes[0] if _NO_EXPERT in by_expert else torch.stack(wholes)
+    return held
+
+
+def held_parts(tensors: Mapping[str, Tensor], share: Share) -> dict[str, list[Tensor]]:
+    """Return each of the `held_weights` as the parts whose elements lie end to end in it; most are not copied."""
+    return {
+        name: [part for expert in sorted(by_expert) for part in by_expert[expert]]
+        for name, by_expert in _fused(tensors, share).items()
+    }
+
+
+def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, list[Tensor]]]:
+    """Return this device's parts of what is fused into each weight, by expert."""
+    fused: dict[str, dict[int, list[Tensor]]] = {}
     for name, tensor in tensors.items():
         if expert := _EXPERT.match(name):
-            fused = "w2_weight" if expert[3] == "down" else "w13_weight"
-            part = _cut(f"{expert[3]}_proj", "weight", tensor, share)
-            experts.setdefault(f"{expert[1]}.{fused}", {}).setdefault(int(expert[2]), []).append(part)
-            continue
-        *prefix, module, kind = name.split(".") if "." in name else ("", name)
-        held_name = ".".join([*prefix, _FUSED.get(module, module), kind])
-        parts.setdefault(held_name, []).append(_cut(module, kind, tensor, share))
-    held = {name: _concatenated(pieces) for name, pieces in parts.items()}
-    for name, by_number in experts.items():
-        held[name] = torch.stack([_concatenated(by_number[number]) for number in sorted(by_number)])
-    return held
+            number, module, kind = int(expert[2]), f"{expert[3]}_proj", "weight"
+            held_name = f"{expert[1]}.{'w2_weight' if expert[3] == 'down' else 'w13_weight'}"
+        else:
+            *prefix, module, kind = name.split(".") if "." in name else ("", name)
+            number, held_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
+        fused.setdefault(held_name, {}).setdefault(number, []).append(_cut(module, kind, tensor, share))
+    return fused
 
 
 def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config.plan import Plan
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
 from spmdrl.engine.channels import FIRST, ORDERS
+from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
@@ -72,6 +74,23 @@ class ListeningSGLangEngine(SGLangEngine):
                     weight_version=str(self._next_version) if is_last else None,
                 )
             )
+
+    def differing(self, expected: dict[str, str]) -> list[str]:
+        """Compare SGLang's own checksums of what each device of the engine holds with what its rank expects."""
+        expectations = gather_objects(self._mesh, expected)
+        if self._process is None:
+            return []
+        try:
+            _, _, ranks, _ = self._process.ask("check_weights", "CheckWeightsReqInput", action="checksum")
+        except EngineDied:  # `require_alive` says so
+            return []
+        held = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in ranks}
+        return sorted(
+            name
+            for rank, expectation in enumerate(expectations)
+            for name in expectation.keys() | held[rank].keys()
+            if expectation.get(name) != held[rank].get(name)
+        )
 
 
 def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.device import default_device_type
+from spmdrl.dist.device import default_device_type, device_bytes
+from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.load import compute_dtype, parameter_shapes
 from spmdrl.refit.bucket import Weight, plan_buckets
 from spmdrl.types import UserError
@@ -106,15 +107,15 @@ def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> 
         Weight(name, torch.Size(shape), dtype, (), ((name, torch.Size(shape)),)) for name, shape in shapes.items()
     ]
     return shortage(
-        largest_bytes=_largest_bytes(weights, cfg.refit.bucket_bytes),
+        largest_bytes=_largest_bytes(weights, bucket_bytes(cfg.refit, device_bytes=device_bytes())),
         smallest_bytes=_largest_bytes(weights, 1),
         num_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", min(num_ranks, 8))),
         free_bytes=free,
     )
 
 
-def _largest_bytes(weights: list[Weight], bucket_bytes: int) -> int:
-    return max(bucket.num_bytes for bucket in plan_buckets(weights, bucket_bytes=bucket_bytes))
+def _largest_bytes(weights: list[Weight], limit: int) -> int:
+    return max(bucket.num_bytes for bucket in plan_buckets(weights, bucket_bytes=limit))
 
 
 def shortage(*, largest_bytes: int, smallest_bytes: int, num_ranks: int, free_bytes: int) -> str | None:
