@@ -6,6 +6,7 @@
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
+#   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +14,13 @@ EXTRAS ?= dev
 TORCH_INDEX ?=
 ARGS ?=
 ENGINE ?=
+PARTS ?= test-unit test-spmd test-e2e
+# The oldest versions are tried with the Python of GPU machines, where there is one.
+FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON))
+
+# Triton for its interpreter, in a folder that test-kernels alone puts on the path: SGLang, torch and transformers take
+# an installed Triton for one that has a device.
+TRITON := $(VENV)/triton
 
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
@@ -41,8 +49,8 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-spmd test-engine test-e2e test-long test-gpu \
-  lint format bench bench-table bench-check docs clean
+.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e test-long test-floor \
+  test-gpu lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +78,11 @@ $(WITH_SGLANG): $(INSTALLED) $(filter constraints/%,$(SGLANG_$(TORCH)))
 	@rm -f $(LIGHT)
 	@touch $@
 
+$(TRITON): constraints/triton.txt $(INSTALLED)
+	rm -rf $@
+	$(PIP) install --no-deps --target $@ -r $<
+	@touch $@
+
 # The tests are complete unless the user decided against SGLang.
 sglang-unless-light: $(INSTALLED)
 	@test -e $(LIGHT) || $(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
@@ -77,10 +90,13 @@ sglang-unless-light: $(INSTALLED)
 demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
 	$(IN_VENV) $(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
 
-test: test-unit test-spmd test-engine test-e2e ## all tests that need no GPU
+test: test-unit test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
 
 test-unit: $(INSTALLED) ## tests in one process
-	$(PYTEST) -m "not slow" tests/unit
+	$(PYTEST) -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
+
+test-kernels: $(if $(filter cpu,$(TORCH)),$(TRITON)) $(INSTALLED) ## tests of Triton kernels, in its interpreter
+	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) tests/unit/test_triton*.py
 
 test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/spmd
@@ -97,6 +113,9 @@ test-e2e: $(INSTALLED) ## whole runs from the command line
 
 test-long: sglang-unless-light ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
+
+test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang, which has one version
+	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) $(PARTS)
 
 test-gpu: $(INSTALLED) ## tests that need a CUDA device; they skip where there is none
 	$(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none
@@ -120,11 +139,13 @@ bench-table: $(INSTALLED) ## put what was measured into README.md and docs/bench
 bench-check: $(INSTALLED) ## do they show what was measured? Which results are about older code?
 	$(IN_VENV) python benchmarks/check.py
 
-docs: $(INSTALLED) ## write docs/configuration.md and docs/algorithms.md from the code
+docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
+	$(VENV)/bin/python -m spmdrl.tools.gpu_report
 	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new
 	mv docs/algorithms.md.new docs/algorithms.md
+	$(VENV)/bin/python -m spmdrl.tools.predictions
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

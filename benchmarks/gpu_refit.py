@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --sizes tiny only tries the program")
-    receivers = [name for name in args.into if name == "process" or find_spec("sglang") is not None]
+    receivers = [name for name in RECEIVERS if name in args.into and (name == "process" or find_spec("sglang"))]
     origin, rows = provenance(OTHERS["gpu-refit"]), []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
-        for size in args.sizes:
+        for name, size in product(receivers, args.sizes):
             policy = random_policy(model_config(size), meshes.training)
-            for name in receivers:
-                with RECEIVERS[name](model_config(size), meshes.training, args.transport) as (engine, call):
-                    rows.append({"size": size, "into": name, **measure(policy, engine, call, meshes, args)})
-                print(summary(rows[-1]), file=sys.stderr, flush=True)
+            with RECEIVERS[name](model_config(size), meshes.training, args.transport) as (engine, call):
+                rows.append({"size": size, "into": name, **measure(policy, engine, call, meshes, args)})
+            print(summary(rows[-1]), file=sys.stderr, flush=True)
             del policy
+            torch.cuda.empty_cache()  # the next receiver is another process
     result = {
         "benchmark": "gpu-refit",
         "about": "refits on a device, beside one call for each tensor and a copy on the device",
@@ -253,6 +254,8 @@ def sglang_launch(folder: str, device_type: str) -> SGLangOptions:
     )
 
 
+# In the order in which they are measured: once SGLang has started, the tensors that this process sends are in a form
+# that only SGLang's processes can read.
 RECEIVERS = {"process": plain_process, "sglang": sglang}
 
 

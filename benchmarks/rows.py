@@ -399,6 +399,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 # Result files that programs write themselves, and the code that they are about.
 OTHERS: Mapping[str, tuple[str, ...]] = {
+    "gpu-step": ("spmdrl/learn/optim.py", "spmdrl/memory/*.py", "spmdrl/model/*.py", *scripts("gpu_step")),
     "gpu-refit": (*REFIT, *scripts("gpu_refit")),
     "mismatch": ("spmdrl/algo/*.py", "spmdrl/learn/*.py", "spmdrl/step/*.py", *scripts("mismatch", "noisy_engine")),
     "scale": ("spmdrl/dist/*.py", "spmdrl/learn/*.py", "spmdrl/refit/*.py", "spmdrl/step/*.py", *scripts("scale")),

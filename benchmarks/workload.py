@@ -224,7 +224,7 @@ def use_best_environment(*, threads: int, ranks: int = 1) -> None:
 
 def torchrun(ranks: int) -> list[str]:
     """The arguments of Python that start a program on so many processes of this machine."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
 
 
 def best_environment(*, threads: int) -> dict[str, str]:

@@ -53,4 +53,6 @@ find "$site" -name __pycache__ -prune -exec rm -rf {} +
 rm -f "$out"/site.tar.xz.*
 tar cJ -C "$site" . | split --bytes=64M --numeric-suffixes - "$out/site.tar.xz."
 (cd "$out" && sha256sum site.tar.xz.* >SHA256SUMS)
+# A copy of the checkout may come without git; launch/gpu_proof.sh reads here which commit it is.
+(cd "$here" && "$python" -m spmdrl.tools.proof.commit) >"$out/commit.json"
 ls -lh "$out"

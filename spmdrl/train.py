@@ -26,7 +26,7 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
-from spmdrl.dist.session import default_device_type
+from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import start_engine
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learners import POLICY, start_learners

@@ -16,8 +16,8 @@ class ModelConfig(Section):
     float16 scales the loss dynamically."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn_2", "flash_attn_3"] = "auto"
     """Packed attention: `sdpa` runs one call per run of equal lengths and works everywhere; `varlen` is torch's own
-    CUDA kernel; `flash_attn_*` need that package. `auto` is `varlen` on CUDA, or under
-    context parallelism ring_flash_attn where that is installed, and `sdpa` on a CPU."""
+    CUDA kernel; `flash_attn_*` need that package. `auto` is `sdpa` on a CPU and `varlen` on CUDA, except where a faster
+    package is installed: FlashAttention 3 on Hopper, ring_flash_attn under context parallelism."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations that the backward pass computes again instead of keeping: none; those of whole decoder layers; or
     `selective`, only norms, rotary embeddings and activation functions, so that no matrix product runs twice."""

@@ -47,7 +47,9 @@ class RolloutConfig(Section):
     attention_backend: str | None = None
     """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
     cuda_graphs: bool = True
-    """Capture the decode steps of an SGLang engine in CUDA graphs."""
+    """Capture the decode steps of an SGLang engine in CUDA graphs. Prompts get none, unless `[rollout.sglang]` asks for
+    them; colocated engines must then give them back: `cuda_graph_backend_prefill = "full"` there, and `"cuda_graph"` in
+    `offload.engine`."""
     restart_engine: bool = False
     """Restart an SGLang engine that has died, send it the weights, and repeat its unfinished requests. Otherwise its
     death ends the run."""

@@ -278,8 +278,13 @@ def _require_repeatable(task: str) -> None:
 
 
 def _make_data_set(cfg: ReasoningGymData, seed: int) -> Any:
-    from reasoning_gym.factory import DATASETS  # takes 1.5 s, so only when it is needed
-
+    try:
+        from reasoning_gym.factory import DATASETS  # takes 1.5 s, so only when it is needed
+    except ImportError as error:  # the package itself, or one of those that its many tasks need
+        raise UserError(
+            f'data of kind = "reasoning_gym" needs packages that cannot all be imported: {error}; install '
+            "reasoning-gym with all that it requires, or give the prompts in a jsonl or parquet file"
+        ) from error
     if cfg.task not in DATASETS:
         raise UserError(f'reasoning-gym has no task "{cfg.task}"{_did_you_mean(cfg.task, DATASETS)}')
     data_set_class, config_class = DATASETS[cfg.task]

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdrl.config import ParallelConfig
@@ -49,7 +50,7 @@ class Meshes:
     model: ModelMeshes
     engines: DeviceMesh  # ranks that hold engines
     engine: DeviceMesh  # ranks that share this rank's engine; the first of them leads it
-    weights: DeviceMesh | None  # disaggregated: the first training rank, then the ranks that hold engines
+    weights: DeviceMesh | None  # disaggregated: the first training rank and the ranks that hold engines; else None
 
     @property
     def trains(self) -> bool:
@@ -85,7 +86,7 @@ class Meshes:
 def build_meshes(
     world: World, parallel: ParallelConfig | None = None, *, ranks_per_engine: int = 1, engine_ranks: int = 0
 ) -> Meshes:
-    """Build all meshes of a run; every rank must call this.
+    """Build all meshes of a run, whose groups all wait for `world.patience`; every rank must call this.
 
     The last `engine_ranks` ranks only hold engines and the others only train; with 0 every rank does both. Neighbouring
     ranks share an engine. Training ranks are laid out as [dp_replicate, dp_shard, cp, tp], the last varying fastest, so
@@ -104,9 +105,10 @@ def build_meshes(
     else:
         engines = DeviceMesh(kind, sampling_ranks, mesh_dim_names=("engines",))
         grid = DeviceMesh(kind, sampling_ranks.view(-1, ranks_per_engine), mesh_dim_names=_GRID)
-        weights = DeviceMesh(kind, torch.cat([training_ranks[:1], sampling_ranks]), mesh_dim_names=("weights",))
         # torch refuses to select an axis on a rank that is not in the grid.
         engine = grid["engine"] if world.rank in sampling_ranks else grid
+        weights = _weights(kind, torch.cat([training_ranks[:1], sampling_ranks]), world)
+    _wait_for(world.patience)
     return Meshes(
         world=everyone,
         training=training,
@@ -120,13 +122,32 @@ def build_meshes(
 
 
 def _background(training: DeviceMesh, ranks: Tensor, patience: timedelta) -> DeviceMesh:
-    group = dist.new_group(
-        ranks.tolist(),
-        timeout=patience,
-        backend="gloo" if training.device_type == "cuda" else None,  # None: the default group's, which is gloo too
-    )
-    is_in = training.get_coordinate() is not None
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("background",)) if is_in else training
+    """Build the group of the training ranks on the host; on other ranks, return `training`.
+
+    Only members create it. On any other rank torch would take part in a split of the device's communicator, for which
+    the members, who create a group of another backend, never call: the next split would wait for ever.
+    """
+    if training.get_coordinate() is None:
+        return training
+    host = "gloo" if "nccl" in dist.get_backend() else None  # None: the run's, which is on the host anyway
+    group = dist.new_group(ranks.tolist(), timeout=patience, backend=host, use_local_synchronization=True)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("background",))
+
+
+def _weights(kind: str, ranks: Tensor, world: World) -> DeviceMesh | None:
+    """Build the group of these ranks; None on the others, which must call this all the same.
+
+    A `DeviceMesh` with a bound device would name it after the number of groups that a rank is already in, which differs
+    between a rank that trains and one that samples; under two names they would not meet. This name counts calls.
+    """
+    group = dist.new_group(ranks.tolist(), timeout=world.patience)
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=("weights",)) if world.rank in ranks else None
+
+
+def _wait_for(patience: timedelta) -> None:
+    """Let every group that this rank is in give up after `patience`; torch gives 30 minutes to those of a mesh."""
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(patience, group)
 
 
 _GRID = ("engines", "engine")

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from spmdrl.dist.device import local_rank, num_local_ranks, rank_device
+
 # glibc's variables, and the options of mallopt(3) that mean the same, with bytes.
 _KEEP_FREED_MEMORY = (
     ("MALLOC_TRIM_THRESHOLD_", -1, 2**31 - 1),
@@ -54,19 +56,24 @@ def are_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def local_rank() -> int:
-    """Return this process's index among its node's ranks, which is its device's too; needs no process group."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def default_device_type() -> str:
-    """The kind of device that ranks on this machine compute on: "cuda" where there is one, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def shared_store() -> dist.Store:
     """Return the process group's key-value store, which all ranks reach without a collective."""
     return dist.PrefixStore("spmdrl", distributed_c10d._get_default_store())
+
+
+@contextmanager
+def apart_from_the_run() -> Iterator[None]:
+    """Let this rank alone create a group, with processes that are not ranks of the run.
+
+    torch makes a new NCCL group by splitting the run's communicator when that is bound to a device, and every rank of
+    the run would have to take part in the split. For as long as this lasts, it knows of no such device.
+    """
+    default = distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def listening_store(interface: str, address: str) -> dist.TCPStore:
@@ -155,26 +162,54 @@ def _keep_freed_memory() -> None:
 
 
 @contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """Let torch use deterministic algorithms alone, if that is wanted; what was set before holds again at the end.
+
+    cuBLAS is deterministic with a workspace of a fixed size. torch reads the variable at the first product on a device
+    of the process, and never again; a run computes nothing on a device before it opens its session.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
 def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes: int = 30) -> Iterator[World]:
     """Join the run's process group (gloo for host tensors, NCCL for CUDA tensors), and leave it at the end.
 
     Outside torchrun the run has one rank. `threads_per_rank` 0 divides the cores among this node's ranks.
     """
-    num_ranks, rank = launched_ranks(), int(os.environ.get("RANK", "0"))
-    place, num_local = local_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", place) if cuda else torch.device("cpu")
+    device, num_local = rank_device(), num_local_ranks()
     num_threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_local)
     torch.set_num_threads(num_threads)
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         _bound_onednn()
         _keep_freed_memory()
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     patience = timedelta(minutes=patience_minutes)
+    with _determinism(deterministic), _process_group(device, patience, num_threads=num_threads) as (rank, num_ranks):
+        yield World(
+            rank=rank,
+            num_ranks=num_ranks,
+            local_rank=local_rank(),
+            num_local_ranks=num_local,
+            patience=patience,
+            device=device,
+        )
+
+
+@contextmanager
+def _process_group(device: torch.device, patience: timedelta, *, num_threads: int) -> Iterator[tuple[int, int]]:
+    """Join the default process group as (rank, number of ranks), and leave it at the end."""
+    rank, num_ranks, cuda = int(os.environ.get("RANK", "0")), launched_ranks(), device.type == "cuda"
     # Engines set this when they start, possibly on some ranks only; NCCL needs the same value on all ranks.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     dist.init_process_group(
@@ -188,14 +223,7 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
     if not cuda:
         _keep_gloo_single_threaded(num_threads)
     try:
-        yield World(
-            rank=rank,
-            num_ranks=num_ranks,
-            local_rank=place,
-            num_local_ranks=num_local,
-            patience=patience,
-            device=device,
-        )
+        yield rank, num_ranks
         # Modules with FSDP hooks must be freed before the group: a gloo worker can abort at exit otherwise.
         gc.collect()
         dist.barrier()

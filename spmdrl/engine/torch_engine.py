@@ -136,13 +136,11 @@ class TorchEngine(RolloutEngine):
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
         weights = run.meshes.weights
-        assert weights is not None
-        sends = weights.get_coordinate() is not None
         return RemoteEngine(
             run.plan,
             run.meshes,
             naming=cls.naming,
-            group=weights.get_group() if sends else None,
+            group=None if weights is None else weights.get_group(),
             digests=lambda whole: [{name: digest(tensor) for name, tensor in whole.items()}],
             device=run.device,
         )

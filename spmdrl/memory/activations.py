@@ -10,6 +10,9 @@ the MLP:
     attention   b (2 A + 2 K) + 4 H   q, k, v, the result (also the input of o), and float32 log-sums
     MLP         4 b I              gate, up, the activated gate, and the input of down
 
+Fused layers (`model/fused.py`) keep less: b D + 4 for each norm (its input and the inverse root), b (A + K) for norms
+of heads, and 3 b I for the MLP, whose activated gate is computed again.
+
 Attention kernels without grouped heads get repeated keys and values: 2 A instead of 2 K. With experts, I is the sum
 over a token's experts, and each of them adds 2 b D: the token's copy and its result.
 
@@ -45,6 +48,7 @@ class Decoder:
     norms: int  # of [hidden] in a layer
     has_head_norms: bool  # of queries and keys, after their projections
     vocabulary: int
+    can_be_fused: bool = False  # whether `model/fused.py` has its layers
 
     def split(self, num_ranks: int) -> Decoder:
         """Return one rank's part under tensor parallelism: heads and the MLP are divided, hidden states are not."""
@@ -65,6 +69,7 @@ class ActivationSettings:
     every_layers: int  # the first of each group of this many layers is checkpointed
     compute_bytes: int  # per element
     repeats_keys: bool  # whether the attention kernel needs keys and values repeated for each query head
+    fused: bool = False  # whether norms, rotary embeddings and gated activations are those of `model/fused.py`
     wide_stream: bool = False  # whether the residual stream is float32, whatever the compute dtype
 
 
@@ -77,15 +82,22 @@ def layer_activation_bytes(decoder: Decoder, settings: ActivationSettings, *, le
     if level == "selective":
         results_of_down = max(1, decoder.experts_per_token) * b * d
         return b * d + b * (a + 2 * k) + b * d + attention + 2 * b * decoder.mlp_width + results_of_down
+    head_norms = (b if settings.fused else _FLOAT32 + b) * (a + k) if decoder.has_head_norms else 0
     return (
-        decoder.norms * (_FLOAT32 + b) * d
+        decoder.norms * _norm_bytes(decoder, settings)
         + 2 * b * d
-        + ((_FLOAT32 + b) * (a + k) if decoder.has_head_norms else 0)
+        + head_norms
         + attention
         + b * (a + 2 * (a if settings.repeats_keys else k))
-        + 4 * b * decoder.mlp_width
+        + (3 if settings.fused else 4) * b * decoder.mlp_width
         + 2 * decoder.experts_per_token * b * d
     )
+
+
+def _norm_bytes(decoder: Decoder, settings: ActivationSettings) -> int:
+    """Bytes per token that a norm of hidden states keeps."""
+    b, d = settings.compute_bytes, decoder.hidden
+    return b * d + _FLOAT32 if settings.fused else (_FLOAT32 + b) * d
 
 
 def activation_bytes(decoder: Decoder, settings: ActivationSettings, *, num_tokens: int) -> int:
@@ -97,19 +109,20 @@ def activation_bytes(decoder: Decoder, settings: ActivationSettings, *, num_toke
     in_layers = recomputed * layer_activation_bytes(decoder, settings, level=settings.level)
     in_layers += (decoder.num_layers - recomputed) * layer_activation_bytes(decoder, settings, level="none")
     b = settings.compute_bytes
-    outside = (_FLOAT32 + 2 * b) * decoder.hidden + 2 * b * decoder.head_width
+    outside = _norm_bytes(decoder, settings) + b * decoder.hidden + 2 * b * decoder.head_width
     return num_tokens * (in_layers + outside)
 
 
 def layer_workspace_bytes(decoder: Decoder, settings: ActivationSettings, *, num_tokens: int) -> int:
     """Bytes that the backward pass of one layer needs in addition: recomputed activations and the widest gradients.
 
-    The gradients are three of [T, I] and of [T, D] in the compute dtype, and one of [T, D] in float32, of a norm.
+    The gradients are three of [T, I] and of [T, D] in the compute dtype and, unless layers are fused, one of [T, D] in
+    float32, of a norm.
     """
     b = settings.compute_bytes
     every = layer_activation_bytes(decoder, settings, level="none")
     recomputed = every - layer_activation_bytes(decoder, settings, level=settings.level)
-    gradients = 3 * b * (decoder.mlp_width + decoder.hidden) + _FLOAT32 * decoder.hidden
+    gradients = 3 * b * (decoder.mlp_width + decoder.hidden) + (0 if settings.fused else _FLOAT32 * decoder.hidden)
     return num_tokens * (recomputed + gradients)
 
 

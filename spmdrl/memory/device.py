@@ -1,7 +1,7 @@
 """Bytes that a rank's device needs for certain: weights, gradients, optimizer state, the engine and refits.
 
-All of it is known before a run starts. Activations, logits and kernel workspaces come in addition, so a device that is
-too small by this count is too small in any case.
+All of it is known before a run starts. Activations and logits come in addition, and so does what `memory/overhead.py`
+estimates, so a device that is too small by this count is too small in any case.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
 from spmdrl.config.engines import engine_facts
+from spmdrl.memory.overhead import Overhead
 
 GIB = 2**30
-CONTEXT_BYTES = GIB  # CUDA's own memory and NCCL's buffers, of the trainer's and the engine's process
 STATE_BLOCK_BYTES = 2**28  # weights whose optimizer state is on the device together, when it lives on the host
 EXPORT_BUCKET_BYTES = 2**28  # weights that an export gathers together
 EXPORT_FILE_BYTES = 2**30  # about one exported file; a rank holds one that it fills and one that it writes
@@ -104,6 +104,7 @@ class MemoryPlan(TrainingMemory):
     free_at_launch: int  # when the engine starts
     engine_share: int | None  # of that, for an engine that takes a fixed share; None: it takes what it needs
     engine_keeps: int  # held by the sleeping engine while the trainer works
+    overhead: Overhead = field(default_factory=Overhead)  # beside all of this
 
     @property
     def asleep(self) -> int:
@@ -138,11 +139,12 @@ def plan_memory(
     num_ranks: int,
     compute_bytes: int,
     device_bytes: int,
+    overhead: Overhead,
     critic: ModelSize | None = None,
 ) -> MemoryPlan:
     """Plan the memory of one of the `num_ranks` ranks that hold a copy of the policy, and of its colocated engine.
 
-    `compute_bytes` is the size of an element of the compute dtype.
+    `compute_bytes` is the size of an element of the compute dtype, `overhead` that of the rank's device.
     """
     disaggregated = cfg.rollout.placement == "disaggregated"
     trained = [size, critic] if critic else [size]
@@ -150,7 +152,7 @@ def plan_memory(
     engine_weights = 0 if disaggregated else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
-    free = device_bytes - CONTEXT_BYTES - (0 if cfg.offload.trainer == "all" else training.weights)
+    free = device_bytes - overhead.at_launch - (0 if cfg.offload.trainer == "all" else training.weights)
     has_share = not disaggregated and engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * free) if has_share else None
     cache = max(0, (share or 0) - engine_weights)
@@ -165,56 +167,58 @@ def plan_memory(
         engine_share=share,
         engine_keeps=(0 if "weights" in cfg.offload.engine else engine_weights)
         + (0 if "kv_cache" in cfg.offload.engine else cache),
+        overhead=overhead,
     )
 
 
 def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iterator[str]:
     """Yield a sentence for each phase that cannot fit into a device of `device_bytes`."""
-    usable = device_bytes - CONTEXT_BYTES
-    of_device = f"of the device's {gib(device_bytes)}"
+    sampling, training = (sum(x.values()) for x in (plan.overhead.while_sampling, plan.overhead.while_training))
+    device = f"the device's {gib(device_bytes)}"
     if plan.free_at_launch <= 0:
-        yield f"the trainer's weights alone ({gib(plan.weights)}) are more than is usable {of_device}; use more ranks"
+        yield f"the trainer's weights alone ({gib(plan.weights)}) are more than is usable of {device}; use more ranks"
         return
     if plan.engine_share is not None:
         share = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives the engine {gib(plan.engine_share)}"
         if plan.engine_share <= plan.engine_weights:
             yield (
-                f"{share} {of_device}, but its weights alone take {gib(plan.engine_weights)}; "
+                f"{share} of {device}, but its weights alone take {gib(plan.engine_weights)}; "
                 "raise it, or raise rollout.tp_size"
             )
         others = plan.asleep + plan.buckets
-        if plan.engine_share + others > usable:
-            most = math.floor(100 * (usable - others) / plan.free_at_launch) / 100
+        if plan.engine_share + others + sampling > device_bytes:
+            most = math.floor(100 * (device_bytes - sampling - others) / plan.free_at_launch) / 100
             more = {"none": '"optimizer" or "all"', "optimizer": '"all"', "all": None}[cfg.offload.trainer]
             remedies = [f"set it to {most:g} or less"] if most * plan.free_at_launch > plan.engine_weights else []
             remedies += [f"set offload.trainer = {more}"] if more and plan.asleep else []
             yield (
-                f"{share} {of_device}, but while the engine samples the trainer keeps {gib(plan.asleep)}, refits need "
-                f"{gib(plan.buckets)} and CUDA itself about {gib(CONTEXT_BYTES)}; "
+                f"{share} of {device}, but while the engine samples the trainer keeps {gib(plan.asleep)}, refits need "
+                f"{gib(plan.buckets)}, and CUDA, NCCL and the engine's graphs and workspace about {gib(sampling)}; "
                 f"{' or '.join(remedies) or 'use more ranks'}"
             )
-    elif plan.engine_weights and plan.asleep + plan.buckets + plan.engine_weights > usable:
+    elif plan.engine_weights and plan.asleep + plan.buckets + plan.engine_weights + sampling > device_bytes:
         yield (
             f"while the engine samples, its weights ({gib(plan.engine_weights)}), the trainer ({gib(plan.asleep)}) and "
-            f"refits ({gib(plan.buckets)}) take more than is usable {of_device}; "
-            'use more ranks, or offload.trainer = "all"'
+            f"refits ({gib(plan.buckets)}) take more than is usable of {device}, of which CUDA and NCCL take about "
+            f'{gib(sampling)}; use more ranks, or offload.trainer = "all"'
         )
-    if plan.awake + plan.buckets + plan.engine_keeps > usable:
+    if plan.awake + plan.buckets + plan.engine_keeps + training > device_bytes:
         kept = [f'"{part}"' for part in ("kv_cache", "weights") if part not in cfg.offload.engine]
         remedy = f"add {' and '.join(kept)} to offload.engine, " if kept and plan.engine_weights else ""
         engine = f"a sleeping engine {gib(plan.engine_keeps)} and " if plan.engine_weights else ""
         yield (
-            f"{_training_takes(plan)}, {engine}refits {gib(plan.buckets)}, together more than is usable {of_device}; "
-            f"{remedy}use more ranks, or model.cpu_offload = true"
+            f"{_training_takes(plan)}, {engine}refits {gib(plan.buckets)}, and CUDA and NCCL about {gib(training)}, "
+            f"together more than {device}; {remedy}use more ranks, or model.cpu_offload = true"
         )
 
 
-def training_problems(memory: TrainingMemory, *, device_bytes: int) -> Iterator[str]:
+def training_problems(memory: TrainingMemory, overhead: Overhead, *, device_bytes: int) -> Iterator[str]:
     """Yield a sentence when training alone cannot fit into a device of `device_bytes`."""
-    if memory.awake > device_bytes - CONTEXT_BYTES:
+    beside = sum(overhead.while_training.values())
+    if memory.awake + beside > device_bytes:
         yield (
-            f"{_training_takes(memory)}, more than is usable of the device's {gib(device_bytes)}; use more ranks, or "
-            "model.cpu_offload = true"
+            f"{_training_takes(memory)}, and CUDA and NCCL about {gib(beside)}, together more than the device's "
+            f"{gib(device_bytes)}; use more ranks, or model.cpu_offload = true"
         )
 
 
@@ -225,16 +229,21 @@ def _training_takes(memory: TrainingMemory) -> str:
     )
 
 
-def engine_problems(cfg: Config, size: ModelSize, *, compute_bytes: int, device_bytes: int) -> Iterator[str]:
-    """Yield a sentence when an engine cannot fit into a device of `device_bytes` that it has for itself."""
+def engine_problems(
+    cfg: Config, size: ModelSize, overhead: Overhead, *, compute_bytes: int, device_bytes: int
+) -> Iterator[str]:
+    """Yield a sentence when an engine cannot fit into a device of `device_bytes` that it has for itself.
+
+    `overhead` is that of its device.
+    """
     if cfg.rollout.placement == "colocated":
         return
-    usable = device_bytes - CONTEXT_BYTES
+    usable = device_bytes - sum(overhead.while_sampling.values())
     weights = size.whole * compute_bytes // cfg.rollout.tp_size
     # Every rank of an engine receives whole tensors.
     bucket = full_bucket(cfg.refit.bucket_bytes, size, compute_bytes=compute_bytes)
     has_share = engine_facts(cfg.rollout.engine).takes_fixed_share
-    share = int(cfg.rollout.memory_fraction * usable) if has_share else weights
+    share = int(cfg.rollout.memory_fraction * (device_bytes - overhead.at_launch)) if has_share else weights
     if max(share, weights) + bucket > usable or share < weights:
         takes = f"rollout.memory_fraction = {cfg.rollout.memory_fraction:g} gives an engine {gib(share)}, and "
         yield (

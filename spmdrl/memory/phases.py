@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -24,7 +24,6 @@ from spmdrl.memory.activations import (
     logits_bytes,
 )
 from spmdrl.memory.device import (
-    CONTEXT_BYTES,
     EXPORT_BUCKET_BYTES,
     EXPORT_FILE_BYTES,
     GIB,
@@ -37,12 +36,11 @@ from spmdrl.memory.device import (
     staging_bytes,
     states_per_weight,
 )
+from spmdrl.memory.overhead import Overhead, Parts
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
 _FLOAT32 = 4
-
-Parts = Mapping[str, int]  # purpose -> bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class PhaseMemory:
     name: str
     device: Parts
     host: Parts
-    elsewhere: Parts = field(default_factory=dict)  # of other processes, on the same device
+    elsewhere: Parts = field(default_factory=dict)  # on the same device: of other processes, and beside tensors
 
     @classmethod
     def of(cls, name: str, device: Parts, host: Parts, elsewhere: Parts = MappingProxyType({})) -> PhaseMemory:
@@ -61,17 +59,17 @@ class PhaseMemory:
 
     @property
     def on_device(self) -> Parts:
-        """Parts on the device, of all processes."""
+        """Parts on the device, of all processes and of CUDA itself."""
         return dict(self.device) | dict(self.elsewhere)
 
     @property
     def process_bytes(self) -> int:
-        """Bytes on the device, of this process."""
+        """Bytes on the device, in tensors of this process."""
         return sum(self.device.values())
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device, of all processes."""
+        """Bytes on the device, of all processes and of CUDA itself."""
         return sum(self.on_device.values())
 
     @property
@@ -94,11 +92,14 @@ class Rank:
     decoder: Decoder  # of the whole model
     critic: tuple[ModelSize, Decoder] | None
     repeats_keys: bool  # whether the attention kernel needs keys and values repeated for each query head
+    fuses_layers: bool  # whether layers compute by `model/fused.py` where that has them
     compute_bytes: int  # per element of the compute dtype
     tile_elements: int  # logits that the head computes together
     tile_columns: int  # the most entries of the vocabulary among them
     file_bytes: int  # per element of the model's files
     device_bytes: int
+    overhead: Overhead  # of the device of a rank that trains
+    engine_overhead: Overhead  # of the device of a rank that holds an engine
     on_gpu: bool  # else the device is the host
 
     def for_critic(self) -> Rank | None:
@@ -126,21 +127,24 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         "weights on their way": largest if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(shards) if cfg.model.cpu_offload else 0,
     }
+    beside = rank.overhead.while_training
+    optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
     phases = [
-        PhaseMemory.of("load", {"weights": memory.weights}, loading),
-        PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host),
-        *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host)] if critic else []),
-        PhaseMemory.of("optimizer", trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank), host),
-        PhaseMemory.of("save", trainer, host),
+        PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
+        PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host, beside),
+        *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host, beside)] if critic else []),
+        PhaseMemory.of("optimizer", optimizer, host, beside),
+        PhaseMemory.of("save", trainer, host, beside),
     ]
     if cfg.export.at_end or cfg.export.every:
         whole = rank.size.whole * rank.compute_bytes
         bucket = full_bucket(EXPORT_BUCKET_BYTES, rank.size, compute_bytes=rank.compute_bytes)
         ranks = copy_ranks(cfg, rank.run)
         gathered = bucket + staging_bytes(bucket, num_ranks=ranks)
-        files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # written by one rank
-        held = min(whole, min(files, 2) * EXPORT_FILE_BYTES)
-        phases.append(PhaseMemory.of("export", trainer | {"gathered": gathered}, host | {"exported files": held}))
+        num_files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # written by one rank
+        held = min(whole, min(num_files, 2) * EXPORT_FILE_BYTES)
+        files = {"exported files": held}
+        phases.append(PhaseMemory.of("export", trainer | {"gathered": gathered}, host | files, beside))
     return phases
 
 
@@ -175,11 +179,13 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
             phase.name,
             {**phase.device, **device, **(engine if in_process else {})},
             {**phase.host, **more_host},
-            {} if in_process else engine,
+            {**phase.elsewhere, **({} if in_process else engine)},
         )
 
-    yield PhaseMemory.of(load.name, load.device, {**load.host, "reference": more_host["reference"]})
-    refit, rollout = PhaseMemory("refit", {}, alone), PhaseMemory("rollout", {}, alone)
+    beside = rank.overhead.while_training
+    yield dataclasses.replace(load, host={**load.host, **_not_empty({"reference": more_host["reference"]})})
+    refit = PhaseMemory("refit", {}, alone, beside)
+    rollout = PhaseMemory("rollout", {}, alone, rank.engine_overhead.while_sampling)
     yield with_engine(refit, asleep, engine_bytes=max(plan.engine_weights, _engine_in_refit(cfg, plan)))
     during_rollout = {"refit bucket": plan.buckets // 2} if disaggregated else asleep
     yield with_engine(rollout, during_rollout, engine_bytes=_engine_in_rollout(cfg, rank, plan))
@@ -187,7 +193,7 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
         cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
     )
     if needs_old or cfg.has_reference or rank.critic:
-        logprobs = PhaseMemory("logprobs", _trainer(rank) | _logprobs(cfg, rank), alone)
+        logprobs = PhaseMemory("logprobs", _trainer(rank) | _logprobs(cfg, rank), alone, beside)
         yield with_engine(logprobs, awake, engine_bytes=plan.engine_keeps)
     for phase in training:
         yield with_engine(phase, awake, engine_bytes=plan.engine_keeps)
@@ -263,6 +269,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         every_layers=cfg.model.checkpoint_every_layers,
         compute_bytes=b,
         repeats_keys=rank.repeats_keys,
+        fused=rank.fuses_layers and rank.decoder.can_be_fused,
         wide_stream=isinstance(cfg, Config)
         and cfg.true_on_policy
         and engine_facts(cfg.rollout.engine).exact_in_float32,
@@ -320,7 +327,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     if plan.engine_share is not None:
         return plan.engine_share
     if engine_facts(cfg.rollout.engine).takes_fixed_share:  # on a device of its own
-        return int(cfg.rollout.memory_fraction * (rank.device_bytes - CONTEXT_BYTES))
+        return int(cfg.rollout.memory_fraction * (rank.device_bytes - rank.engine_overhead.at_launch))
     run, decoder = rank.run, rank.decoder
     weights = rank.size.whole * rank.compute_bytes // cfg.rollout.tp_size
     num_engines = (run.engine_ranks or run.num_ranks) // cfg.rollout.tp_size

@@ -90,3 +90,18 @@ def choose_kernel(setting: Literal["auto"] | Kernel, device_type: str, dtype: to
             )
         load_varlen(setting)
     return setting
+
+
+def fastest_varlen(model: nn.Module) -> Kernel:
+    """Choose the kernel of a CUDA device that has torch's: FlashAttention 3 on Hopper, where it can be imported.
+
+    A model with attention sinks stays with torch's kernel, which returns what they need.
+    """
+    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    if has_sinks or torch.cuda.get_device_capability()[0] != 9:
+        return "varlen"
+    try:
+        load_varlen("flash_attn_3")
+    except UserError:
+        return "varlen"
+    return "flash_attn_3"

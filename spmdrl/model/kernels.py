@@ -189,7 +189,7 @@ def _flash_attn(
     run: Callable[..., Any], kernel: Kernel, offsets: _Offsets, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 ) -> Tensor:
     refuse_sinks(kernel, layer)
-    out: Tensor = run(
+    out: Tensor | tuple[Tensor, ...] = run(
         q,
         k,
         v,
@@ -199,7 +199,7 @@ def _flash_attn(
         window_size=window_size(layer),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return out
+    return out[0] if isinstance(out, tuple) else out  # FlashAttention 3 returned log-sums as well, up to mid-2025
 
 
 def _torch_varlen(

@@ -26,9 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
+from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.dist.session import default_device_type
-from spmdrl.model.attention import IMPLEMENTATION, choose_kernel
+from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import distributed_experts
@@ -100,6 +100,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
+        _check_is_object(Path(cfg.path) / "config.json")
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
         refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
     except Exception as error:  # transformers raises many types for a bad config.json
@@ -108,6 +109,16 @@ def read_model_config(cfg: ModelConfig) -> Any:
     if refusal:
         raise UserError(f'model.path = "{cfg.path}": {refusal}')
     return config
+
+
+def _check_is_object(file: Path) -> None:
+    """Raise ValueError for a file that holds no JSON object: transformers 5.17 says so in words of Python's."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not a valid JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} holds a {type(content).__name__} and not an object with a `model_type`")
 
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
@@ -249,8 +260,8 @@ def _load(
 
     def shard(model: PreTrainedModel) -> None:
         chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)
-        if cfg.attention == "auto" and chosen == "varlen" and is_for_ring_attention(model, meshes):
-            chosen = "flash_attn_2"
+        if cfg.attention == "auto" and chosen == "varlen":
+            chosen = "flash_attn_2" if is_for_ring_attention(model, meshes) else fastest_varlen(model)
         policy = build(model, chosen)
         restart_at_every_sequence(model)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
@@ -347,29 +358,31 @@ def shard_policy(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=operators_of(policy.kernel).casts_inputs
     )
-    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
+    offload = offload or OffloadPolicy()
     for experts in distributed_experts(policy.model):
         assert meshes.expert is not None, "experts were distributed without a mesh"
         # Activations inside a layer already have their dtype, and a router may weigh experts in float32 on purpose.
         without_casts = dataclasses.replace(precision, cast_forward_inputs=False)
-        fully_shard(
-            experts,
-            mesh=_sharding_axes(meshes.expert, "expert_shard"),
-            reshard_after_forward=reshard_layers,
-            **options | {"mp_policy": without_casts},
-        )
-    options["mesh"] = _sharding_axes(meshes.dense, "shard")
+        axes = _sharding_axes(meshes.expert, "expert_shard")
+        _shard_unit(experts, axes, reshard=reshard_layers, precision=without_casts, offload=offload)
+    axes = _sharding_axes(meshes.dense, "shard")
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, reshard_after_forward=reshard_layers, **options)
+        _shard_unit(layer, axes, reshard=reshard_layers, precision=precision, offload=offload)
     for module in policy.modules():
         if isinstance(module, ValueHead):
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-            fully_shard(module, reshard_after_forward=reshard_root, **options | {"mp_policy": exact})
-    fully_shard(policy, reshard_after_forward=reshard_root, **options)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            _shard_unit(module, axes, reshard=reshard_root, precision=exact, offload=offload)
+    _shard_unit(policy, axes, reshard=reshard_root, precision=precision, offload=offload)
+
+
+def _shard_unit(
+    module: nn.Module, mesh: DeviceMesh, *, reshard: bool, precision: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
+    """Apply FSDP2 to what is left of a module; its gradients are summed over `mesh` and never divided."""
+    unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+    unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    if mesh.size() > 1:  # one rank has no sum to divide, yet torch would divide by a factor of 1, into a copy
+        unit.set_gradient_divide_factor(1.0)
 
 
 def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:

@@ -14,6 +14,7 @@ from spmdrl.config import Config, SftConfig
 from spmdrl.config.engines import ENGINES, engine_facts
 from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
+from spmdrl.model.fused import use_fused_layers
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.types import UserError
@@ -30,6 +31,7 @@ class Operators:
 
 
 _FAST = Operators(use_fast_linears, logprobs.next_token_logprobs)
+_FUSED = Operators(use_fused_layers, logprobs.next_token_logprobs)
 _INVARIANT = Operators(
     invariant.use_invariant_operators,
     functools.partial(logprobs.next_token_logprobs, head=invariant.HEAD),
@@ -48,7 +50,7 @@ def operators_of(kernel: Kernel) -> Operators:
             casts_inputs=False,
             switches=sglang_operators.switches("fa3" if kernel == "sglang_fa3" else "triton"),
         )
-    return _FAST
+    return _FAST if kernel == "sdpa" else _FUSED  # all others run on CUDA, in half precision
 
 
 def kernel_of_run(cfg: Config | SftConfig, device_type: str, dtype: torch.dtype) -> Kernel:

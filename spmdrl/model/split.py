@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
@@ -139,6 +140,12 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: i
 
     `element_bytes` is the size of an element of the compute dtype. The model may be on the meta device.
     """
+    if ep > 1 and not hasattr(model, "ep_plan"):  # what 5.17 and 5.18 have under another name keeps all tokens
+        yield (
+            f"parallel.ep = {ep}, but transformers {transformers.__version__} has no plans that send tokens to the "
+            "experts of other ranks; install 5.19 or newer, or set ep = 1"
+        )
+        return
     name = type(model).__name__
     rules = list(_rules(model, tp=tp, ep=ep))
     unknown = list(dict.fromkeys((rule.axis, rule.style, rule.pattern) for rule in rules if not rule.is_supported))

@@ -23,9 +23,17 @@ def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any
 
 
 def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return the (linear, quadratic) coefficients of a sequence's cost in its tokens, in an arbitrary common unit.
+    """Return what `forward_flops` does, in the largest unit in which both are whole numbers."""
+    linear, quadratic = forward_flops(model_config, shapes)
+    unit = math.gcd(linear, quadratic)
+    return linear // unit, quadratic // unit
 
-    `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence.
+
+def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return (linear, quadratic): a forward pass over T tokens takes linear T + quadratic T^2 FLOPs.
+
+    `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence;
+    `flop_coefficients` has the formula.
     """
     text = model_config.get_text_config()
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
@@ -34,11 +42,9 @@ def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> 
     for name, shape in shapes.items():
         if len(shape) > 1 and ("embed_tokens" not in name or text.tie_word_embeddings):  # a tied one is also the head
             parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
-    linear, quadratic = flop_coefficients(
+    return flop_coefficients(
         matmul_parameters=parameters,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
     )
-    unit = math.gcd(linear, quadratic)
-    return linear // unit, quadratic // unit

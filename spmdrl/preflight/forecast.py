@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.config.plan import plan_run
-from spmdrl.dist.session import local_rank
+from spmdrl.dist.device import rank_device
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import (
     MemoryPlan,
@@ -23,6 +23,7 @@ from spmdrl.memory.device import (
     training_memory,
     training_problems,
 )
+from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
@@ -76,7 +77,7 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
     """Predict the memory of a run on `num_ranks` ranks. Raises UserError when the settings do not form a valid run."""
     rank = describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
     if isinstance(cfg, SftConfig):
-        problems = [*training_problems(rank.memory, device_bytes=device_bytes)]
+        problems = [*training_problems(rank.memory, rank.overhead, device_bytes=device_bytes)]
         return Prediction(rank=rank, plan=None, phases=training_phases(cfg, rank), problems=problems)
     plan = plan_memory(
         cfg,
@@ -84,22 +85,26 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
         num_ranks=copy_ranks(cfg, rank.run),
         compute_bytes=rank.compute_bytes,
         device_bytes=device_bytes,
+        overhead=rank.overhead,
         critic=rank.critic[0] if rank.critic else None,
     )
     problems = [
         *memory_problems(plan, cfg, device_bytes=device_bytes),
-        *engine_problems(cfg, rank.size, compute_bytes=rank.compute_bytes, device_bytes=device_bytes),
+        *engine_problems(
+            cfg, rank.size, rank.engine_overhead, compute_bytes=rank.compute_bytes, device_bytes=device_bytes
+        ),
     ]
     return Prediction(rank=rank, plan=plan, phases=phase_memory(cfg, rank, plan), problems=problems)
 
 
 def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Prediction:
-    """Predict the memory of a run on this machine's kind of device."""
-    on_gpu = torch.cuda.is_available()
+    """Predict the memory of a run on this rank's device. Raises UserError where it has none, like `rank_device`."""
+    device = rank_device()
+    on_gpu = device.type == "cuda"
     if on_gpu:
         # First the rank's own device: reading another one's properties may open a context there, which takes memory.
-        torch.cuda.set_device(local_rank())
-        device_bytes = torch.cuda.get_device_properties(local_rank()).total_memory
+        torch.cuda.set_device(device)
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
         device_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
@@ -111,19 +116,28 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
     size = model.size(cfg.parallel, num_training=run.training_ranks)
     compute_bytes = compute_dtype(cfg.model.compute_dtype, "cuda" if on_gpu else "cpu").itemsize
     critic = _critic(model.critic, cfg.parallel, num_training=run.training_ranks)
+    attention = _attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes)
+    is_exact = isinstance(cfg, Config) and cfg.true_on_policy
     trained = [size, critic[0]] if critic else [size]
+    decoder = decoder_of(model.config, model.shapes)
+    overhead, engine_overhead = (
+        device_overheads(cfg, run, decoder, compute_bytes=compute_bytes) if on_gpu else (Overhead(), Overhead())
+    )
     return Rank(
         run=run,
         memory=training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes),
         size=size,
-        decoder=decoder_of(model.config, model.shapes),
+        decoder=decoder,
         critic=critic,
-        repeats_keys=_attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes) == "varlen",
+        repeats_keys=attention == "varlen",
+        fuses_layers=attention != "sdpa" and not is_exact,
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         tile_columns=TILE_COLUMNS["cuda" if on_gpu else "cpu"],
         file_bytes=getattr(model.config.dtype, "itemsize", 4),
         device_bytes=device_bytes,
+        overhead=overhead,
+        engine_overhead=engine_overhead,
         on_gpu=on_gpu,
     )
 

@@ -17,7 +17,7 @@ from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.data.sources import open_source
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
-from spmdrl.dist.session import default_device_type
+from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.learn.policy_loss import policy_loss_problems

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spmdrl.memory.activations import Decoder
+from spmdrl.model.fused import has_fused_layers
 
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
@@ -33,6 +34,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         norms=sum("norm" in name and shapes[name] == (hidden,) for name in first_layer),
         has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,
+        can_be_fused=has_fused_layers(config),
     )
 
 

@@ -112,7 +112,12 @@ def _send(trainer: socket.socket, answer: Reply | Start) -> None:
 
 
 def _verifier(term: Term) -> Callable[[RewardItem], Any]:
-    module = importlib.import_module(f"spmdrl.rewards.{term.kind}")
+    try:
+        module = importlib.import_module(f"spmdrl.rewards.{term.kind}")
+    except ImportError as error:
+        raise ValueError(
+            f'kind = "{term.kind}" needs a package that cannot be imported: {error}; install it, or choose another kind'
+        ) from error
     return module.load(**term.settings) if term.settings else module.reward
 
 

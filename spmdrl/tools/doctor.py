@@ -10,15 +10,18 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spmdrl.engine.sglang import kernels, preload
+
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
-_KERNELS = "sglang-kernel"
+_KERNELS = kernels.DISTRIBUTION
 
 # (distribution, what it is for)
 _PACKAGES = (
@@ -37,6 +40,7 @@ _PACKAGES = (
     ("rich", "console"),
     ("sglang", "SGLang rollouts"),
     (_KERNELS, "SGLang on CUDA"),
+    ("torch-memory-saver", "SGLang on CUDA"),
     ("flash-attn", "flash_attn_2 kernels"),
     ("flash-attn-3", "flash_attn_3 kernels"),
     ("ring-flash-attn", "ring attention"),
@@ -152,6 +156,7 @@ def _num_gpus(torch: ModuleType | None) -> int:
 
 
 def _communication(torch: ModuleType | None) -> Iterator[str]:
+    yield _host_name()
     if torch is None or not torch.distributed.is_available():
         yield "torch.distributed is not available"
         return
@@ -160,6 +165,16 @@ def _communication(torch: ModuleType | None) -> Iterator[str]:
         yield _row("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         yield _row("NCCL", "no", "this torch is built without it")
+
+
+def _host_name() -> str:
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        remedy = "torchrun --standalone needs that: add it to /etc/hosts, or use torchrun --local-addr 127.0.0.1"
+        return _row("host name", name, f"does not resolve; {remedy}")
+    return _row("host name", name, "resolves")
 
 
 def _kernels(torch: ModuleType | None) -> Iterator[str]:
@@ -238,14 +253,24 @@ def _missing_for_sglang(torch: ModuleType | None) -> Iterator[str]:
     if _version("sglang") is None:
         yield "sglang is not installed: make setup-sglang"
         return
-    if torch is not None and _num_gpus(torch) and _version(_KERNELS) is None:
-        yield f"there is a GPU, but SGLang is installed for CPUs, without {_KERNELS}: make setup-sglang TORCH=cuda"
+    if torch is not None and _num_gpus(torch):
+        yield from _missing_for_sglang_on_gpus(torch)
     shm = _shm()
     if shm and shm[1] < _MIN_SHM_GIB:
         yield (
             f"/dev/shm has {shm[1]:.2f} GiB, and SGLang's processes share memory there: give the container at least "
             f"{_MIN_SHM_GIB:g} GiB (docker run --shm-size=16g)"
         )
+
+
+def _missing_for_sglang_on_gpus(torch: ModuleType) -> Iterator[str]:
+    if problem := kernels.kernel_problem(torch.__version__):
+        yield problem
+    saver, problem = _import("torch_memory_saver")
+    if saver is None:
+        yield f"{problem}: SGLang needs it to give memory back to the trainer: make setup-sglang TORCH=cuda"
+    elif problem := preload.start_problem(preload.library_path()):
+        yield f"no process starts with torch_memory_saver: {problem}: see LD_LIBRARY_PATH"
 
 
 def _missing_for_ring_attention() -> Iterator[str]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
-from spmdrl.dist.session import default_device_type
+from spmdrl.dist.device import default_device_type
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers

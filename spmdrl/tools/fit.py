@@ -1,8 +1,8 @@
 """`python -m spmdrl.tools.fit CONFIG.toml --ranks 8 --gpu-gib 80 [section.key=value ...]`: will it fit?
 
 It predicts the memory of each phase of a run, on each rank's GPU and on the host, from the settings and the model's
-config.json alone: no GPU, no weights. If a phase does not fit, it suggests settings that make it fit, and the exit code
-is 2.
+config.json alone: no GPU, no weights. With `--shape Qwen3-4B` not even the config.json is needed. If a phase does not
+fit, it suggests settings that make it fit, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdrl.config import Config, SftConfig, read_run_config
-from spmdrl.memory.device import CONTEXT_BYTES, GIB, gib
+from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.launch import EXIT_USER_ERROR
+from spmdrl.preflight.published import PUBLISHED, published_config
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         cfg = read_run_config(arguments.config, arguments.override)
-        model = _read_model(cfg)
+        model = _read_model(cfg, published_config(arguments.shape) if arguments.shape else read_model_config(cfg.model))
         device_bytes = int(arguments.gpu_gib * GIB)
         prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
     except UserError as error:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         problems += _remedies(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes)
     if arguments.json:
-        print(json.dumps(_as_json(prediction.phases, problems, device_bytes), indent=1))
+        print(json.dumps(_as_json(prediction, problems), indent=1))
     else:
         _show(_console(), cfg, prediction, problems)
     return EXIT_USER_ERROR if problems else 0
@@ -80,6 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
     parser.add_argument("--ranks", type=int, required=True, help="ranks that torchrun will start, one for each GPU")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU in GiB")
+    parser.add_argument("--shape", choices=PUBLISHED, help="of a model that is not downloaded, instead of model.path's")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.ranks < 1 or not 0 < arguments.gpu_gib < math.inf:
@@ -87,12 +89,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _read_model(cfg: Config | SftConfig) -> Model:
-    """Read the shapes of the run's policy and critic. Raises UserError for settings that they do not support."""
-    model_config, critic = read_model_config(cfg.model), None
+def _read_model(cfg: Config | SftConfig, model_config: Any) -> Model:
+    """Read the shapes of the run's policy, from transformers' config of it, and of its critic.
+
+    Raises UserError for settings that they do not support.
+    """
+    critic = None
     refusals = [*parallel_model_problems(model_config, cfg.model, cfg.parallel)]
     if isinstance(cfg, Config) and cfg.has_critic:
-        critic_config = read_critic_config(cfg.critic_model)
+        critic_config = read_critic_config(cfg.critic_model) if cfg.critic.path else model_config
         refusals += parallel_model_problems(critic_config, cfg.critic_model, cfg.parallel)
         critic = Model.read_critic(critic_config, cfg.critic_model)
     if refusals:
@@ -105,12 +110,12 @@ def _problems(prediction: Prediction) -> Iterator[str]:
     device_bytes = prediction.rank.device_bytes
     yield from prediction.problems
     for phase in _too_large(prediction.phases, device_bytes):
-        takes = gib(phase.device_bytes + CONTEXT_BYTES)
+        takes = gib(phase.device_bytes)
         yield f"{phase.name} takes {takes} of {gib(device_bytes)}: {_largest(phase.on_device)}"
 
 
 def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMemory]:
-    return [phase for phase in phases if phase.device_bytes + CONTEXT_BYTES > device_bytes]
+    return [phase for phase in phases if phase.device_bytes > device_bytes]
 
 
 def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
@@ -119,7 +124,7 @@ def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_b
     def shortage(settings: Config | SftConfig) -> Shortage:
         prediction = predict(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
         too_large = _too_large(prediction.phases, device_bytes)
-        too_much = sum(phase.device_bytes + CONTEXT_BYTES - device_bytes for phase in too_large)
+        too_much = sum(phase.device_bytes - device_bytes for phase in too_large)
         return len([*_problems(prediction)]), too_much
 
     levers = [*_levers(cfg, num_ranks=num_ranks)]
@@ -209,37 +214,72 @@ def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, pro
         style = "bold red" if phase in too_large else ""
         table.add_row(
             Text(phase.name, style=style),
-            Text(f"{(phase.device_bytes + CONTEXT_BYTES) / GIB:.1f}", style=style),
+            Text(f"{(phase.device_bytes) / GIB:.1f}", style=style),
             _largest(phase.on_device),
             f"{phase.host_bytes / GIB:.1f}",
             _largest(phase.host),
         )
     console.print(table)
+    beside = rank.engine_overhead.while_sampling
     console.print(
-        f"of {gib(rank.device_bytes)}; {gib(CONTEXT_BYTES)} of each phase belongs to CUDA and NCCL", style="dim"
+        f"of {gib(rank.device_bytes)}; while the engine samples, about {gib(sum(beside.values()))} are not its share: "
+        f"{_largest(beside, most=len(beside))}",
+        style="dim",
     )
+    console.print(summary(prediction))
     for problem in problems:
         console.print(f"- {problem}", soft_wrap=True, markup=False)
 
 
-def _largest(parts: Parts) -> str:
+def summary(prediction: Prediction) -> str:
+    """Say in a line what a run needs; `tools/predictions.py` writes it at the top of the shipped configurations."""
+    rank, gpu = prediction.rank, {phase.name: phase.device_bytes for phase in prediction.phases}
+    host_bytes = max(phase.host_bytes for phase in prediction.phases)
+    phases = ", ".join(
+        f"{name} {gpu[name] / GIB:.1f}" for name in ("rollout", "logprobs", "forward-backward") if name in gpu
+    )
+    machine = f"{rank.run.num_ranks} x {rank.device_bytes / GIB:g} GiB"
+    return f"predicted for {machine}: {phases}; host {host_bytes / GIB:.1f} a rank"
+
+
+def phases_table(prediction: Prediction) -> str:
+    """Format a row of Markdown for each phase."""
+    lines = ["| phase | GPU, GiB | of it | host, GiB | of it |", "|---|---|---|---|---|"]
+    for phase in prediction.phases:
+        on_device, on_host = _largest(phase.on_device, most=3), _largest(phase.host, most=2)
+        sizes = f"{phase.device_bytes / GIB:.1f} | {on_device} | {phase.host_bytes / GIB:.1f} | {on_host}"
+        lines.append(f"| {phase.name} | {sizes} |")
+    return "\n".join(lines)
+
+
+def _largest(parts: Parts, *, most: int = PARTS_SHOWN) -> str:
     """Format the largest parts, without those too small to show in GiB."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in ordered[:PARTS_SHOWN] if size >= 50 * _MIB)
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in ordered[:most] if size >= 50 * _MIB)
 
 
-def _as_json(phases: Sequence[PhaseMemory], problems: Sequence[str], device_bytes: int) -> dict[str, Any]:
+def _as_json(prediction: Prediction, problems: Sequence[str]) -> dict[str, Any]:
+    rank = prediction.rank
     rows = [
         {
             "phase": phase.name,
-            "gpu_bytes": phase.device_bytes + CONTEXT_BYTES,
+            "gpu_bytes": phase.device_bytes,
             "host_bytes": phase.host_bytes,
             "gpu": dict(phase.on_device),
             "host": dict(phase.host),
         }
-        for phase in phases
+        for phase in prediction.phases
     ]
-    return {"gpu_total_bytes": device_bytes, "fits": not problems, "phases": rows, "problems": list(problems)}
+    return {
+        "gpu_total_bytes": rank.device_bytes,
+        "fits": not problems,
+        "phases": rows,
+        "beside_tensors": {
+            "while_training": dict(rank.overhead.while_training),
+            "while_sampling": dict(rank.engine_overhead.while_sampling),
+        },
+        "problems": list(problems),
+    }
 
 
 def _toml(value: Any) -> str:

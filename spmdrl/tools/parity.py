@@ -110,7 +110,8 @@ def _settings(cfg: Config | SftConfig) -> Settings:
 
 def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None:
     """Compute the cases of `num_ranks` ranks, on CUDA devices where there are enough of them."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    elastic = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun = [sys.executable, "-m", *elastic, "--nproc-per-node", str(num_ranks)]
     options = ["--sequences", str(arguments.sequences), "--tokens", str(arguments.tokens), "--worker", str(folder)]
     has_devices = torch.cuda.device_count() >= num_ranks
     subprocess.run(

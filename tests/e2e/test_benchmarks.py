@@ -69,6 +69,9 @@ PROGRAMS = {
         "--picture {folder}/m.svg run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2",
         keys="result picture runs accuracy",
     ),
+    "gpu_run.py": Program(
+        options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
+    ),
     "logprob_memory.py": Program(
         options="--tokens 64 --vocabulary 512 --repeats 1", keys="memory times tiled_peak_mib plain_peak_mib versions"
     ),
@@ -80,6 +83,10 @@ PROGRAMS = {
     "gpu_refit.py": Program(
         options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
         keys="commit code_digest machine rows versions",
+    ),
+    "gpu_step.py": Program(
+        options="--device cpu --sizes tiny --tokens 64 --sequence-tokens 40 --recompute none full --repeats 1",
+        keys="commit code_digest machine device peak_flops rows versions",
     ),
     "true_on_policy.py": Program(
         options="--repeats 1 --threads 1", keys="exact_s plain_s sampling_ratios training_ratios mismatch versions"
@@ -93,6 +100,7 @@ PROGRAMS = {
         options="--largest 1000 --repeats 1" + ("" if (ROOT / VERL).exists() else " --without-peer"),
         keys="peer spmdrl_s peer_s cases summaries never_slower_nor_less_even versions",
     ),
+    "layer_bytes.py": Program(options="--sizes tiny", keys="tokens sequence_tokens sizes"),
     "floor.py": Program(options="--repeats 1 --threads 1", keys="floor_s sampling_gflop training_gflop versions"),
     "engine.py": Program(options="--help"),  # bench.py has run it
     "packing_peer.py": Program(options="--help"),  # packing.py asks it, in an environment of its own

@@ -12,10 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from spmdrl.config import Config, read_config
+from spmdrl.engine.kinds import engine_problems
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.model.load import load_model_config
 from spmdrl.train import main
 from spmdrl.types import UserError
+from tests.helpers.fake_packages import RUNTIME, make_package, make_runtime, make_saver
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import write_small_run
 
@@ -35,8 +40,22 @@ GOOD = ("run.deterministic=false", "rollout.tp_size=2", "rollout.sglang.max_pref
 Answer = tuple[int, str]  # the exit code, and what is said of an error
 
 
-def _dry_runs(folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, Answer]:
+def _asked(folder: Path, cases: dict[str, tuple[str, ...]]) -> tuple[dict[str, Answer], dict[str, list[str]]]:
     """All in one process, because importing SGLang takes longer than all of them."""
+    return _dry_runs(folder, cases), {name: _on_a_device(folder, name) for name in ("other-torch", "no-runtime")}
+
+
+def _on_a_device(folder: Path, packages: str) -> list[str]:
+    """What is said of good settings on a machine with a CUDA device and the packages in a folder."""
+    sys.path.insert(0, str(folder / packages))
+    sys.modules.pop("sgl_kernel", None)
+    torch.cuda.get_device_capability = lambda: (9, 0)  # of this process alone
+    cfg = read_config(Config, str(folder / "c.toml"), ["rollout.engine=sglang", "run.deterministic=false"])
+    model = load_model_config(cfg.model)
+    return list(engine_problems(cfg, model, None, num_ranks=1, device_type="cuda"))
+
+
+def _dry_runs(folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, Answer]:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[variable]  # nobody starts a dry run by torchrun
     answers = {}
@@ -59,10 +78,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path) -> dict[str, Answer]:
+def asked(folder: Path) -> tuple[dict[str, Answer], dict[str, list[str]]]:
     models = ("unheard-of", "unnamed")
     cases = {name: ("run.deterministic=false", f"model.path={folder / name}") for name in models}
-    return run_ranks(1, _dry_runs, folder, cases | {"wrong": WRONG, "good": GOOD}, timeout_s=200.0)[0]
+    code = "raise ImportError('common_ops.abi3.so: undefined symbol: headeronly_Tag')"
+    for packages, kernels in (("other-torch", code), ("no-runtime", "")):
+        (folder / packages).mkdir()
+        make_package(folder / packages, "sglang-kernel", version="0.4.10", module="sgl_kernel", code=kernels)
+    make_saver(folder / "no-runtime", make_runtime(folder / "nowhere"))
+    return run_ranks(1, _asked, folder, cases | {"wrong": WRONG, "good": GOOD}, timeout_s=200.0)[0]
+
+
+@pytest.fixture
+def answers(asked: tuple[dict[str, Answer], dict[str, list[str]]]) -> dict[str, Answer]:
+    return asked[0]
+
+
+@pytest.fixture
+def device_answers(asked: tuple[dict[str, Answer], dict[str, list[str]]]) -> dict[str, list[str]]:
+    return asked[1]
 
 
 def test_all_of_it_is_told_at_once(folder: Path, answers: dict[str, Answer]) -> None:
@@ -102,6 +136,19 @@ def test_a_model_that_sglang_does_not_know(answers: dict[str, Answer], model: st
     code, said = answers[model]
     assert code == 2 and "Traceback" not in said
     assert sentence in said
+
+
+def test_kernels_that_the_installed_torch_cannot_load(device_answers: dict[str, list[str]]) -> None:
+    (sentence,) = device_answers["other-torch"]
+    assert sentence.startswith('rollout.engine = "sglang": sglang-kernel 0.4.10 cannot be loaded with torch ')
+    assert "undefined symbol: headeronly_Tag" in sentence and "make setup-sglang TORCH=cuda" in sentence
+
+
+def test_a_cuda_runtime_that_the_loader_does_not_find(device_answers: dict[str, list[str]]) -> None:
+    attention, sentence = device_answers["no-runtime"]
+    assert 'SGLang\'s own choice for this device is "fa3"' in attention
+    assert sentence.startswith('rollout.engine = "sglang": its processes load the library of torch_memory_saver first')
+    assert f"{RUNTIME}: cannot open shared object file" in sentence and "on LD_LIBRARY_PATH" in sentence
 
 
 def test_sglang_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:

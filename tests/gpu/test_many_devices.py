@@ -14,6 +14,7 @@ from spmdrl.engine.sglang.transport import cuda_ipc_problem
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from tests.helpers.configs import model_config
+from tests.helpers.device_memory import shards
 from tests.helpers.models import save_qwen3
 from tests.helpers.other_process import OtherProcess
 from tests.helpers.parity import assert_same_change, initial, trained
@@ -45,8 +46,8 @@ def _opened_by_another_process(path: str) -> list[str]:
         refit = Refit(policy, engine, meshes, cfg, dtype=torch.bfloat16)
         for version in range(3):
             with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter.to_local().mul_(1.01).add_(0.001)
+                for shard in shards(policy):
+                    shard.mul_(1.01).add_(0.001)
             refit(version=version)
         held = engine.weights()
         whole = {name: parameter.full_tensor().bfloat16().cpu() for name, parameter in policy.model.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from spmdrl.step.handover import Handover, MemoryShortage
 from spmdrl.types import Request
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
-from tests.helpers.device_memory import MIB, allocated, state
+from tests.helpers.device_memory import MIB, allocated, shards, state
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 
@@ -64,7 +65,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
         memory = TrainerMemory([learner], CUDA, moves=moves)
         train(learner, meshes, step=1)
         before, awake = state(learner), allocated()
-        weights = sum(parameter.to_local().nbytes for parameter in learner.model.parameters())
+        weights = sum(shard.nbytes for shard in shards(learner.model))
         pinned, free = set(), []
         for _ in range(4):
             memory.sleep()
@@ -74,9 +75,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
             free.append(torch.cuda.mem_get_info()[0])
             pinned.add(memory._host.num_bytes)
             with torch.no_grad():
-                shards = [parameter.to_local() for parameter in learner.model.parameters()]
-            assert all(shard.is_pinned() for shard in shards) == (moves == "all")
-            del shards
+                assert all(shard.is_pinned() for shard in shards(learner.model)) == (moves == "all")
             memory.wake()
             assert abs(allocated() - awake) < MIB
             after = state(learner)
@@ -140,7 +139,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         del learner, memory, refit
 
 
-def test_the_handover_catch_a_leak(qwen3: str) -> None:
+def test_the_handover_catches_a_leak(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes)
@@ -155,12 +154,10 @@ def test_the_handover_catch_a_leak(qwen3: str) -> None:
             dtype=torch.bfloat16,
         )
         free = read_memory(CUDA).free_bytes
-        sizes = dict.fromkeys(
-            ("weights", "optimizer", "buckets", "asleep", "engine_weights", "free_at_launch", "engine_keeps"), 0
-        )
         offload = OffloadConfig(trainer="all", engine=("kv_cache", "weights"))
         # A plan that leaves a GiB for the test, whatever the device.
-        plan = MemoryPlan(gradients=free - GIB, gathered=0, engine_share=None, **sizes)
+        nothing: dict[str, Any] = dict.fromkeys((field.name for field in fields(MemoryPlan)), 0)
+        plan = MemoryPlan(**nothing | {"gradients": free - GIB, "engine_share": None})
         handover = Handover(
             memory,
             engine,

@@ -27,9 +27,10 @@ from spmdrl.step.logprobs import add_columns
 from spmdrl.types import Request
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.device_memory import shards
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
-from tests.helpers.small_run import rows, torchrun, write_small_run
+from tests.helpers.small_run import rows, sums_from_files, torchrun, write_small_run
 
 CUDA = torch.device("cuda")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -123,7 +124,7 @@ def test_offloaded_shards_live_on_the_host(qwen3: str, dtype: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         policy = load_policy(model_config(qwen3, compute_dtype=dtype, cpu_offload=True), meshes.model, temperature=1.0)
-        assert {parameter.to_local().device.type for parameter in policy.parameters()} == {"cpu"}
+        assert {shard.device.type for shard in shards(policy)} == {"cpu"}
         assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
         del policy
 
@@ -180,7 +181,7 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
 
 
 def test_a_short_run_learns_and_leaves_the_memory_it_took(tmp_path: Path) -> None:
-    write_small_run(tmp_path, model={"hidden_size": 64, "num_layers": 2})
+    write_small_run(tmp_path, model={"hidden_size": 64, "num_layers": 2}, **sums_from_files(tmp_path))
     torchrun(tmp_path, 1, "run.num_steps=20", "run.deterministic=false")
     steps = rows(tmp_path / "runs/run")
     assert steps[-1]["reward/mean"] > steps[1]["reward/mean"]

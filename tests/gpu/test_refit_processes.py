@@ -16,6 +16,7 @@ from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import Refit, RefitMismatch
 from tests.helpers.configs import model_config
+from tests.helpers.device_memory import shards
 from tests.helpers.models import save_qwen3
 from tests.helpers.other_process import OtherProcess
 
@@ -36,7 +37,7 @@ def refitted(path: str, transport: str, verify: str) -> Iterator[tuple[Policy, O
         meshes = build_meshes(world)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         engine = OtherProcess(world.device, transport=transport)
-        cfg = RefitConfig(bucket_bytes=8 * MIB, verify=verify)  # type: ignore[arg-type]
+        cfg = RefitConfig(bucket_bytes=8 * MIB, verify=verify)
         refit = Refit(policy, engine, meshes, cfg, dtype=torch.bfloat16)
         try:
             yield policy, engine, refit
@@ -47,8 +48,8 @@ def refitted(path: str, transport: str, verify: str) -> Iterator[tuple[Policy, O
 
 @torch.no_grad()
 def change(policy: Policy) -> None:
-    for parameter in policy.parameters():
-        parameter.to_local().mul_(1.01).add_(0.001)
+    for shard in shards(policy):
+        shard.mul_(1.01).add_(0.001)
 
 
 def skip_without(transport: str) -> None:

@@ -12,11 +12,11 @@ import torch
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings
-from tests.helpers.small_run import finished_torchrun, rows, write_small_run
+from tests.helpers.small_run import finished_torchrun, rows, sums_from_files, write_small_run
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 
-LIMIT_S = 280.0  # kernels are compiled at the first start
+LIMIT_S = 540.0  # kernels are compiled at the first start
 # What a machine without flashinfer can run, too.
 BACKENDS: dict[str, Any] = {
     "memory_fraction": 0.3,
@@ -35,22 +35,27 @@ def free_bytes() -> int:
 
 
 def slept_and_woke(path: str, transport: str) -> dict[str, Any]:
-    """Free device memory with the engine awake, asleep and awake again, and greedy tokens before and after."""
+    """Free device memory with the engine awake, asleep and awake again, and greedy tokens before and after.
+
+    They answer one request: those that run together may be batched in another way the second time, and in bfloat16 two
+    tokens are often equally likely. Three together, for which the graph of four is used, must only come to their end.
+    """
     cfg = settings(path, 1, refit={"transport": transport, "bucket_bytes": MIB}, **BACKENDS)
     with rank_with_engine(cfg) as rank:
         found: dict[str, Any] = {}
         change(rank.policy, 0.01)
         rank.refit(version=0)  # compares every weight by digest
         rank.engine.wake()
-        asked = [greedy(ids, 16) for ids in prompts(4)]
-        found["before"] = [answer.token_ids for answer in answers(rank.engine, asked)]
+        *together, alone = [greedy(ids, 16) for ids in prompts(4)]
+        found["before"] = answers(rank.engine, [alone])[0].token_ids
         found["awake"] = free_bytes()
         rank.engine.sleep()
         found["asleep"] = free_bytes()
         rank.refit(version=1)  # brings the memory of the weights back
         rank.engine.wake()
         found["awake again"] = free_bytes()
-        found["after"] = [answer.token_ids for answer in answers(rank.engine, asked)]
+        found["after"] = answers(rank.engine, [alone])[0].token_ids
+        found["together"] = [len(answer.token_ids) for answer in answers(rank.engine, together)]
         return found
 
 
@@ -62,6 +67,38 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it(tmp_path: Path, transport
     assert found["asleep"] - found["awake"] > 0.2 * total  # the cache had 0.3 of what was free
     assert abs(found["awake again"] - found["awake"]) < 512 * MIB
     assert found["before"] == found["after"]
+    assert found["together"] == [16] * 3
+
+
+def fill_free_memory() -> None:
+    """Leave a pattern in almost all of what is free: as places in the engine's cache, all far beyond its end."""
+    size = int(0.9 * free_bytes()) // 4
+    torch.full((size,), 0x7F7F7F7F, dtype=torch.int32, device="cuda")
+    free_bytes()  # gives it back to the device
+
+
+def woke_to_batches(path: str, sizes: list[int]) -> list[list[int]]:
+    """The tokens sampled of each request, in batches of these sizes after each of two sleeps."""
+    with rank_with_engine(settings(path, 1, refit={"bucket_bytes": MIB}, **BACKENDS)) as rank:
+        lengths = []
+        rank.refit(version=0)
+        for version in (1, 2):
+            rank.engine.sleep()
+            fill_free_memory()
+            rank.refit(version=version)
+            rank.engine.wake()
+            for size in sizes:
+                sampled = answers(rank.engine, [greedy(ids, 16) for ids in prompts(size)])
+                lengths.append([len(answer.token_ids) for answer in sampled])
+        return lengths
+
+
+@pytest.mark.timeout(600)
+def test_batches_that_are_padded_to_a_graph_read_no_garbage_after_a_wake(tmp_path: Path) -> None:
+    """The rows of padding stand in memory that was given back; out of bounds, they end the engine's process."""
+    sizes = [3, 5, 11]  # between those of the graphs: 1, 2, 4, 8, 12, 16
+    (lengths,) = run_ranks(1, woke_to_batches, save_qwen3(tmp_path, **SHAPE), sizes, timeout_s=LIMIT_S)
+    assert lengths == [[16] * size for size in sizes] * 2
 
 
 def shared_by_two(path: str) -> int:
@@ -82,7 +119,7 @@ def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) ->
 
 def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of ten steps from the command line."""
-    write_small_run(folder, model={"hidden_size": 64, "num_layers": 2})
+    write_small_run(folder, model={"hidden_size": 64, "num_layers": 2}, **sums_from_files(folder))
     settings = [
         "run.num_steps=10",
         "run.deterministic=false",

@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
-from tests.helpers.small_run import finished_torchrun, write_small_run
+from tests.helpers.small_run import finished_torchrun, sums_from_files, write_small_run
 
 SEQLENS, PROMPTS = [5, 300, 1, 70, 513], [3, 1, 1, 70, 200]
 NO_SGLANG = "SGLang is not installed"
@@ -33,7 +33,8 @@ def noise(*shape: int) -> torch.Tensor:
 
 def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run of 4 steps on one rank with `true_on_policy = true`, of a model whose sizes are those of kernels."""
-    write_small_run(tmp_path, model={"num_layers": 2, "hidden_size": 512, "head_dim": 128}, run={"dir": f"{tmp_path}"})
+    model = {"num_layers": 2, "hidden_size": 512, "head_dim": 128}
+    write_small_run(tmp_path, model=model, run={"dir": f"{tmp_path}"}, **sums_from_files(tmp_path))
     # Kernels are compiled, and graphs recorded, at the first start.
     return finished_torchrun(1, str(tmp_path / "c.toml"), "true_on_policy=true", *overrides, timeout_s=580)
 
@@ -84,9 +85,9 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
     def attended(seqlens: list[int], tokens: slice, name: Kernel = kernel) -> torch.Tensor:
         cu_seqlens = torch.tensor([0, *seqlens]).cumsum(0).int().cuda()
         layout = SequenceLayout(seqlens, cu_seqlens, sampled=sampled[tokens])
-        options: dict[str, Any] = {"scale": head_dim**-0.5, "window": None, "sinks": None}
-        return causal_attention(layout, name)(q[tokens], k[tokens], v[tokens], **options)
+        return causal_attention(layout, name)(q[tokens], k[tokens], v[tokens], layer)
 
+    layer = AttentionLayer(index=0, scale=head_dim**-0.5)
     everything = slice(0, sum(SEQLENS))
     together = attended(SEQLENS, everything)
     start = 0
@@ -94,7 +95,7 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
         tokens = slice(start, start + length)
         assert torch.equal(attended([length], tokens), together[tokens])
         start += length
-    monkeypatch.setattr(sglang_attention, "_SEEN", 1000)
+    monkeypatch.setattr(sglang_attention, "_MAX_PAIRS", 1000)
     assert torch.equal(attended(SEQLENS, everything), together)
     plain = attended(SEQLENS, everything, "varlen")
     torch.testing.assert_close(together, plain, atol=0.02, rtol=0.02)

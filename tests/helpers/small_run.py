@@ -104,9 +104,25 @@ def write_small_run(folder: Path, *, model: dict[str, Any], **tables: Any) -> Pa
     return write_config(folder, **tables)
 
 
+def sums_from_files(folder: Path) -> dict[str, Any]:
+    """Write the sums of two digits into files; return the tables of a run that reads them, and needs no reasoning-gym.
+
+    Every tenth of the hundred is held out.
+    """
+    sums = [{"prompt": f"{a} + {b} =", "answer": f"{a + b}"} for a in range(10) for b in range(10)]
+    held_out = sums[::10]
+    tables: dict[str, Any] = {}
+    for table, records in (("data", [record for record in sums if record not in held_out]), ("eval", held_out)):
+        path = folder / f"{table}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        tables[table] = {"sources": [{"kind": "jsonl", "path": f"{path}"}]}
+    return tables
+
+
 def torchrun_command(num_ranks: int, *arguments: str, max_restarts: int = 0) -> list[str]:
     """The command line that trains on this machine by torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    elastic = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher = [sys.executable, "-m", *elastic, "--nproc-per-node", str(num_ranks)]
     return [*launcher, "--max-restarts", str(max_restarts), "-m", "spmdrl.train", *arguments]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
+from spmdrl.model import operators
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import build_batch
@@ -72,6 +74,12 @@ def _update_each(cases: list[Case], experts: str | None = None) -> list[Outcome]
     """
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         return [_updated(world, path, ParallelConfig(**parallel), experts) for path, parallel in cases]
+
+
+def _update_each_fused(cases: list[Case]) -> list[Outcome]:
+    """`_update_each` with the layers of a GPU."""
+    with mock.patch.object(operators, "_FAST", operators._FUSED):
+        return _update_each(cases)
 
 
 def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | None) -> Outcome:
@@ -138,6 +146,13 @@ def test_a_split_model_has_the_gradients_of_one_rank(
 ) -> None:
     cases = CASES[num_ranks]
     by_rank = run_ranks(num_ranks, _update_each, [(models[model], parallel) for model, parallel in cases])
+    for number, (model, _) in enumerate(cases):
+        assert_same_update(models[model], one_rank[model], [outcomes[number] for outcomes in by_rank])
+
+
+def test_fused_layers_are_split_too(models: dict[str, str], one_rank: dict[str, Outcome]) -> None:
+    cases = [("qwen3", {"tp": 2}), ("llama", {"tp": 2}), ("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"ep": 2})]
+    by_rank = run_ranks(2, _update_each_fused, [(models[model], parallel) for model, parallel in cases])
     for number, (model, _) in enumerate(cases):
         assert_same_update(models[model], one_rank[model], [outcomes[number] for outcomes in by_rank])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmdrl.engine.kv_cache import attend_to_cache
 from spmdrl.model import kernels
-from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention import fastest_varlen, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.short_attention import batches_of_similar_length
@@ -173,6 +173,36 @@ def test_flash_attn_is_asked_to_be_deterministic_and_refuses_sinks(kernel: Kerne
         torch.use_deterministic_algorithms(False)
     with pytest.raises(UserError, match=f'model.attention = "{kernel}" has no attention sinks'):
         causal(q, k, v, layer(None, sinks))
+
+
+def test_older_flash_attn_3_returns_log_sums_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    *qkv, _ = inputs()
+    layout, newer = SequenceLayout(SEQLENS, CU_SEQLENS), flash_on_cpu.flash_attn_varlen_func
+    usual = causal_attention(layout, "flash_attn_3")(*qkv, layer())
+    monkeypatch.setattr(flash_on_cpu, "flash_attn_varlen_func", lambda *args, **kwargs: (newer(*args, **kwargs), None))
+    assert torch.equal(causal_attention(layout, "flash_attn_3")(*qkv, layer()), usual)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_sinks", "installed", "expected"),
+    [
+        ((9, 0), False, True, "flash_attn_3"),
+        ((9, 0), False, False, "varlen"),
+        ((9, 0), True, True, "varlen"),
+        ((8, 0), False, True, "varlen"),
+        ((10, 0), False, True, "varlen"),
+    ],
+)
+def test_flash_attention_3_is_chosen_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_sinks: bool, installed: bool, expected: Kernel
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    module = torch.nn.Linear(1, 1)
+    if has_sinks:
+        module.sinks = torch.nn.Parameter(torch.zeros(2))
+    assert fastest_varlen(torch.nn.Sequential(module)) == expected
 
 
 @pytest.mark.parametrize("kernel", FLASH_ATTN)

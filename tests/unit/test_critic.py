@@ -14,6 +14,7 @@ from torch import Tensor
 from spmdrl.algo.metrics import ExplainedVariance
 from spmdrl.algo.value import clipped_value_loss, fit_sums
 from spmdrl.memory.device import ModelSize, plan_memory
+from spmdrl.memory.overhead import Overhead
 from spmdrl.model.load import critic_shapes, parameter_shapes
 from spmdrl.preflight.forecast import Model, predict
 from tests.helpers import oracle
@@ -81,7 +82,7 @@ def test_a_critic_takes_weights_and_state_of_its_own_and_gradients_in_turn() -> 
     cfg = minimal_config(advantage={"estimator": "gae"})
     small = ModelSize(whole=2**20, shard=2**20, root=2**10, largest_layer=2**15)
     large = ModelSize(whole=2**22, shard=2**22, root=2**12, largest_layer=2**17)
-    sizes = {"num_ranks": 1, "compute_bytes": 2, "device_bytes": 2**36}
+    sizes = {"num_ranks": 1, "compute_bytes": 2, "device_bytes": 2**36, "overhead": Overhead()}
     alone, both = plan_memory(cfg, small, **sizes), plan_memory(cfg, small, critic=large, **sizes)
     critic = plan_memory(cfg, large, **sizes)
     assert both.weights == alone.weights + critic.weights

@@ -22,6 +22,7 @@ from spmdrl.data.sources import FileSource, ReasoningGymSource, open_source
 from spmdrl.data.stream import PromptStream, Turns, held_out_prompts, make_held_out, make_training_stream, question_key
 from spmdrl.data.tokenizer import decode, encode_prompt, load_tokenizer, stop_token_ids
 from spmdrl.types import UserError
+from tests.helpers.broken_library import break_library
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -245,6 +246,12 @@ def test_data_sets_that_draw_while_they_are_made_are_made_anew() -> None:
 def test_numpy_sized_seeds_fit_every_task() -> None:
     source = ReasoningGymSource(ReasoningGymData(kind="reasoning_gym", task="pool_matrix"), seed=2**63 - 1)
     assert len({source.row(i).question for i in range(20)}) == 20
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = break_library("reasoning_gym", tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=f'^data of kind = "reasoning_gym" needs packages .*: {lacks}; install'):
+        open_source(sums(), seed=0)
 
 
 def test_metadata_is_what_the_scorer_needs() -> None:

@@ -5,6 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+from spmdrl.train import main
+from tests.helpers.broken_library import break_library
+from tests.helpers.small_run import sums_from_files, write_small_run
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -16,3 +22,13 @@ def test_no_test_module_is_imported() -> None:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             wrong = [name for name in names if name.startswith("tests.") and not name.startswith("tests.helpers")]
             assert not wrong, f"{path.relative_to(TESTS)} imports {wrong}: move what it needs to tests/helpers"
+
+
+def test_a_run_from_files_needs_no_reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tests of devices, which run on machines that lack it."""
+    for library in ("reasoning_gym", "math_verify"):
+        break_library(library, tmp_path, monkeypatch)
+    model = {"hidden_size": 32, "num_layers": 1}
+    from_files = write_small_run(tmp_path, model=model, **sums_from_files(tmp_path))
+    assert main([str(from_files), "--dry-run"]) == 0
+    assert main([str(write_small_run(tmp_path, model=model)), "--dry-run"]) == 2

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, Qwen3MoeConfig
 
+from spmdrl.tools import doctor
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
+from tests.helpers import fake_packages
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
@@ -147,18 +151,72 @@ def test_doctor_answers_here() -> None:
     assert "gloo              yes" in done.stdout
 
 
-QWEN = {"qwen3-0.6b-math-1gpu": 1, "qwen3-4b-math-1node": 8, "qwen3-4b-math-4node": 32}
+def test_doctor_names_a_host_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    line = next(doctor._communication(None))
+    assert line.startswith("host name         node7 ") and "does not resolve; torchrun --standalone needs" in line
+
+
+TORCH = """
+import ctypes
+from types import SimpleNamespace
+
+__version__ = "2.11.0+cu130"
+version = SimpleNamespace(cuda="13.0")
+cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+distributed = SimpleNamespace(is_available=lambda: False, is_nccl_available=lambda: True)
+"""
+
+
+def test_doctor_tries_to_start_a_process_as_sglang_does(tmp_path: Path) -> None:
+    runtime = fake_packages.make_runtime(tmp_path / "nvidia_driver")
+    fake_packages.make_saver(tmp_path, runtime)
+    fake_packages.make_package(tmp_path, "sglang", version="0.5.23")
+    fake_packages.make_package(tmp_path, "sglang-kernel", version="0.4.10", module="sgl_kernel")
+
+    def says(torch: str) -> str:
+        (tmp_path / "torch.py").write_text(torch)
+        command = [sys.executable, "-S", ROOT / "launch" / "doctor.py"]  # -S: only what PYTHONPATH has
+        done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return next(line for line in done.stdout.splitlines() if line.startswith("  SGLang rollouts"))
+
+    sentence = f"no process starts with torch_memory_saver: {sys.executable}: error while loading shared libraries: "
+    assert f"{sentence}{fake_packages.RUNTIME}: cannot open shared object file" in says(TORCH)
+    assert sentence not in says(f"{TORCH}\nctypes.CDLL({str(runtime)!r})")  # as torch loads its own
+
+
+QWEN = {
+    "qwen3-0.6b-math-1gpu": 1,
+    "qwen3-4b-math-1h200": 1,
+    "qwen3-4b-math-1node": 8,
+    "qwen3-8b-math-1node": 8,
+    "qwen3-4b-math-4node": 32,
+    "qwen3-30b-a3b-math-4node": 32,
+}
 
 
 @pytest.fixture(scope="module")
 def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks as after the downloads that the Qwen configurations name."""
     folder = tmp_path_factory.mktemp("downloads")
-    for name in ("Qwen3-0.6B", "Qwen3-4B"):
+    for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"):
         save_tiny_model(folder / "models" / name, hidden_size=32, num_layers=1, max_tokens=40960)
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
         )
+    # The last one has experts in its config; a dry run looks into no weight.
+    experts = folder / "models" / name
+    small = AutoConfig.from_pretrained(experts).to_dict()
+    sizes = {key: small[key] for key in ("vocab_size", "hidden_size", "head_dim", "eos_token_id", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 40960}
+    Qwen3MoeConfig(
+        **sizes, **heads, num_experts=128, moe_intermediate_size=8, architectures=["Qwen3MoeForCausalLM"]
+    ).save_pretrained(experts)
     for name, rows in (("dapo-math-17k", range(40)), ("aime-2024", range(100, 130))):
         file = folder / "datasets" / name / f"{name}.jsonl"
         file.parent.mkdir(parents=True)

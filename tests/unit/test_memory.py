@@ -21,6 +21,7 @@ from spmdrl.memory.device import (
     model_size,
     plan_memory,
 )
+from spmdrl.memory.overhead import Overhead
 from spmdrl.model.host_memory import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
@@ -28,6 +29,7 @@ from tests.helpers.configs import minimal_config, model_config
 from tests.helpers.models import save_llama, save_qwen3
 
 BILLION = ModelSize(whole=2**30, shard=2**27, root=2**27, largest_layer=2**25)  # on 8 ranks
+CUDA = Overhead(rank={"context": GIB})
 
 
 def planned(size: ModelSize = BILLION, *, device_gib: float = 80, share: float | None = None, **sections: Any):
@@ -37,7 +39,7 @@ def planned(size: ModelSize = BILLION, *, device_gib: float = 80, share: float |
         rollout = cfg.rollout.model_copy(update={"engine": "sglang", "memory_fraction": share})
         cfg = cfg.model_copy(update={"rollout": rollout})
     device_bytes = int(device_gib * GIB)
-    plan = plan_memory(cfg, size, num_ranks=8, compute_bytes=2, device_bytes=device_bytes)
+    plan = plan_memory(cfg, size, num_ranks=8, compute_bytes=2, device_bytes=device_bytes, overhead=CUDA)
     return plan, list(memory_problems(plan, cfg, device_bytes=device_bytes))
 
 
@@ -54,6 +56,7 @@ def test_a_plan_counts_every_part() -> None:
         free_at_launch=79 * GIB - GIB // 2,
         engine_share=None,
         engine_keeps=2 * GIB,
+        overhead=CUDA,
     )
     assert plan.awake == 2 * GIB + plan.gathered
     assert not problems
@@ -123,11 +126,11 @@ def test_a_device_that_holds_one_side_is_planned_for_that_side() -> None:
     assert not problems
     assert (plan.engine_weights, plan.engine_keeps, plan.engine_share) == (0, 0, None)
     _, (problem,) = planned(rollout=apart, device_gib=3)
-    assert "more than is usable" in problem and "sleeping engine" not in problem
+    assert "together more than the device's 3.0 GiB" in problem and "sleeping engine" not in problem
     cfg = minimal_config(rollout=apart)
 
     def sentences(device_gib: float) -> list[str]:
-        return list(engine_problems(cfg, BILLION, compute_bytes=2, device_bytes=int(device_gib * GIB)))
+        return list(engine_problems(cfg, BILLION, CUDA, compute_bytes=2, device_bytes=int(device_gib * GIB)))
 
     assert not sentences(4)
     (problem,) = sentences(3)

@@ -27,6 +27,7 @@ from spmdrl.rewards import exact, math, reasoning_gym
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
+from tests.helpers.broken_library import break_library
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
 
@@ -263,6 +264,18 @@ def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., F
     ):
         with pytest.raises(UserError, match=message):
             RewardPool(RewardConfig(terms=(FunctionReward(kind="function", function=name),)))
+
+
+@pytest.mark.parametrize(
+    ("library", "term"),
+    [("reasoning_gym", ReasoningGymReward(kind="reasoning_gym")), ("math_verify", MathReward(kind="math"))],
+)
+def test_a_library_that_cannot_be_imported_is_named(
+    library: str, term: ReasoningGymReward | MathReward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacks = break_library(library, tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=f'cannot be loaded: kind = "{term.kind}" needs a package .*: {lacks}; install'):
+        RewardPool(RewardConfig(terms=[term], num_workers=1))
 
 
 def test_a_file_does_not_hide_a_module_of_python(function: Callable[..., FunctionReward]) -> None:

@@ -1,16 +1,21 @@
-"""What a run opens to the network."""
+"""What a run opens to the network, and the groups that one of its ranks joins alone."""
 
 from __future__ import annotations
 
+import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from spmdrl.dist.session import _store_of_this_start, listening_store
+from spmdrl.dist.session import _store_of_this_start, listening_store, spmd_session
+from spmdrl.engine.sglang import process
 
 
 def listening_on(port: int) -> set[str]:
@@ -46,3 +51,33 @@ def test_ranks_that_are_started_again_meet_each_other_and_not_those_before(monke
         with ThreadPoolExecutor(3) as ranks:
             found = list(ranks.map(address_of_last, range(3), [start] * 3))
         assert found == [f"of start {start}"] * 3
+
+
+def as_sglang_does(*, backend: str, store: dist.Store, world_size: int, rank: int, group_name: str) -> object:
+    """Join a group of processes that need not be ranks of this run; what SGLang's `init_custom_process_group` does."""
+    limit = timedelta(seconds=20)
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size, rank, [], backend, store, group_name=group_name, timeout=limit
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {0: 0}
+    return group
+
+
+def test_a_group_with_engines_splits_nothing_that_the_other_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL bound to a device, torch would split the run's communicator, on this rank alone."""
+    asked = []
+    monkeypatch.setattr(process, "import_sglang", lambda: None)
+    monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
+    for name in ("sglang.srt", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "init_custom_process_group", as_sglang_does, raising=False)
+    with spmd_session(threads_per_rank=1, deterministic=False):
+        monkeypatch.setattr(distributed_c10d, "_get_split_source", asked.append)
+        default, device = distributed_c10d._get_default_group(), torch.device("cuda", 0)
+        default.bound_device_id = device
+        group = process.update_group(dist.HashStore(), "weights", num_ranks=1, backend="gloo")
+        assert default.bound_device_id == device and asked == []
+        default.bound_device_id = None
+        whole = torch.ones(1)
+        dist.all_reduce(whole, group=group)
+        assert whole == 1

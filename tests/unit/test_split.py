@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen3MoeConfig,
 )
+from transformers.distributed.mixin import DistributedMixin
 
 from spmdrl.config import ParallelConfig
 from spmdrl.model.load import load_model_config, parallel_model_problems
@@ -47,6 +49,14 @@ def problems(config: PreTrainedConfig, **sizes: int) -> list[str]:
 )
 def test_what_can_be_split_has_no_problems(config: PreTrainedConfig, sizes: dict[str, int]) -> None:
     assert problems(config, **sizes) == []
+
+
+def test_a_transformers_without_plans_for_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DistributedMixin, "ep_plan")
+    assert problems(MOE, tp=4) == []
+    (sentence,) = problems(MOE, ep=2)
+    assert sentence.startswith(f"parallel.ep = 2, but transformers {transformers.__version__} has no plans")
+    assert sentence.endswith("install 5.19 or newer, or set ep = 1")
 
 
 def test_everything_that_tp_does_not_divide_is_named_with_what_would() -> None:

@@ -68,6 +68,22 @@ def test_the_largest_weight_counts_even_when_buckets_are_small(tmp_path: Path, m
     assert "the 2 ranks of this machine" in str(shared_memory_problem(cfg, config, num_ranks=1))
 
 
+ADVICE = "Search for `cudaErrorInvalidValue' in https://docs.nvidia.com for more information.\nCompile with ..."
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        f"CUDA error: invalid argument\n{ADVICE}",  # what this process raises
+        'Traceback (most recent call last):\n  File "<string>", line 4, in <module>\n    storage = torch.Untyped\n'
+        f"torch.AcceleratorError: CUDA error: invalid argument\n{ADVICE}\n",  # what the other process prints
+    ],
+)
+def test_the_error_is_named_and_not_the_advice_that_follows(reason: str) -> None:
+    told = transport._because(reason).removeprefix("one process cannot open another's device memory ")
+    assert told in ("(CUDA error: invalid argument)", "(torch.AcceleratorError: CUDA error: invalid argument)")
+
+
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, *, others: str | None) -> tuple[Any, list]:
     """What two ranks of which this one's device works choose, and what is told."""
     monkeypatch.setattr(transport, "cuda_ipc_problem", lambda device: None)

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.config.plan import Plan
-from spmdrl.dist.session import World, local_rank
+from spmdrl.dist.device import local_rank
+from spmdrl.dist.session import World
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
+from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
@@ -78,12 +83,17 @@ class SGLangOptions:
 def sglang_problems(
     cfg: Config, model_config: Any, stop_token_ids: frozenset[int] | None, *, num_ranks: int, device_type: str
 ) -> Iterator[str]:
-    """Yield a sentence for each reason why `rollout.engine = "sglang"` could not start. Raises UserError when SGLang is
-    not installed, or when processes of an earlier run are still there."""
+    """Yield a sentence for each reason why `rollout.engine = "sglang"` could not start. Raises UserError when SGLang
+    cannot be imported, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
+    if device_type == "cuda" and (problem := kernel_problem(torch.__version__)):
+        raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
         sglang_process.check_orphans()
+    if device_type == "cuda":
+        yield from _device_problems(cfg)
     yield from _argument_problems(cfg.rollout.sglang)
+    yield from _graph_problems(cfg)
     engine_ranks = cfg.rollout.num_ranks or num_ranks
     yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=engine_ranks, device_type=device_type)
     yield from _placement_problems(cfg.rollout.tp_size, first=num_ranks - engine_ranks, num_ranks=num_ranks)
@@ -118,6 +128,47 @@ def sglang_problems(
         kind = sglang_process.argument_types()["attention_backend"]
         if problem := sglang_process.type_problem(backend, kind):
             yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
+
+
+def _device_problems(cfg: Config) -> Iterator[str]:
+    # With true_on_policy the trainer needs the same kernels, and says so itself.
+    if not cfg.true_on_policy and (
+        problem := attention_problem(cfg.rollout.attention_backend, torch.cuda.get_device_capability())
+    ):
+        yield problem
+    has_saver = cfg.rollout.placement == "colocated"
+    if has_saver and (problem := preload.start_problem(preload.library_path())):
+        yield (
+            'rollout.engine = "sglang": its processes load the library of torch_memory_saver first, and with it no '
+            f"process starts here: {problem}; put the folder of what is missing on {preload.PATH_VARIABLE}"
+        )
+
+
+def _graph_problems(cfg: Config) -> Iterator[str]:
+    """Yield a sentence when CUDA graphs of prompts would hold memory that the trainer counts on."""
+    backend = _prompt_graphs(cfg.rollout.sglang)
+    if backend == "disabled" or cfg.rollout.placement != "colocated":
+        return
+    if backend == "breakable":
+        yield (
+            "rollout.sglang: CUDA graphs of prompts that are breakable, which is SGLang's default, keep their memory "
+            'while the trainer works; set cuda_graph_backend_prefill = "full" there and add "cuda_graph" to '
+            "offload.engine, or leave prompts without graphs"
+        )
+    elif "cuda_graph" not in cfg.offload.engine:
+        yield (
+            f'rollout.sglang: CUDA graphs of prompts ("{backend}") keep their memory while the trainer works; add '
+            '"cuda_graph" to offload.engine, or leave prompts without graphs'
+        )
+
+
+def _prompt_graphs(given: Mapping[str, Any]) -> str:
+    """Name the kind of CUDA graph that prompts have with these arguments on top of ours, as SGLang reads them."""
+    config = given.get("cuda_graph_config")
+    of_prompts = config.get("prefill") if isinstance(config, dict) else None
+    explicit = of_prompts.get("backend") if isinstance(of_prompts, dict) else None
+    by_default = "disabled" if given.get("disable_prefill_cuda_graph", True) else "breakable"
+    return explicit or given.get("cuda_graph_backend_prefill") or by_default
 
 
 def _argument_problems(given: dict[str, Any]) -> Iterator[str]:
@@ -215,6 +266,8 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         "enable_deterministic_inference": cfg.run.deterministic or cfg.true_on_policy,
         "enable_memory_saver": not on_cpu and cfg.rollout.placement == "colocated",  # else it never sleeps
         "disable_cuda_graph": on_cpu or not rollout.cuda_graphs,
+        # SGLang's default kind cannot be given back, and capturing every size up to a chunk takes long.
+        "disable_prefill_cuda_graph": True,
         "log_level": "error",
     }
     arguments |= _set(
@@ -239,11 +292,12 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
     }
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
+    if arguments["enable_memory_saver"]:
+        environment |= preload.library_path()
     if cfg.true_on_policy:
         environment |= sglang_kernels.ENVIRONMENT
     if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
-        arguments["disable_prefill_cuda_graph"] = True  # of the kind that prompts have, none can be given back
     return SGLangOptions(
         arguments=arguments | rollout.sglang,
         environment=environment,

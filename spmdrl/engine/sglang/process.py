@@ -1,4 +1,4 @@
-"""Start, call and end the processes of one SGLang engine. The only importer of the engine.
+"""Start, call and end the processes of one SGLang engine.
 
 `sglang.Engine` is made to live inside a process that has more to do: what it changes here (environment, signal
 handlers, start method, event loop policy, logging) is put back, its event loop runs in a thread of its own, the death
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from spmdrl.dist.session import apart_from_the_run
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.types import UserError
@@ -209,9 +210,10 @@ def update_group(store: Store, name: str, *, num_ranks: int, backend: str) -> Pr
     from sglang.srt.utils import init_custom_process_group
 
     # The engines put the group's name before their keys.
-    return init_custom_process_group(
-        backend=backend, store=PrefixStore(name, store), world_size=num_ranks, rank=0, group_name=name
-    )
+    with apart_from_the_run():
+        return init_custom_process_group(
+            backend=backend, store=PrefixStore(name, store), world_size=num_ranks, rank=0, group_name=name
+        )
 
 
 class SGLangProcess:
@@ -228,7 +230,11 @@ class SGLangProcess:
         import_sglang()
         from sglang.srt.entrypoints.engine import Engine
 
+        from spmdrl.engine.sglang.scheduler import run_scheduler
+
         class OwnEngine(Engine):
+            run_scheduler_process_func = staticmethod(run_scheduler)
+
             def shutdown(self) -> None:
                 """Do nothing: the original kills every child of its process, not only its own."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.session import default_device_type
+from spmdrl.dist.device import default_device_type
 from spmdrl.model.load import compute_dtype, parameter_shapes
 from spmdrl.refit.bucket import Weight, plan_buckets
 from spmdrl.types import UserError
@@ -24,6 +25,7 @@ Transport = Literal["cuda_ipc", "shared_memory"]
 
 SHARED_MEMORY = "/dev/shm"
 _MIB = 2**20
+_ERROR = re.compile(r"[\w.]*Error: ")
 _PATTERN = bytes(range(256))
 _READER = """
 import pickle, sys, torch
@@ -83,8 +85,10 @@ def cuda_ipc_problem(device: torch.device, *, limit_s: float = 120.0) -> str | N
 
 
 def _because(reason: str) -> str:
-    lines = [line.strip() for line in reason.splitlines() if "Error" in line] or reason.split("\n")[-1:]
-    return f"one process cannot open another's device memory ({lines[0]})"
+    """Put the line of a message or traceback that names the error into a sentence; CUDA adds lines of advice."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is given"]
+    error = next((line for line in lines if _ERROR.match(line)), lines[0])
+    return f"one process cannot open another's device memory ({error})"
 
 
 def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> str | None:

@@ -1,0 +1,202 @@
+"""transformers' norms, rotary embeddings and gated activations, each in one pass over its tensors.
+
+transformers computes them operation by operation, and each operation reads and writes whole tensors, some in float32.
+Here each is one operation with a backward pass of its own: `fused_triton.py` on CUDA, `fused_plain.py` elsewhere. Sums
+and products are float32 and rounded once, at the end, where transformers rounds after every operation. What autograd
+keeps is in `memory/activations.py`, and the bytes that are read and written are in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.linear import use_fast_linears
+from spmdrl.types import UserError
+
+# The model types whose layers compute as the ones below do, and the beginning of the names of their classes.
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+
+
+def has_fused_layers(model_config: Any) -> bool:
+    """Return True for a model whose layers are replaced here; others keep their own."""
+    activation = getattr(model_config, "hidden_act", None)
+    return model_config.model_type in FAMILIES and activation in ("silu", "swish")
+
+
+def use_fused_layers(model: nn.Module) -> None:
+    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded.
+
+    Raises UserError where there is a device and Triton cannot compile for it.
+    """
+    use_fast_linears(model)
+    config: Any = model.config
+    if not has_fused_layers(config):
+        return
+    if torch.cuda.is_available():
+        _check_compiler()
+    prefix = f"transformers.models.{config.model_type}.modeling_{config.model_type}.{FAMILIES[config.model_type]}"
+    for module in model.modules():
+        match f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(prefix):
+            case "RMSNorm":
+                module.__class__ = _Norm
+            case "Attention":
+                module.__class__ = _Attention
+                for name in ("q_norm", "k_norm"):
+                    if hasattr(module, name):
+                        getattr(module, name).__class__ = _HeadNorm
+            case "MLP":
+                module.__class__ = _Mlp
+            case "Experts":
+                module._apply_gate = _gated_halves  # type: ignore[assignment]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dim: x [..., D] and weight [D] give [..., D]."""
+    # torch has one kernel for each pass, but only for CUDA.
+    return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else _RmsNorm.apply(x, weight, eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """Rotate the two halves of each head by its token's angles: x [T, H, D], cos and sin [T, D] give [T, H, D].
+
+    With `weight` [D] the heads are normalized before, as by `rms_norm`. The tables hold each angle twice, once for each
+    half; the first half is read.
+    """
+    rotated: Tensor = _Rotation.apply(x, weight, cos, sin, eps)
+    return rotated
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate / (1 + exp(-gate)) * up, all [..., I]."""
+    gated: Tensor = _SwiGlu.apply(gate, up)
+    return gated
+
+
+def _gated_halves(gate_up: Tensor) -> Tensor:
+    """`swiglu` of the two halves of experts' outputs: [N, 2 I] gives [N, I]."""
+    return swiglu(*gate_up.chunk(2, dim=-1))
+
+
+@functools.cache
+def _check_compiler() -> None:
+    """Run the smallest kernel, because the first one also needs a C compiler and Python's headers."""
+    try:
+        swiglu(torch.ones(1, device="cuda"), torch.ones(1, device="cuda"))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"Triton cannot compile for this device ({type(error).__name__}: {reason}); it needs a C compiler and "
+            'Python\'s headers; install them, or set model.attention = "sdpa", with which layers need no Triton'
+        ) from error
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    """Return the functions for the device of x."""
+    if x.is_cuda:
+        from spmdrl.model import fused_triton  # Triton is there where CUDA is
+
+        return fused_triton
+    from spmdrl.model import fused_plain
+
+    return fused_plain
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, rstd = _kernels(x).rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_kernels(grad).rms_norm_backward(grad, *ctx.saved_tensors), None
+
+
+class _Rotation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
+        ctx.eps = eps
+        return _kernels(x).rotate(x, weight, cos, sin, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_kernels(grad).rotate_backward(grad, *ctx.saved_tensors, ctx.eps), None, None, None
+
+
+class _SwiGlu(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _kernels(gate).swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _kernels(grad).swiglu_backward(grad, *ctx.saved_tensors)
+
+
+class _Norm(nn.Module):
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+class _HeadNorm(nn.Module):
+    """The norm of each head [T, H, D] and its rotation; a module, so that whoever wraps its forward sees the weight."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos, sin, self.weight, self.variance_epsilon)
+
+
+class _Attention(nn.Module):
+    """Attention over the packed tokens [1, T, D] of a micro-batch, with or without norms of heads."""
+
+    head_dim: int
+    layer_idx: int
+    scaling: float
+    sliding_window: int | None = None  # Llama's have no such attribute
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Module
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, attend: Attend, **_: Any
+    ) -> tuple[Tensor, None]:
+        cos, sin = (table[0] for table in position_embeddings)
+        q, k, v = (
+            project(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = getattr(self, "q_norm", rotate)(q, cos, sin), getattr(self, "k_norm", rotate)(k, cos, sin)
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+        layer = AttentionLayer(index=self.layer_idx, scale=self.scaling, window=self.sliding_window)
+        return self.o_proj(attend(query, key, value, layer).flatten(2)), None
+
+
+class _Mlp(nn.Module):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return out

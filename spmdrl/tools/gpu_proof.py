@@ -1,0 +1,94 @@
+"""Prove on a GPU what no CPU can show, one stage a command: `launch/gpu_proof.sh STAGE` calls this program.
+
+Each stage prints facts about the machine, runs tests and benchmarks whatever fails, and ends with a table. The folder
+that it names then holds gpu-proof-STAGE.json, of which `spmdrl.tools.gpu_report` makes docs/gpu-confirmed.md, and
+gpu-proof-STAGE.log with all output. Exit code 0 when everything was as expected, 1 when it was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from spmdrl.tools.proof.commit import ROOT, commit_id
+from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
+from spmdrl.tools.proof.stages import STAGES
+
+_DEFAULT_FOLDER = "runs/gpu-proof"
+_MAX_REASONS = 12  # shown below the table; all are in the file
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a stage; return the exit code."""
+    stages = "; ".join(f"{name}: {stage.about}" for name, stage in STAGES.items())
+    parser = argparse.ArgumentParser(prog="launch/gpu_proof.sh", description=__doc__.splitlines()[0], epilog=stages)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--commit-file", type=Path, help="commit.json of the bundle; for a copy without git")
+    arguments = parser.parse_args(argv)
+    folder = Path(os.environ.get("OUT") or ROOT / _DEFAULT_FOLDER)
+    commit, stage = commit_id(ROOT, arguments.commit_file), STAGES[arguments.stage]
+    print(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
+    record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit)
+    print("\n".join(["", *table(record), "", *reasons(record), verdict(record), f"written: {folder}"]))
+    return 0 if is_as_expected(record) else 1
+
+
+def table(record: Record) -> Iterator[str]:
+    """Yield the lines of the table that ends a stage."""
+    rows = [("what", "seen", "expected")]
+    rows += [(step["name"], seen(step), step["expected"]) for step in record["steps"]]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, found, expected in rows:
+        yield f"{name:<{widths[0]}}  {found:<{widths[1]}}  {expected}"
+
+
+def seen(step: Record) -> str:
+    """Say in a few words how a step ended."""
+    if "exit_code" not in step:
+        return str(step["status"])
+    counts = step.get("tests", {}).get("counts", {})
+    words = [f"{count} {outcome}" for outcome, count in counts.items() if count]
+    if not words or step["status"] == KILLED:
+        words.insert(0, step["status"])
+    if not counts and step["status"] == FAILED:
+        words.append(f"exit code {step['exit_code']}")
+    return f"{', '.join(words)}, {step['seconds']:.0f} s"
+
+
+def reasons(record: Record) -> Iterator[str]:
+    """Yield a line for each failure, then the end of the output of programs that failed."""
+    lines = [
+        f"failed: {test}: {reason}"
+        for step in record["steps"]
+        for test, reason in step.get("tests", {}).get("failed", {}).items()
+    ]
+    for step in record["steps"]:
+        if "tail" in step and not step.get("tests", {}).get("failed"):
+            last = next((line for line in reversed(step["tail"]) if line.strip()), "no output")
+            lines.append(f"{step['status']}: {step['name']}: {last}")
+    yield from lines[:_MAX_REASONS]
+    if len(lines) > _MAX_REASONS:
+        yield f"and {len(lines) - _MAX_REASONS} more, in the file"
+
+
+def verdict(record: Record) -> str:
+    """Say in a sentence what the stage has shown."""
+    if not record["machine"].get("devices"):
+        return "There is no CUDA device here: nothing was proved."
+    of = [step["status"] for step in record["steps"]]
+    wrong = sum(status not in (PASSED, SKIPPED, NOT_REACHED) for status in of)
+    return f"{of.count(PASSED)} of {len(of)} steps passed, {wrong} failed, {of.count(NOT_REACHED)} were not reached."
+
+
+def is_as_expected(record: Record) -> bool:
+    """True when there was a device and every step passed or had nothing to test on it."""
+    return bool(record["machine"].get("devices")) and all(
+        step["status"] in (PASSED, SKIPPED) for step in record["steps"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Write docs/gpu-confirmed.md from what `launch/gpu_proof.sh` wrote: `python -m spmdrl.tools.gpu_report [FILE ...]`.
+
+Without files it reads benchmarks/results/gpu-proof-*.json. Each claim of `proof/claims.py` has a row, with what the
+newest file says of its tests and steps, or "not yet run"; then come the figures, and where and when they were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdrl.tools.proof.claims import CLAIMS, Claim
+from spmdrl.tools.proof.commit import ROOT
+from spmdrl.tools.proof.evidence import judge, outcomes
+from spmdrl.tools.proof.run import PASSED, Record
+
+_INTRODUCTION = """\
+# What a GPU has confirmed
+
+<!-- Generated from benchmarks/results/gpu-proof-*.json by `python -m spmdrl.tools.gpu_report`; a test compares. -->
+
+Every claim about GPUs, with the tests of `tests/gpu` or the benchmarks that show it, and what was seen of them.
+[gpu.md](gpu.md#the-first-25-minutes-on-a-gpu) says how to run them. "Not yet run" means that the code is written and no
+GPU has confirmed it; [guarantees.md](guarantees.md) lists what a CPU shows.
+"""
+_NONE = "**No GPU has run any of it yet.**\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.gpu_report", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="gpu-proof-*.json")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu-confirmed.md", help="the page to write")
+    arguments = parser.parse_args(argv)
+    files = arguments.files or committed(ROOT)
+    try:
+        records = {path.stem: _read(path) for path in files}
+    except (OSError, ValueError) as problem:
+        print(f"cannot report: {problem}", file=sys.stderr)
+        return 2
+    arguments.page.write_text(page(records, CLAIMS), encoding="utf-8")
+    print(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
+    return 0
+
+
+def committed(root: Path) -> list[Path]:
+    """Return the files of results that are in the repository."""
+    return sorted((root / "benchmarks/results").glob("gpu-proof-*.json"))
+
+
+def page(records: Mapping[str, Record], claims: Mapping[str, Sequence[Claim]]) -> str:
+    """Return the page for these records, by name of their file."""
+    seen = outcomes(records)
+    parts = [_INTRODUCTION]
+    parts += _where(records) if records else [_NONE]
+    for title, some in claims.items():
+        rows = [("claim", "seen", "in", "shown by")]
+        for claim in some:
+            finding = judge(claim, seen)
+            rows.append((claim.what, finding.result, ", ".join(finding.records), _evidence(claim)))
+        parts.append(f"## {title}\n\n{_table(rows)}")
+    parts += _figures(records)
+    return "\n".join(parts)
+
+
+def _read(path: Path) -> Record:
+    try:
+        record: Record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path} is no JSON file: {problem}") from problem
+    if not isinstance(record, dict) or not {"date", "commit", "machine", "versions", "steps"} <= record.keys():
+        raise ValueError(f"{path} was not written by launch/gpu_proof.sh; name a gpu-proof-STAGE.json")
+    if not record["machine"].get("devices"):
+        raise ValueError(f"{path} is of a machine without a CUDA device, or of one that could not use it; leave it out")
+    return record
+
+
+def _where(records: Mapping[str, Record]) -> Iterator[str]:
+    """The section about machines, versions and dates."""
+    rows = [("file", "devices", "driver, CUDA", "versions", "date", "commit", "steps that passed")]
+    for name, record in sorted(records.items()):
+        machine, versions = record["machine"], record["versions"]
+        statuses = [step["status"] for step in record["steps"]]
+        rows.append(
+            (
+                name,
+                ", ".join(machine.get("devices", [])) or "none",
+                f"{machine.get('driver') or '-'}, {machine.get('cuda') or '-'}",
+                ", ".join(f"{package} {version}" for package, version in versions.items()),
+                record["date"].partition("T")[0],
+                _short(record["commit"]),
+                f"{statuses.count(PASSED)} of {len(statuses)}",
+            )
+        )
+    yield f"## Where and when\n\n{_table(rows)}"
+
+
+def _figures(records: Mapping[str, Record]) -> Iterator[str]:
+    """A section for each step whose program printed rows of numbers, also where something else in it failed."""
+    for name, record in sorted(records.items()):
+        for step in record["steps"]:
+            measured = [dict(_scalars(row)) for row in step.get("figures", {}).get("rows", [])]
+            columns = list(dict.fromkeys(column for row in measured for column in row))
+            rows = [columns, *([_shown(row.get(column)) for column in columns] for row in measured)]
+            if columns:
+                about = f"`{step['command']}`, {step['status']}, in {name}"
+                yield f"## Figures: {step['name']}\n\n{about}\n\n{_table(rows)}"
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of a row and of the rows inside it that are numbers or words; series are left to the file."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key} ")
+        elif isinstance(value, str | int | float):
+            yield f"{prefix}{key}", value
+
+
+def _short(commit: str) -> str:
+    """The first digits of a commit, and whether files differed from it."""
+    digits, space, rest = commit.partition(" ")
+    return f"{digits[:10]}{space}{rest}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _evidence(claim: Claim) -> str:
+    """Tests by file, then steps."""
+    by_file: dict[str, list[str]] = {}
+    for test in claim.tests:
+        file, _, name = test.partition("::")
+        by_file.setdefault(file, []).append(f"`{name}`")
+    parts = [f"`tests/gpu/test_{file}.py`: {', '.join(names)}" for file, names in by_file.items()]
+    return "; ".join([*parts, *(f"step `{step}`" for step in claim.steps)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first row is its head."""
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Run the steps of a stage one after the other, each within its time, and write down how each ended.
+
+The record is on disk before the first step and after each, so that a stage which is killed leaves what it has seen.
+Needs nothing but Python: it must run where nothing else does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from spmdrl.tools.proof import tests_seen
+from spmdrl.tools.proof.stages import Stage, Step
+
+PASSED, FAILED, SKIPPED, KILLED = "passed", "failed", "skipped", "killed"
+RUNNING, NOT_REACHED = "running", "not reached"  # RUNNING stays where the stage itself was killed
+MIN_SHARE = 0.25  # a step that would have less of its limit than this is not begun
+STACKS_S = 5.0  # for a process to write its stacks before it is killed
+TAIL_LINES = 25
+_NO_TESTS = 5  # the exit code of pytest when a file skips itself
+_POLL_S = 0.1
+_GONE_S = 10.0  # for killed processes to give back what they hold
+_MARK = "SPMDRL_PROOF_STEP"
+
+Record = dict[str, Any]
+
+
+def run_stage(name: str, stage: Stage, *, root: Path, folder: Path, commit: str) -> Record:
+    """Run a stage in `root`; return the record, which is in `folder`/gpu-proof-NAME.json, with all output beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    planned = (stage.facts, *stage.steps)
+    record: Record = {
+        "stage": name,
+        "about": stage.about,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit,
+        "machine": {},
+        "versions": {},
+        "seconds": 0.0,
+        "steps": [_not_reached(step) for step in planned],
+    }
+    with open(folder / f"gpu-proof-{name}.log", "wb") as log:
+        for step, found in zip(planned, record["steps"], strict=True):
+            left_s = stage.budget_s - (time.monotonic() - began)
+            if left_s < MIN_SHARE * step.limit_s:
+                continue
+            found["status"] = RUNNING
+            _write(folder, record)
+            found |= run_step(step, limit_s=min(step.limit_s, left_s), root=root, log=log)
+            if step is stage.facts:
+                record |= {key: found["figures"].get(key, {}) for key in ("machine", "versions")}
+            record["seconds"] = round(time.monotonic() - began, 1)
+            _write(folder, record)
+    return record
+
+
+def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO) -> Record:
+    """Run one step, show its output here and in the log, and say how it ended. No process that it started stays."""
+    began = time.monotonic()
+    _show(f"\n== {step.name}: {' '.join(step.command)}   at most {limit_s:.0f} s\n".encode(), log)
+    with tempfile.TemporaryDirectory() as scratch:
+        output, lines = Path(scratch) / "output", Path(scratch) / "tests"
+        with open(output, "wb") as sink, open(output, "rb") as source:
+            code, killed = _run(
+                step.command,
+                {tests_seen.FILE_VARIABLE: str(lines), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+                limit_s=limit_s,
+                root=root,
+                sink=sink,
+                meanwhile=lambda: _show(source.read(), log),
+            )
+        seen, text = tests_seen.read(lines), output.read_text(encoding="utf-8", errors="replace")
+    found: Record = {
+        "status": KILLED if killed else _status(code, seen),
+        "exit_code": code,
+        "seconds": round(time.monotonic() - began, 1),
+        "figures": last_object(text),
+    }
+    if seen is not None:
+        found["tests"] = seen
+    if found["status"] not in (PASSED, SKIPPED):
+        found["tail"] = text.splitlines()[-TAIL_LINES:]
+    return found
+
+
+def last_object(text: str) -> Record:
+    """Return the last line that is a JSON object: what a program of benchmarks/ prints. {} where there is none."""
+    for line in reversed(text.splitlines()):
+        with suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+    return {}
+
+
+def _run(
+    command: tuple[str, ...],
+    environment: dict[str, str],
+    *,
+    limit_s: float,
+    root: Path,
+    sink: BinaryIO,
+    meanwhile: Callable[[], None],
+) -> tuple[int, bool]:
+    """Run a command to its end or its limit; return its exit code, and True when it was killed."""
+    mark = f"{_MARK}={uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        [sys.executable if command[0] == "python" else command[0], *command[1:]],
+        cwd=root,
+        env=os.environ | environment | dict([mark.split("=")]),
+        stdin=subprocess.DEVNULL,
+        stdout=sink,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+    def has_ended(within_s: float) -> bool:
+        until = time.monotonic() + within_s
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            meanwhile()
+        return process.poll() is not None
+
+    resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # SIGABRT would leave a core file
+    try:
+        killed = not has_ended(limit_s)
+        if killed:
+            process.send_signal(signal.SIGABRT)  # Python's fault handler writes the stacks of all threads
+            has_ended(STACKS_S)
+    finally:
+        _kill_all(process.pid, mark.encode())
+    code = process.wait()
+    meanwhile()
+    return code, killed
+
+
+def _kill_all(group: int, mark: bytes) -> None:
+    """Kill a process group, and every process with the mark in its environment, and wait until they are gone.
+
+    torchrun gives each rank a session of its own. What stays would hold the device's memory while the next step runs.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    until = time.monotonic() + _GONE_S
+    while (marked := [*_processes_with(mark)]) and time.monotonic() < until:
+        for process in marked:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _processes_with(mark: bytes) -> Iterator[int]:
+    """Ids of the processes that have it in their environment; one that has ended has none."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            if mark in environment.read_bytes():
+                yield int(environment.parent.name)
+
+
+def _status(code: int, seen: tests_seen.Seen | None) -> str:
+    """How a step ended that was not killed; tests that were all skipped have shown nothing."""
+    if code != 0 and not (code == _NO_TESTS and seen is not None and not seen["failed"]):
+        return FAILED
+    return SKIPPED if seen is not None and not seen["passed"] else PASSED
+
+
+def _not_reached(step: Step) -> Record:
+    command = " ".join(step.command)
+    return {"name": step.name, "command": command, "expected": step.expected, "status": NOT_REACHED}
+
+
+def _show(output: bytes, log: BinaryIO) -> None:
+    for stream in (log, sys.stdout.buffer):
+        stream.write(output)
+        stream.flush()
+
+
+def _write(folder: Path, record: Record) -> None:
+    """Write the record, complete or not at all."""
+    path = folder / f"gpu-proof-{record['stage']}.json"
+    unfinished = path.with_suffix(".json.new")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,39 @@
+"""Fused operations on a device: what plain functions compute in float64, as exactly as transformers' operations do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.helpers.fused_cases import CASES, EMPTY, HALF, Case, eager, gradients, inputs_of
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
+def test_kernels_equal_plain_functions(case: Case) -> None:
+    given = inputs_of(case, torch.float32)
+    ours = gradients(case.fused, [x.to(CUDA) for x in given])
+    for one, other in zip(ours, gradients(case.fused, [x.double() for x in given]), strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if math.prod(case.shape) > 100], ids=str)
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Case, dtype: torch.dtype) -> None:
+    given = [x.to(dtype) for x in inputs_of(case, torch.float64)]
+    truth = gradients(case.fused, [x.double() for x in given])
+    on_device = [x.to(CUDA) for x in given]
+    ours, theirs = gradients(case.fused, on_device), gradients(eager(case), on_device)
+    for mine, other, right in zip(ours, theirs, truth, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.cpu() - right).abs().sum() <= 1.05 * (other.cpu() - right).abs().sum()
+
+
+def test_a_weights_gradient_is_the_same_each_time() -> None:
+    case = Case("head norm", (3000, 16, 128))  # more heads than the programs take at once
+    given = [x.to(CUDA) for x in inputs_of(case, torch.bfloat16)]
+    once, again = (gradients(case.fused, given) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))

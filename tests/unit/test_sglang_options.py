@@ -1,0 +1,158 @@
+"""How SGLang is started on a device, and what is said of a machine on which it could not start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spmdrl.config import Config
+from spmdrl.dist.session import World
+from spmdrl.engine.sglang import preload
+from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
+from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
+from tests.helpers import fake_packages
+from tests.helpers.config_file import GOOD, read
+
+PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
+BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
+APART = ('rollout.placement="disaggregated"', "rollout.num_ranks=1")
+# What sgl_kernel raises: a page, with the loader's own line in it.
+PAGE = """
+import ctypes
+try:
+    ctypes.CDLL({library!r})
+except OSError as error:
+    raise ImportError(f'''
+[sgl_kernel] CRITICAL: Could not load any common_ops library!
+
+Error details from previous import attempts:
+- ImportError: {{error}}
+- ModuleNotFoundError: No module named 'common_ops'
+''')
+"""
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    return read(folder, GOOD, "rollout.engine=sglang", *overrides)
+
+
+def started(cfg: Config, device: str) -> SGLangOptions:
+    plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
+    world = World(
+        rank=0,
+        num_ranks=1,
+        local_rank=0,
+        num_local_ranks=1,
+        patience=timedelta(minutes=1),
+        device=torch.device(device, 0),
+    )
+    return sglang_options(cfg, plan, world)
+
+
+def test_the_loader_is_told_of_the_runtime_where_the_memory_saver_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preload, "library_path", lambda: PATH)
+    colocated, apart = config(tmp_path), config(tmp_path, *APART)
+    assert started(colocated, "cuda").environment.items() >= PATH.items()
+    assert started(colocated, "cuda").arguments["enable_memory_saver"]
+    for options in (started(apart, "cuda"), started(colocated, "cpu")):
+        assert "LD_LIBRARY_PATH" not in options.environment
+        assert not options.arguments["enable_memory_saver"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_prompts_have_cuda_graphs_only_where_the_user_asks_for_them(tmp_path: Path, device: str) -> None:
+    assert started(config(tmp_path), device).arguments["disable_prefill_cuda_graph"] is True
+    asked = config(tmp_path, *APART, "rollout.sglang.disable_prefill_cuda_graph=false")
+    assert started(asked, device).arguments["disable_prefill_cuda_graph"] is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((), None),
+        ((BOTH,), None),
+        (("rollout.sglang.disable_prefill_cuda_graph=false",), "breakable"),
+        (("rollout.sglang.disable_prefill_cuda_graph=false", BOTH), "breakable"),
+        (("rollout.sglang.cuda_graph_backend_prefill=breakable",), "breakable"),
+        (("rollout.sglang.cuda_graph_backend_prefill=full",), 'add "cuda_graph" to offload.engine'),
+        (("rollout.sglang.cuda_graph_backend_prefill=full", BOTH), None),
+        (("rollout.sglang.cuda_graph_config={prefill={backend='full'}}",), 'add "cuda_graph" to offload.engine'),
+        (("rollout.sglang.cuda_graph_config={prefill={backend='full'}}", BOTH), None),
+        (("rollout.sglang.cuda_graph_config={decode={max_bs=8}}",), None),
+        (("rollout.sglang.disable_prefill_cuda_graph=false", *APART), None),
+    ],
+)
+def test_graphs_of_prompts_may_not_keep_memory_that_the_trainer_needs(
+    tmp_path: Path, overrides: tuple[str, ...], sentence: str | None
+) -> None:
+    said = list(_graph_problems(config(tmp_path, *overrides)))
+    assert len(said) == (sentence is not None)
+    assert sentence is None or sentence in said[0]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages that are found before all others."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("sgl_kernel", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_kernels_for_another_torch_are_told_with_what_to_install(packages: Path) -> None:
+    library = packages / "common_ops.abi3.so"
+    code = "int at_headeronly_Tag(void); int ops(void) { return at_headeronly_Tag(); }"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=code, text=True, check=True)
+    page = PAGE.format(library=str(library))
+    fake_packages.make_package(packages, "sglang-kernel", version="0.4.10", module="sgl_kernel", code=page)
+    assert kernel_problem("2.11.0+cu130") == (
+        "sglang-kernel 0.4.10 cannot be loaded with torch 2.11.0+cu130 "
+        f"(ImportError: {library}: undefined symbol: at_headeronly_Tag); "
+        "install sglang-kernel==0.4.5, which is built for torch 2.11, or run: make setup-sglang TORCH=cuda"
+    )
+    for torch_version in ("2.14.1", "2.12.0"):  # theirs; and one that no release is built for
+        assert str(kernel_problem(torch_version)).endswith(
+            "undefined symbol: at_headeronly_Tag); run: make setup-sglang TORCH=cuda"
+        )
+
+
+def test_kernels_that_sglang_would_refuse_are_told(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_packages.make_package(packages, "sglang-kernel", version="0.4.6.post1", module="sgl_kernel")
+    assert "0.4.6.post1 is installed, and SGLang starts with 0.4.9 or newer" in str(kernel_problem("2.13.0"))
+    monkeypatch.setenv("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
+    assert kernel_problem("2.13.0") is None
+
+
+def test_kernels_that_work_are_not_mentioned(packages: Path) -> None:
+    fake_packages.make_package(packages, "sglang-kernel", version="0.4.10", module="sgl_kernel")
+    assert kernel_problem("2.14.1") is None
+
+
+def test_kernels_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert kernel_problem("2.14.1") == (
+        "sglang-kernel, its kernels for CUDA, is not installed; run: make setup-sglang TORCH=cuda"
+    )
+
+
+def test_attention_without_its_kernels_is_told_before_the_start(packages: Path) -> None:
+    """The bundle for machines without network leaves FlashAttention 3 out."""
+    fake_packages.make_package(packages, "sglang-kernel", version="0.4.5", module="sgl_kernel")
+    hopper, ampere = (9, 0), (8, 0)
+    unset = attention_problem(None, hopper)
+    assert unset is not None and unset.startswith("rollout.attention_backend is not set, and SGLang's own choice")
+    assert 'rollout.attention_backend = "fa3", but' in str(attention_problem("fa3", ampere))
+    assert attention_problem(None, ampere) is None
+    assert attention_problem("triton", hopper) is None
+    (packages / "sgl_kernel" / "flash_ops.py").touch()
+    assert attention_problem("fa3", hopper) is attention_problem(None, hopper) is None
