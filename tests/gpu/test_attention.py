@@ -72,6 +72,20 @@ def test_forward_and_backward_equal_the_cpu(
         assert (one - other).norm() < 0.02 * other.norm() + 0.02 * one.numel() ** 0.5 * (window == 1)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("kernel", "module"), [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface")]
+)
+def test_flash_attn_equals_the_cpu(kernel: Kernel, module: str, window: int | None) -> None:
+    pytest.importorskip(module)
+    leaves = attention_leaves(8, 2, 128, 70)
+    options = {"window": window, "has_sinks": False}
+    expected = output_and_gradients(leaves, "sdpa", "cpu", torch.float32, **options)
+    found = output_and_gradients(leaves, kernel, "cuda", torch.bfloat16, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
 # Largest and mean difference of a log-probability, nats. In bfloat16 a router may choose another expert for a token.
 TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (3.0, 0.03)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from tests.helpers.configs import model_config
 from tests.helpers.device_memory import shards
-from tests.helpers.models import save_qwen3
+from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
+from tests.helpers.models import save_qwen3, save_qwen3_moe
 from tests.helpers.other_process import OtherProcess
 from tests.helpers.parity import assert_same_change, initial, trained
 from tests.helpers.ranks import run_ranks
@@ -30,6 +32,24 @@ def test_two_devices_give_the_gradients_of_one(tmp_path: Path) -> None:
     ((one, _),) = run_ranks(1, trained, path, options)
     (two, _), _ = run_ranks(2, trained, path, options)
     assert_same_change({k: v.cpu() for k, v in one.items()}, {k: v.cpu() for k, v in two.items()}, initial(path), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("save", "layouts"),
+    [(save_qwen3, ("dp 2", "cp 2", "cp 2 (ulysses)", "tp 2")), (save_qwen3_moe, ("ep 2", "tp 2 x ep 2"))],
+)
+def test_layouts_of_two_devices_give_what_one_gives(
+    tmp_path: Path, save: Callable[..., str], layouts: tuple[str, ...]
+) -> None:
+    options = {"num_experts": 8} if save is save_qwen3_moe else {}
+    path = save(tmp_path, vocab_size=VOCABULARY, **options)
+    require_same(matrix(by_reward(path, compute_dtype="float32"), lambda case: case.name in layouts))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_replicas_of_shards_give_what_one_device_gives(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
+    require_same(matrix(by_reward(path, compute_dtype="float32"), lambda case: case.name.startswith("hsdp 2")))
 
 
 def test_engine_weights_equal_trainer_weights(tmp_path: Path) -> None:

@@ -2,64 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.config import PackConfig
-from spmdrl.dist.session import spmd_session
-from spmdrl.tools.parity_cases import (
-    ONE_RANK,
-    Case,
-    CaseResult,
-    Imitation,
-    Reinforcement,
-    Settings,
-    cases,
-    deviation,
-    random_batch,
-    train_case,
-)
-from spmdrl.types import Sequence
-from tests.helpers.configs import loss_config, model_config
+from spmdrl.tools.parity_cases import Imitation, Settings, random_batch
+from tests.helpers.configs import model_config
+from tests.helpers.matrix import PACK, VOCABULARY, by_reward, matrix, require_same
 from tests.helpers.models import save_qwen3, save_qwen3_moe
-from tests.helpers.ranks import run_ranks
-
-LOSS = {"clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.05, "entropy_coef": 0.01}
-VOCABULARY = 96  # tp divides it
-PACK = PackConfig(max_tokens_per_micro_batch=64)
-
-
-def _outcomes(some: list[Case], settings: Settings, batch: list[Sequence]) -> list[CaseResult | None]:
-    with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        return [train_case(case, settings, batch, world) for case in some]
-
-
-def by_reward(path: str) -> Settings:
-    learning = Reinforcement(loss=loss_config(**LOSS), temperature=0.8)
-    return Settings(model=model_config(path), pack=PACK, learning=learning)
-
-
-def matrix(settings: Settings, wanted: Callable[[Case], bool]) -> dict[str, tuple[Case, CaseResult]]:
-    """The outcome of every wanted case by its name; all cases of as many ranks share their processes."""
-    batch = random_batch(vocabulary=VOCABULARY, num_sequences=24, max_tokens=40)
-    every = [ONE_RANK, *filter(wanted, cases(settings))]
-    found = {}
-    for num_ranks in sorted({case.num_ranks for case in every}):
-        some = [case for case in every if case.num_ranks == num_ranks]
-        first, *_ = run_ranks(num_ranks, _outcomes, some, settings, batch, timeout_s=240)
-        found |= {case.name: (case, result) for case, result in zip(some, first, strict=True)}
-    return found
-
-
-def require_same(found: dict[str, tuple[Case, CaseResult]]) -> None:
-    _, one = found["1 rank"]
-    assert max(float(x.norm()) for x in one.gradients.values()) > 1e-2, "gradients of 0 prove nothing"
-    for name, (case, result) in found.items():
-        apart = deviation(result, one)
-        assert apart.is_within, f"{name}: {apart}; allowed is that {case.reason}"
 
 
 def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path) -> None:

@@ -50,10 +50,12 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             tests=("one_device::test_a_short_run_learns_and_leaves_the_memory_it_took",),
         ),
         Claim(
-            "Fine-tuning by `spmdrl.sft`.",
+            "Fine-tuning by `spmdrl.sft` learns.",
+            tests=("runs::test_fine_tuning_learns",),
         ),
         Claim(
-            "A resumed run equals one that never stopped; export.",
+            "A run that stopped and was resumed exports the weights, and has the metrics, of one that never stopped.",
+            tests=("runs::test_a_run_that_stopped_is_bitwise_the_run_that_did_not",),
         ),
     ),
     "Attention and models": (
@@ -80,7 +82,18 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             ),
         ),
         Claim(
-            "flash-attn 2 and 3 on one device.",
+            "flash-attn 2 and 3 give the outputs and gradients of the CPU.",
+            tests=("attention::test_flash_attn_equals_the_cpu",),
+        ),
+        Claim(
+            "The head's tiles in Triton equal torch's and are no further from float64; a forward pass waits for "
+            "nothing; the head's memory is as predicted.",
+            tests=(
+                "head::test_a_tile_by_triton_is_the_tile_by_torch",
+                "head::test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles",
+                "head::test_a_forward_pass_never_waits_for_the_device",
+                "head::test_the_memory_is_what_is_predicted",
+            ),
         ),
     ),
     "Memory": (
@@ -105,7 +118,7 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
         Claim(
             "Memory is checked when the device changes hands; random states are kept apart.",
             tests=(
-                "memory::test_the_handover_catch_a_leak",
+                "memory::test_the_handover_catches_a_leak",
                 "memory::test_random_states_of_the_device_are_kept_apart",
             ),
         ),
@@ -134,6 +147,7 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
                 "refit_processes::test_another_process_holds_the_weights_bit_for_bit[cuda_ipc]",
                 "refit_processes::test_a_bucket_is_not_read_before_it_is_complete",
                 "refit_processes::test_a_flipped_bit_is_noticed",
+                "refit_processes::test_digests_on_the_device_are_the_hosts",
                 "refit_processes::test_refits_take_no_more_device_memory[cuda_ipc]",
             ),
         ),
@@ -214,7 +228,12 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             ),
         ),
         Claim(
-            "HSDP, tensor and expert parallelism.",
+            "Context, tensor and expert parallelism on two devices, and replicas of shards on four, give what one "
+            "device gives.",
+            tests=(
+                "many_devices::test_layouts_of_two_devices_give_what_one_gives",
+                "many_devices::test_replicas_of_shards_give_what_one_device_gives",
+            ),
         ),
     ),
     "Speed": (
