@@ -125,7 +125,7 @@ def measure(size: str, level: str, meshes: Meshes, args: argparse.Namespace) -> 
         lengths = [args.sequence_tokens] * count + [rest] * (rest > 1)
         row = {"size": size, "recompute": level, "tokens": sum(lengths)}
         if trainer is not None:
-            batch = micro_batch(lengths, config.vocab_size, trainer.device)
+            batch = micro_batch(lengths, config.vocab_size)
             steps, failed = attempt(partial(trainer.alternate, batch, args.repeats))
         if trainer is None or steps is None:
             trainer = None  # FSDP cannot go on after a step that broke off, and more tokens need more memory
@@ -235,7 +235,7 @@ class Trainer:
         self._clock.mark("start")
         scores = self.policy(batch)
         self._clock.mark("head")
-        (scores.logprobs * batch.loss_weights).sum().neg().backward()
+        (scores.logprobs * batch.loss_weights.to(self.device)).sum().neg().backward()
         self._clock.mark("backward")
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -293,7 +293,7 @@ def model_config(size: str) -> Qwen3Config:
     )
 
 
-def micro_batch(lengths: list[int], vocabulary: int, device: torch.device) -> MicroBatch:
+def micro_batch(lengths: list[int], vocabulary: int) -> MicroBatch:
     """Packed sequences of random tokens, of which all but each first are trained on alike."""
     draw = torch.Generator().manual_seed(0)
     weight = 1 / (sum(lengths) - len(lengths))
@@ -307,7 +307,7 @@ def micro_batch(lengths: list[int], vocabulary: int, device: torch.device) -> Mi
         )
         for index, length in enumerate(lengths)
     ]
-    return lay_end_to_end(sequences, dict.fromkeys(range(len(lengths)), weight)).to(device)
+    return lay_end_to_end(sequences, dict.fromkeys(range(len(lengths)), weight))
 
 
 def step_flops(config: Qwen3Config, lengths: list[int]) -> int:
