@@ -20,7 +20,7 @@ from spmdrl.model.load import load_policy
 from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
-from tests.helpers.models import save_gemma3, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.models import needs_expert_plans, save_gemma3, save_gpt_oss, save_qwen3, save_qwen3_moe
 from tests.helpers.ranks import run_ranks
 
 
@@ -40,7 +40,12 @@ def _files(folder: Path) -> dict[str, Tensor]:
     [
         pytest.param(save_qwen3, {}, id="fsdp"),
         pytest.param(save_qwen3, {"dp_replicate": 2}, id="hsdp"),
-        pytest.param(partial(save_qwen3_moe, vocab_size=64, num_experts=4), {"tp": 2, "ep": 2}, id="experts"),
+        pytest.param(
+            partial(save_qwen3_moe, vocab_size=64, num_experts=4),
+            {"tp": 2, "ep": 2},
+            id="experts",
+            marks=needs_expert_plans,
+        ),
         pytest.param(save_gpt_oss, {}, id="packed-experts"),
         pytest.param(save_gemma3, {}, id="tied"),
     ],

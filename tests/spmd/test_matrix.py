@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.tools.parity_cases import Imitation, Settings, random_batch
 from tests.helpers.configs import model_config
 from tests.helpers.matrix import PACK, VOCABULARY, by_reward, matrix, require_same
-from tests.helpers.models import save_qwen3, save_qwen3_moe
+from tests.helpers.models import needs_expert_plans, save_qwen3, save_qwen3_moe
 
 
 def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path) -> None:
@@ -18,6 +18,7 @@ def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path)
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep == 1))
 
 
+@needs_expert_plans
 def test_every_layout_of_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
     path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep > 1 or case.name in ("dp 2", "tp 2", "cp 2")))

@@ -23,7 +23,7 @@ from spmdrl.config import ParallelConfig
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.split import split_problems
 from tests.helpers.configs import model_config
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import needs_expert_plans, save_qwen3
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -44,15 +44,19 @@ def problems(config: PreTrainedConfig, **sizes: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "config, sizes",
-    [(LLAMA, {}), (LLAMA, {"tp": 2}), (MOE, {"tp": 4, "ep": 3}), (MOE, {"ep": 6})],
-    ids=["whole", "tp 2", "tp 4, ep 3", "ep 6"],
+    [
+        pytest.param(LLAMA, {}, id="whole"),
+        pytest.param(LLAMA, {"tp": 2}, id="tp 2"),
+        pytest.param(MOE, {"tp": 4, "ep": 3}, id="tp 4, ep 3", marks=needs_expert_plans),
+        pytest.param(MOE, {"ep": 6}, id="ep 6", marks=needs_expert_plans),
+    ],
 )
 def test_what_can_be_split_has_no_problems(config: PreTrainedConfig, sizes: dict[str, int]) -> None:
     assert problems(config, **sizes) == []
 
 
-def test_a_transformers_without_plans_for_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(DistributedMixin, "ep_plan")
+def test_a_transformers_without_needs_expert_plans_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DistributedMixin, "ep_plan", raising=False)
     assert problems(MOE, tp=4) == []
     (sentence,) = problems(MOE, ep=2)
     assert sentence.startswith(f"parallel.ep = 2, but transformers {transformers.__version__} has no plans")
@@ -74,12 +78,14 @@ def test_half_of_packed_outputs_is_what_counts() -> None:
     assert "the 20 inputs of model.layers.*.mlp.experts.down_proj" in sentence
 
 
+@needs_expert_plans
 def test_experts_are_dealt_evenly() -> None:
     (sentence,) = problems(MOE, ep=4)
     assert "parallel.ep = 4 does not divide the 6 experts of" in sentence
     assert sentence.endswith("possible: 1, 2, 3, 6")
 
 
+@needs_expert_plans
 def test_a_model_without_a_plan_is_refused() -> None:
     (without_tp,) = problems(OPTConfig(**SMALL), tp=2)
     assert "no tp plan for OPTForCausalLM" in without_tp and "set tp = 1" in without_tp

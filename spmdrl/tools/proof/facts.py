@@ -39,7 +39,7 @@ class Fact(NamedTuple):
 def main() -> None:
     """Print the table and the object; the exit code is 1 where there is no device."""
     torch = _torch()
-    machine, versions = _machine(torch), _versions()
+    machine, versions = _machine(torch), _versions(torch)
     facts = [*_about_devices(torch, machine), *_about_system(), *_about_versions(versions)]
     width = max(len(fact.name) for fact in facts)
     for name, seen, expected in facts:
@@ -127,13 +127,15 @@ def _sizes(folder: str) -> tuple[float, float]:
     return usage.total / _GIB, usage.free / _GIB
 
 
-def _versions() -> dict[str, str]:
+def _versions(torch: ModuleType | Exception) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if isinstance(torch, ModuleType):
+        found["torch"] = torch.__version__  # with the CUDA that it is built for, which its metadata may leave out
     return found
 
 
