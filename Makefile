@@ -49,8 +49,8 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e test-long test-floor \
-  test-gpu lint format bench bench-table bench-check docs clean
+.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
+  test-long test-floor test-gpu lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -36,8 +36,9 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import RefitConfig
+from spmdrl.dist.device import device_bytes
 from spmdrl.dist.mesh import Meshes, build_meshes
-from spmdrl.dist.session import device_bytes, spmd_session
+from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang.engine import SGLangEngine
@@ -73,7 +74,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --sizes tiny only tries the program")
-    receivers = [name for name in RECEIVERS if name in args.into and (name == "process" or find_spec("sglang"))]
+    if "sglang" in args.into and not find_spec("sglang"):
+        sys.exit("SGLang is not installed; --into process measures without it")
+    receivers = [name for name in RECEIVERS if name in args.into]
     origin, rows = provenance(OTHERS["gpu-refit"]), []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)

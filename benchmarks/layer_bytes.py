@@ -36,12 +36,14 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6b", "1.7b", "4b"])
     parser.add_argument("--sequence-tokens", type=int, default=4096)
     args = parser.parse_args()
+    if args.sequence_tokens < 1:
+        parser.error("--sequence-tokens is at least 1")
     rows = {size: layer(model_config(size), args.sequence_tokens) for size in args.sizes}
     for size, row in rows.items():
         for part, (before, after) in row["bytes"].items():
-            print(f"{size} {part:<22} {before:>9,.0f} bytes, fused {after:>8,.0f}", file=sys.stderr)
+            print(f"{size:<4} {part:<22} {before:>9,.0f} bytes, fused {after:>8,.0f}", file=sys.stderr)
         times = ", ".join(f"{name} {value:.2f}" for name, value in row["ms"].items())
-        print(f"{size} FLOPs {row['flops']:,}; ms: {times}", file=sys.stderr)
+        print(f"{size:<4} FLOPs {row['flops']:,}; ms: {times}", file=sys.stderr)
     print(json.dumps({"tokens": TOKENS, "sequence_tokens": args.sequence_tokens, "sizes": rows}))
 
 

@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from spmdrl.tools.proof import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,11 +83,7 @@ def _text(node: object) -> str:
 
 def commit_id() -> str:
     """The commit that is measured, marked when files differ from it (the results themselves aside)."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changes = [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-    changed = subprocess.run(changes, capture_output=True, text=True, check=False).stdout.strip()
-    return f"{head or 'unknown'}{' with changes' if changed else ''}"
+    return commit.commit_id(ROOT, ROOT / "bundle" / "commit.json")
 
 
 def machine() -> Mapping[str, Any]:

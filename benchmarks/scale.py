@@ -259,6 +259,6 @@ def _bytes(x: Tensor) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--on-paper"]:
-        sys.exit(on_paper.main(sys.argv[2:]))
+    if "--on-paper" in sys.argv:
+        sys.exit(on_paper.main([argument for argument in sys.argv[1:] if argument != "--on-paper"]))
     main()

@@ -8,6 +8,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bundle=${BUNDLE:-bundle}
+damaged() {
+    echo "BUNDLE=$bundle: it is damaged or cannot be unpacked here, as said above; copy it again" >&2
+    exit 2
+}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
 if [[ -e $bundle/SHA256SUMS ]]; then
     # By its contents, so that a new bundle is unpacked and an old one is not unpacked twice.
@@ -15,11 +19,12 @@ if [[ -e $bundle/SHA256SUMS ]]; then
     site=$PWD/runs/site-${digest:0:12}
     if [[ ! -d $site ]]; then
         echo "unpacking $bundle into $site"
-        (cd "$bundle" && sha256sum --check --quiet SHA256SUMS)
-        rm -rf "$site.new"
-        mkdir -p "$site.new"
-        cat "$bundle"/site.tar.xz.* | tar xJ -C "$site.new"
-        mv "$site.new" "$site"
+        (cd "$bundle" && sha256sum --check --quiet SHA256SUMS) || damaged
+        unfinished=$PWD/runs/unpacking-${digest:0:12}
+        rm -rf "$unfinished"
+        mkdir -p "$unfinished"
+        cat "$bundle"/site.tar.xz.* | tar xJ -C "$unfinished" || damaged
+        mv "$unfinished" "$site"
     fi
     # The bundle has the newest kernels that torch 2.11 can load; SGLang asks for newer ones.
     export PYTHONPATH=$PYTHONPATH:$site SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1

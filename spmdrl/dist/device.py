@@ -39,6 +39,12 @@ def rank_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", _index_of_device())
     if torch.version.cuda is not None and _device_files() and not _hides_devices():
+        if (mask := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            raise UserError(
+                f"this machine has NVIDIA devices ({', '.join(map(str, _device_files()))}), and CUDA_VISIBLE_DEVICES="
+                f"{mask} names none that torch can use ({_what_cuda_says()}): unset it, name one that is there, or train "
+                'on the CPU with CUDA_VISIBLE_DEVICES=""'
+            )
         raise UserError(
             f"this machine has NVIDIA devices ({', '.join(map(str, _device_files()))}), but torch {torch.__version__}, "
             f"built for CUDA {torch.version.cuda}, can use none of them: {_what_cuda_says()}; install a driver that "

@@ -33,16 +33,11 @@ def has_fused_layers(model_config: Any) -> bool:
 
 
 def use_fused_layers(model: nn.Module) -> None:
-    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded.
-
-    Raises UserError where there is a device and Triton cannot compile for it.
-    """
+    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded."""
     use_fast_linears(model)
     config: Any = model.config
     if not has_fused_layers(config):
         return
-    if torch.cuda.is_available():
-        _check_compiler()
     prefix = f"transformers.models.{config.model_type}.modeling_{config.model_type}.{FAMILIES[config.model_type]}"
     for module in model.modules():
         match f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(prefix):
@@ -87,15 +82,22 @@ def _gated_halves(gate_up: Tensor) -> Tensor:
 
 
 @functools.cache
-def _check_compiler() -> None:
-    """Run the smallest kernel, because the first one also needs a C compiler and Python's headers."""
+def check_compiler(device: torch.device) -> None:
+    """Run the smallest kernel if this is a CUDA device, because Triton compiles each at its first use.
+
+    Raises UserError where it cannot.
+    """
+    if device.type != "cuda":
+        return
     try:
-        swiglu(torch.ones(1, device="cuda"), torch.ones(1, device="cuda"))
+        swiglu(torch.ones(1, device=device), torch.ones(1, device=device))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"Triton cannot compile for this device ({type(error).__name__}: {reason}); it needs a C compiler and "
-            'Python\'s headers; install them, or set model.attention = "sdpa", with which layers need no Triton'
+            f"Triton cannot compile for this device ({type(error).__name__}: {reason}); training on a GPU needs it, "
+            "and it needs a C compiler and Python's headers: install gcc and python3-dev"
         ) from error
 
 

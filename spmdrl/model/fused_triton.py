@@ -147,7 +147,7 @@ def _rotate(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < HALF)
-    token, head = (row // num_heads).to(tl.int64), row % num_heads
+    token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     place = token * x_token + head * x_head + column
     one = tl.load(x + place, inside, 0.0).to(tl.float32)
     other = tl.load(x + place + HALF, inside, 0.0).to(tl.float32)
@@ -193,7 +193,7 @@ def _rotate_backward(
     while start < num_rows:  # not range: Triton 3.6's interpreter and NumPy 2.4 disagree about its bounds
         row = start + tl.arange(0, ROWS)[:, None]
         inside = (row < num_rows) & (column < HALF)
-        token, head = (row // num_heads).to(tl.int64), row % num_heads
+        token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
         place = token * grad_token + head * grad_head + column
         g_one = tl.load(grad + place, inside, 0.0).to(tl.float32)
         g_other = tl.load(grad + place + HALF, inside, 0.0).to(tl.float32)

@@ -32,6 +32,7 @@ from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import distributed_experts
+from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Critic, PackedModel, Policy, ValueHead
@@ -114,11 +115,11 @@ def read_model_config(cfg: ModelConfig) -> Any:
 def _check_is_object(file: Path) -> None:
     """Raise ValueError for a file that holds no JSON object: transformers 5.17 says so in words of Python's."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        is_object = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
     except ValueError as error:
         raise ValueError(f"{file.name} is not a valid JSON file: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file.name} holds a {type(content).__name__} and not an object with a `model_type`")
+    if not is_object:
+        raise ValueError(f"{file.name} is not an object with a `model_type`")
 
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
@@ -257,6 +258,7 @@ def _load(
     dtype = compute_dtype(cfg.compute_dtype, device.type)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
     built: list[ModelT] = []
+    check_compiler(device)
 
     def shard(model: PreTrainedModel) -> None:
         chosen = kernel or choose_kernel(cfg.attention, device.type, dtype)

@@ -70,6 +70,9 @@ class PackedModel(nn.Module):
     def _predict(self, micro_batch: MicroBatch) -> _PredictingRows:
         """Run the layers on this rank's chunk."""
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
+        # Before the layers: a copy from the host may wait for all that the device has to do.
+        found = predicting_rows(micro_batch.loss_mask, micro_batch.positions, chunk)
+        rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
         hidden = self.model.base_model(
             input_ids=self._on_device(micro_batch.token_ids[chunk]).unsqueeze(0),
             position_ids=self._on_device(micro_batch.positions[chunk]).unsqueeze(0),
@@ -77,8 +80,6 @@ class PackedModel(nn.Module):
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
         ).last_hidden_state.squeeze(0)
-        found = predicting_rows(micro_batch.loss_mask, micro_batch.positions, chunk)
-        rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
         return _PredictingRows(hidden[rows], rows, token_ids, len(hidden))
 
     def _on_device(self, values: Tensor) -> Tensor:

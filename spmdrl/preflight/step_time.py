@@ -171,7 +171,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The longest phase, and what limits it."""
+        """The longest phase but the handover, and what limits it."""
         phases = {"rollout": self.rollout, "logprobs": self.logprobs, "update": self.update, "refit": self.refit}
         longest = max(phases, key=phases.__getitem__)
         why = {"rollout": self.why_rollout, "refit": self.why_refit}.get(longest, self.why_update)

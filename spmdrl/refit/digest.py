@@ -44,7 +44,9 @@ def digests(weights: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
     All tensors are on one device. Waits once for the device, however many weights there are.
     """
     words = [_words(parts) for parts in weights.values()]
-    on_device = any(part.is_cuda for parts in words for part in parts)
+    kinds = {part.is_cuda for parts in words for part in parts}
+    assert len(kinds) < 2, "tensors of one call are on one device"
+    on_device = True in kinds
     found = _sums_on_device(words) if on_device else [_sums_on_host(parts) for parts in words]
     return {
         name: "".join(f"{number % 2**64:016x}" for number in numbers)

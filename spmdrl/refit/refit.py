@@ -40,7 +40,7 @@ class Refit:
             policy,
             meshes.model.copy,
             dtype=dtype,
-            bucket_bytes=bucket_bytes(cfg, device_bytes=device_bytes()),
+            bucket_bytes=bucket_bytes(cfg, device_bytes=device_bytes() if engine.device.type == "cuda" else None),
             naming=engine.naming,
         )
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]

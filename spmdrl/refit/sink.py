@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from spmdrl.refit.bucket import Bucket
@@ -21,6 +22,7 @@ class WeightSink(Protocol):
 
     version: int  # the step whose weights are loaded; -1 before the first refit
     naming: Naming  # whose tensor names it loads
+    device: torch.device  # of the memory that it allocates
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Allocate memory [num_bytes] uint8 for buckets."""

@@ -83,7 +83,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _row(name: str, value: object, remark: str = "") -> str:
-    return f"{name:<18}{value!s:<22}{remark}".rstrip()
+    return f"{name:<20}{value!s:<22}{remark}".rstrip()
 
 
 def _software() -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -84,8 +83,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=PUBLISHED, help="of a model that is not downloaded, instead of model.path's")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.ranks < 1 or not 0 < arguments.gpu_gib < math.inf:
-        parser.error("--ranks is at least 1, and --gpu-gib a number above 0")
+    if arguments.ranks < 1 or not 0.1 <= arguments.gpu_gib <= 1e5:
+        parser.error("--ranks is at least 1, and --gpu-gib between 0.1 and 100000")
     return arguments
 
 
@@ -214,7 +213,7 @@ def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, pro
         style = "bold red" if phase in too_large else ""
         table.add_row(
             Text(phase.name, style=style),
-            Text(f"{(phase.device_bytes) / GIB:.1f}", style=style),
+            Text(f"{phase.device_bytes / GIB:.1f}", style=style),
             _largest(phase.on_device),
             f"{phase.host_bytes / GIB:.1f}",
             _largest(phase.host),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit-file", type=Path, help="commit.json of the bundle; for a copy without git")
     arguments = parser.parse_args(argv)
     folder = Path(os.environ.get("OUT") or ROOT / _DEFAULT_FOLDER)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "written").touch()
+        (folder / "written").unlink()
+    except OSError as error:
+        print(f"cannot write to OUT={folder}: {error}; set OUT to a folder that can be written to", file=sys.stderr)
+        return 2
+    # A process that is ended with its stacks would leave a core file of its memory too.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     commit, stage = commit_id(ROOT, arguments.commit_file), STAGES[arguments.stage]
     print(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
     record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit)

@@ -24,7 +24,7 @@ _INTRODUCTION = """\
 <!-- Generated from benchmarks/results/gpu-proof-*.json by `python -m spmdrl.tools.gpu_report`; a test compares. -->
 
 Every claim about GPUs, with the tests of `tests/gpu` or the benchmarks that show it, and what was seen of them.
-[gpu.md](gpu.md#the-first-25-minutes-on-a-gpu) says how to run them. "Not yet run" means that the code is written and no
+[gpu.md](gpu.md#the-first-minutes-on-a-gpu) says how to run them. "Not yet run" means that the code is written and no
 GPU has confirmed it; [guarantees.md](guarantees.md) lists what a CPU shows.
 """
 _NONE = "**No GPU has run any of it yet.**\n"
@@ -38,13 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     files = arguments.files or committed(ROOT)
     try:
-        records = {path.stem: _read(path) for path in files}
+        records = _records(files)
+        arguments.page.write_text(page(records, CLAIMS), encoding="utf-8")
     except (OSError, ValueError) as problem:
         print(f"cannot report: {problem}", file=sys.stderr)
         return 2
-    arguments.page.write_text(page(records, CLAIMS), encoding="utf-8")
     print(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
     return 0
+
+
+def _records(files: Sequence[Path]) -> dict[str, Record]:
+    """Read the files, by their names. Raises ValueError when one is no record, or two have one name."""
+    records: dict[str, Record] = {}
+    for path in files:
+        if path.stem in records:
+            raise ValueError(f"two files are called {path.name}; name each after its machine")
+        records[path.stem] = _read(path)
+    return records
 
 
 def committed(root: Path) -> list[Path]:
@@ -74,6 +84,10 @@ def _read(path: Path) -> Record:
         raise ValueError(f"{path} is no JSON file: {problem}") from problem
     if not isinstance(record, dict) or not {"date", "commit", "machine", "versions", "steps"} <= record.keys():
         raise ValueError(f"{path} was not written by launch/gpu_proof.sh; name a gpu-proof-STAGE.json")
+    try:
+        page({path.stem: record}, CLAIMS)
+    except (AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise ValueError(f"{path} was changed since launch/gpu_proof.sh wrote it: {problem!r}") from problem
     if not record["machine"].get("devices"):
         raise ValueError(f"{path} is of a machine without a CUDA device, or of one that could not use it; leave it out")
     return record
@@ -142,7 +156,7 @@ def _evidence(claim: Claim) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; the first row is its head."""
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    lines = [f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
 
 

@@ -6,6 +6,7 @@ whole steps in docs/scaling.md.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,6 +61,7 @@ def _with_blocks(page: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 def main() -> None:
     """Rewrite the files whose predictions have changed, and name them."""
+    argparse.ArgumentParser(prog="python -m spmdrl.tools.predictions", description=__doc__).parse_args()
     pages = {_ROOT / "docs" / "memory.md": memory_page, _ROOT / "docs" / "scaling.md": scaling_page}
     files = {path: page(path.read_text(encoding="utf-8")) for path, page in pages.items()}
     for path in sorted((_ROOT / "configs").glob("*.toml")):

@@ -30,8 +30,8 @@ class OtherProcess:
     def __init__(self, device: torch.device, *, transport: str) -> None:
         self.version = -1
         self._device = device
-        self._memory = device if transport == "cuda_ipc" else torch.device("cpu")
-        if self._memory.type == "cpu":
+        self.device = device if transport == "cuda_ipc" else torch.device("cpu")
+        if self.device.type == "cpu":
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._buffers: Sequence[Tensor] = ()
         self._parcels: list[tuple[str, Handle]] = []
@@ -44,7 +44,7 @@ class OtherProcess:
         theirs.close()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return memory if memory.is_cuda else memory.share_memory_()
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:

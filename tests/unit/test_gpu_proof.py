@@ -98,7 +98,7 @@ CLAIM = Claim("Both.", tests=("a::test_one", "a::test_two"))
         (of_tests(passed=(A, f"{B}[x]", f"{B}[y]")), "confirmed, by 3 tests"),
         (
             of_tests(passed=(A, f"{B}[x]"), skipped={f"{B}[y]": "needs two CUDA devices"}),
-            "confirmed, by 2 tests (needs two CUDA devices)",
+            "in part, by 2 tests; not yet run: `a::test_two[y]` (needs two CUDA devices)",
         ),
         (of_tests(passed=(A,)), "in part, by 1 test; not yet run: `a::test_two`"),
         (of_tests(passed=(A,), failed={f"{B}[y]": "1 == 2"}), "failed: `a::test_two[y]`: 1 == 2"),

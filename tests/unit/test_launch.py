@@ -148,7 +148,7 @@ def test_doctor_answers_where_nothing_is_installed() -> None:
 def test_doctor_answers_here() -> None:
     done = subprocess.run([sys.executable, ROOT / "launch" / "doctor.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "gloo              yes" in done.stdout
+    assert "gloo                yes" in done.stdout
 
 
 def test_doctor_names_a_host_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_doctor_names_a_host_that_does_not_resolve(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "getfqdn", lambda: "node7")
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     line = next(doctor._communication(None))
-    assert line.startswith("host name         node7 ") and "does not resolve; torchrun --standalone needs" in line
+    assert line.startswith("host name           node7 ") and "does not resolve; torchrun --standalone needs" in line
 
 
 TORCH = """

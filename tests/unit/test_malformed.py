@@ -252,7 +252,7 @@ MODEL = {
     ),
     "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
     "a config that is not JSON": Case(written("model/config.json", "{"), "is not a valid JSON file"),
-    "a list for a config": Case(written("model/config.json", "[]"), "holds a list and not an object"),
+    "a list for a config": Case(written("model/config.json", "[]"), "is not an object with a `model_type`"),
     "a kind that is unknown": Case(json_with("model/config.json", model_type="none"), "does not recognize this archit"),
     "a kind that reads both ways": Case(json_with("model/config.json", model_type="bert"), "bidirectional attention"),
     "code of its own": Case(

@@ -55,7 +55,7 @@ def test_what_can_be_split_has_no_problems(config: PreTrainedConfig, sizes: dict
     assert problems(config, **sizes) == []
 
 
-def test_a_transformers_without_needs_expert_plans_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_without_plans_for_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(DistributedMixin, "ep_plan", raising=False)
     assert problems(MOE, tp=4) == []
     (sentence,) = problems(MOE, ep=2)

@@ -132,7 +132,8 @@ def sglang_problems(
 
 def _device_problems(cfg: Config) -> Iterator[str]:
     # With true_on_policy the trainer needs the same kernels, and says so itself.
-    if not cfg.true_on_policy and (
+    is_chosen = {"prefill_attention_backend", "decode_attention_backend"} <= cfg.rollout.sglang.keys()
+    if not (cfg.true_on_policy or is_chosen) and (
         problem := attention_problem(cfg.rollout.attention_backend, torch.cuda.get_device_capability())
     ):
         yield problem
@@ -286,6 +287,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         }
     environment = {
         "PYTHONWARNINGS": "ignore",
+        "SPT_NOENV": "1",  # they set their titles, which would cover the mark by which `orphans` finds them
         "PYTHONPATH": sglang_cpu.startup_path(),
         # The room beyond the longest sequence may be more than the model was made for; no token is ever put there.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

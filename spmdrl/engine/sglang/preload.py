@@ -63,7 +63,7 @@ def start_problem(environment: Mapping[str, str]) -> str | None:
         with configure_subprocess():
             done = subprocess.run(
                 [sys.executable, "-I", "-S", "-c", ""],
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, "LC_ALL": "C"},
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.device import default_device_type, device_bytes
+from spmdrl.dist.device import default_device_type
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.load import compute_dtype, parameter_shapes
 from spmdrl.refit.bucket import Weight, plan_buckets
@@ -107,7 +107,7 @@ def shared_memory_problem(cfg: Config, model_config: Any, *, num_ranks: int) -> 
         Weight(name, torch.Size(shape), dtype, (), ((name, torch.Size(shape)),)) for name, shape in shapes.items()
     ]
     return shortage(
-        largest_bytes=_largest_bytes(weights, bucket_bytes(cfg.refit, device_bytes=device_bytes())),
+        largest_bytes=_largest_bytes(weights, bucket_bytes(cfg.refit, device_bytes=None)),
         smallest_bytes=_largest_bytes(weights, 1),
         num_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", min(num_ranks, 8))),
         free_bytes=free,

@@ -27,9 +27,12 @@ def commit_id(root: Path, stamp_file: Path | None) -> str:
         return found
     if stamp_file is None or not stamp_file.is_file():
         return "unknown"
-    stamped = json.loads(stamp_file.read_text(encoding="utf-8"))
-    commit: str = stamped["commit"]
-    return commit if stamped["sources"] == sources_digest(root) else commit.removesuffix(CHANGED) + CHANGED
+    try:
+        stamped = json.loads(stamp_file.read_text(encoding="utf-8"))
+        commit, sources = str(stamped["commit"]), stamped["sources"]
+    except (ValueError, LookupError, TypeError):  # cut off, or not a stamp
+        return "unknown"
+    return commit if sources == sources_digest(root) else commit.removesuffix(CHANGED) + CHANGED
 
 
 def commit_from_git(root: Path) -> str | None:

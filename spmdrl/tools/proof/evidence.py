@@ -58,12 +58,14 @@ def judge(claim: Claim, seen: Mapping[str, Outcome]) -> Finding:
         shown = [f"`{one.name}`: {one.reason}" for one in of["failed"][:_MAX_FAILURES]]
         others = len(of["failed"]) - len(shown)
         result = f"failed: {'; '.join(shown)}{f'; and {others} more' if others else ''}"
-    elif not missing:
+    elif not missing and not of["not run"]:
         confirmed = f"confirmed, by {_counted(len(of['passed']))}" if claim.tests else "ran; the figures are below"
-        result = f"{confirmed}{_but(of['not run'])}"
+        result = confirmed
     elif of["passed"]:
-        unseen = ", ".join(f"`{name}`" for name in missing)
-        result = f"in part, by {_counted(len(of['passed']))}; not yet run: {unseen}{_but(of['not run'])}"
+        seen_in_part = (evidence[name] for name in evidence if name not in missing)
+        cases = [outcome.name for found in seen_in_part for outcome in found if outcome.kind == "not run"]
+        names = ", ".join(f"`{name}`" for name in (*missing, *cases))
+        result = f"in part, by {_counted(len(of['passed']))}; not yet run: {names}{_but(of['not run'])}"
     else:
         result = f"not yet run{_but(of['not run'])}"
     ran = of["passed"] + of["failed"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -32,6 +31,11 @@ _NO_TESTS = 5  # the exit code of pytest when a file skips itself
 _POLL_S = 0.1
 _GONE_S = 10.0  # for killed processes to give back what they hold
 _MARK = "SPMDRL_PROOF_STEP"
+_ENVIRONMENT = {
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+    "SPT_NOENV": "1",  # setproctitle, which SGLang's processes use, would write their titles over the mark
+}
 
 Record = dict[str, Any]
 
@@ -75,7 +79,7 @@ def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO) -> Record
         with open(output, "wb") as sink, open(output, "rb") as source:
             code, killed = _run(
                 step.command,
-                {tests_seen.FILE_VARIABLE: str(lines), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+                _ENVIRONMENT | {tests_seen.FILE_VARIABLE: str(lines), "TMPDIR": scratch},
                 limit_s=limit_s,
                 root=root,
                 sink=sink,
@@ -114,11 +118,11 @@ def _run(
     meanwhile: Callable[[], None],
 ) -> tuple[int, bool]:
     """Run a command to its end or its limit; return its exit code, and True when it was killed."""
-    mark = f"{_MARK}={uuid.uuid4().hex}"
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable if command[0] == "python" else command[0], *command[1:]],
         cwd=root,
-        env=os.environ | environment | dict([mark.split("=")]),
+        env=os.environ | environment | {_MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=sink,
         stderr=subprocess.STDOUT,
@@ -132,32 +136,44 @@ def _run(
             meanwhile()
         return process.poll() is not None
 
-    resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # SIGABRT would leave a core file
     try:
         killed = not has_ended(limit_s)
         if killed:
             process.send_signal(signal.SIGABRT)  # Python's fault handler writes the stacks of all threads
             has_ended(STACKS_S)
     finally:
-        _kill_all(process.pid, mark.encode())
+        _kill_all(process, f"{_MARK}={mark}".encode())
     code = process.wait()
     meanwhile()
     return code, killed
 
 
-def _kill_all(group: int, mark: bytes) -> None:
-    """Kill a process group, and every process with the mark in its environment, and wait until they are gone.
+def _kill_all(process: subprocess.Popen[bytes], mark: bytes) -> None:
+    """Kill a process, its group, and every process with the mark in its environment, and wait until they are gone.
 
-    torchrun gives each rank a session of its own. What stays would hold the device's memory while the next step runs.
+    torchrun gives each rank a session of its own. What stays would hold the device's memory while the next step runs: a
+    process that is killed shows no environment any more, but gives memory back only when it is gone.
     """
+    marked = {process.pid, *_processes_with(mark)}
     with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     until = time.monotonic() + _GONE_S
-    while (marked := [*_processes_with(mark)]) and time.monotonic() < until:
-        for process in marked:
+    while (left := [one for one in marked if _is_there(one)]) and time.monotonic() < until:
+        for one in left:
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(one, signal.SIGKILL)
+        process.poll()
         time.sleep(_POLL_S)
+        marked |= {*_processes_with(mark)}
+
+
+def _is_there(process: int) -> bool:
+    """Return False for a process that has ended, also when nobody has asked yet how."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _processes_with(mark: bytes) -> Iterator[int]:
