@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
 from spmdrl import checkpoint
 from spmdrl.config import OptimConfig, ParallelConfig
-from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
@@ -20,6 +20,7 @@ from spmdrl.learn.update import update
 from spmdrl.model import operators
 from spmdrl.model.load import load_policy, load_reference
 from spmdrl.model.policy import Policy
+from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.checkpoints import save_and_wait
@@ -102,11 +103,13 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=torch.float32)
     mini_batches = completed(batch, meshes, policy, reference).mini_batches
     metrics = update(learner, mini_batches, meshes, step=1)
-    return full_weights(policy), {name: metric.value() for name, metric in metrics.items()}
+    return full_weights(policy, meshes), {name: metric.value() for name, metric in metrics.items()}
 
 
-def full_weights(policy: Policy) -> dict[str, Tensor]:
-    return {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+def full_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
+    """Every weight, as a refit gathers it: `full_tensor` of torch 2.11 does not know how packed experts are split."""
+    gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**20, naming="model")
+    return {name: tensor.clone() for bucket in gatherer.whole_tensors() for name, tensor in bucket}
 
 
 CASES: dict[int, list[Case]] = {
@@ -203,9 +206,7 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
             for step in range(start + 1, end + 1):
                 update(learner, batch.mini_batches, meshes, step=step)
                 save_and_wait(folder, {"policy": learner}, meshes, step=step)
-            weights.append(
-                {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-            )
+            weights.append(full_weights(policy, meshes))
     return weights
 
 
