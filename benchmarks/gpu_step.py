@@ -159,7 +159,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Of all phases."""
+        """The time of all phases together."""
         return sum(self.phases_s.values())
 
 

@@ -49,7 +49,7 @@ def step(name: str, program: str, *, limit_s: float = LONG_S) -> Step:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a stage wrote whose steps pass, fail, hang and are not reached."""
+    """The record of a stage whose steps pass, fail, hang and are not reached."""
     root = tmp_path_factory.mktemp("root")
     (root / "tests/gpu").mkdir(parents=True)
     for name, text in (("mixed", TESTS), ("broken", "import no_such_module")):

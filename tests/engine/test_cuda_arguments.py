@@ -61,7 +61,7 @@ def simulate_a_device() -> None:
 
 
 def resolved(folder: Path) -> dict[str, Any]:
-    """What SGLang makes of the arguments of each case."""
+    """Resolve the arguments of each case as SGLang does."""
     simulate_a_device()
     sglang_process.import_sglang()
     from sglang.srt.arg_groups import memory_hook

@@ -46,7 +46,7 @@ def _asked(folder: Path, cases: dict[str, tuple[str, ...]]) -> tuple[dict[str, A
 
 
 def _on_a_device(folder: Path, packages: str) -> list[str]:
-    """What is said of good settings on a machine with a CUDA device and the packages in a folder."""
+    """Return the problems of good settings on a machine with a CUDA device and the packages in a folder."""
     sys.path.insert(0, str(folder / packages))
     sys.modules.pop("sgl_kernel", None)
     torch.cuda.get_device_capability = lambda: (9, 0)  # of this process alone

@@ -48,14 +48,14 @@ def case(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -
 
 
 def summary_by(tile: Tile, of: Case, temperature: float) -> Tensor:
-    """Both tiles, one after the other."""
+    """The summary of both tiles, one after the other."""
     first, second = of.tiles
     before = tile.summary(first.clone(), of.targets, temperature=temperature)
     return tile.summary(second.clone(), of.targets - first.shape[1], temperature=temperature, before=before)
 
 
 def gradient_by(tile: Tile, of: Case, temperature: float, *, uses_entropy: bool) -> Tensor:
-    """Of the first tile."""
+    """The gradient of the first tile."""
     columns = of.columns if uses_entropy else {**of.columns, "by_entropy": None}
     return tile.gradient(of.tiles[0].clone(), of.targets, temperature=temperature, **columns)
 

@@ -108,7 +108,7 @@ class OtherProcess:
 
 
 class _Weights(nn.Module):
-    """What the process holds: buffers by the names in the buckets; `load_weights` is what SGLang's models have."""
+    """The process's weights: buffers by the names in the buckets; `load_weights` is what SGLang's models have."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

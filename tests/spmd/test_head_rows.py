@@ -34,7 +34,7 @@ def _sequence(prompt: int, response: int, *, index: int) -> Sequence:
 
 
 def _scored(path: str, layouts: list[dict[str, int]]) -> list[Scored]:
-    """What a rank sees of two micro-batches, by a head that is told the loss tokens, then by one that scores all.
+    """Compute a rank's results of two micro-batches: by a head told the loss tokens, then by one that scores all.
 
     The second micro-batch is all filling; in layouts with several shares so are both of the others'.
     """

@@ -185,7 +185,7 @@ def refused() -> str:
 def test_facts_about_a_stand_in_for_a_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be tried is a row that says why."""
+    """A fact that cannot be tried is a row that says why."""
     for name, function in STAND_IN.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))

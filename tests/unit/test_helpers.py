@@ -25,7 +25,7 @@ def test_no_test_module_is_imported() -> None:
 
 
 def test_a_run_from_files_needs_no_reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the tests of devices, which run on machines that lack it."""
+    """Tests of devices read files, because they run on machines that lack reasoning-gym."""
     for library in ("reasoning_gym", "math_verify"):
         break_library(library, tmp_path, monkeypatch)
     model = {"hidden_size": 32, "num_layers": 1}

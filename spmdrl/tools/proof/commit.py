@@ -54,7 +54,7 @@ def sources_digest(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is not there."""
+    """Return what git prints; None where it fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -89,13 +89,17 @@ def _about_devices(torch: Any, machine: dict[str, Any]) -> Iterator[Fact]:
         return
     yield Fact("torch's CUDA", machine["cuda"])
     if machine["devices"]:
-        free, total = (size / _GIB for size in torch.cuda.mem_get_info(0))
-        yield Fact("memory of device 0", f"{free:.1f} of {total:.1f} GiB free", "nearly all free")
-        yield Fact("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+        yield Fact("memory of device 0", _tried(lambda: _free_memory(torch)), "nearly all free")
+        yield Fact("NCCL", _tried(lambda: ".".join(map(str, torch.cuda.nccl.version()))))
         yield Fact("CUDA IPC", _tried(_cuda_ipc), "works")
     yield Fact("libcudart in use", ", ".join(_mapped("libcudart")) or "none", "a file, where there is a device")
     ldconfig = [line.strip() for line in _printed("ldconfig", "-p").splitlines() if "libcudart" in line]
     yield Fact("libcudart of ldconfig", "; ".join(ldconfig) or "none", "any: engines get the folder of the one in use")
+
+
+def _free_memory(torch: Any) -> str:
+    free, total = (size / _GIB for size in torch.cuda.mem_get_info(0))
+    return f"{free:.1f} of {total:.1f} GiB free"
 
 
 def _cuda_ipc() -> str:
@@ -151,7 +155,7 @@ def _mapped(library: str) -> list[str]:
 
 
 def _printed(*command: str) -> str:
-    """What a program prints; nothing where it is not there or fails."""
+    """Return what a program prints; "" where it fails or is not installed."""
     path = shutil.which(command[0], path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
     if path is None:
         return ""
@@ -163,7 +167,7 @@ def _printed(*command: str) -> str:
 
 
 def _tried(find: Callable[[], str]) -> str:
-    """What it finds, or what is in its way."""
+    """Return what the function finds, or the first line of what it raises."""
     try:
         return find()
     except Exception as problem:
