@@ -16,6 +16,7 @@ from spmdrl.config.data import (
     PairsConfig,
     ReasoningGymData,
 )
+from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.on_policy import EXACT_BACKENDS
 from spmdrl.config.optim import CriticConfig, OptimConfig
@@ -28,7 +29,6 @@ from spmdrl.config.rewards import (
     ReasoningGymReward,
     RewardConfig,
     RewardTerm,
-    SandboxConfig,
 )
 from spmdrl.config.rollout import OffloadConfig, RefitConfig, RolloutConfig
 from spmdrl.config.run import (
@@ -40,6 +40,7 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
+from spmdrl.config.sandbox import SandboxConfig
 from spmdrl.config.whole import Config, SftConfig
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "Draft",
+    "EnvironmentConfig",
     "EvalConfig",
     "ExactReward",
     "ExportConfig",

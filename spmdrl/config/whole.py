@@ -6,6 +6,7 @@ from spmdrl.config.algorithm import AdvantageConfig, LossConfig
 from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
 from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
+from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
 from spmdrl.config.rewards import RewardConfig
@@ -34,6 +35,7 @@ class Config(Section):
     rollout: RolloutConfig
     refit: RefitConfig = RefitConfig()
     offload: OffloadConfig = OffloadConfig()
+    environment: EnvironmentConfig | None = None
     reward: RewardConfig
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()

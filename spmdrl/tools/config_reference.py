@@ -68,7 +68,9 @@ def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -
     for key, inner in section.model_fields.items():
         if is_array(inner.annotation):
             parts += _array(f"{name}.{key}", sections_in(inner.annotation), described)
-        elif sections_in(inner.annotation):
+        elif len(kinds := sections_in(inner.annotation)) > 1:
+            parts += _kinds(f"[{name}.{key}]", f"{name}.{key}", kinds, described)
+        elif kinds:
             parts.append(_section(f"{name}.{key}", inner, described))
     return "\n".join(parts)
 
@@ -78,13 +80,21 @@ def _array(name: str, kinds: Sequence[type[Section]], described: dict[type[Secti
     if kinds[0] in described:
         yield f"Each `[[{name}]]` has one of the kinds described under `[[{described[kinds[0]]}]]`.\n"
         return
+    yield from _kinds(f"[[{name}]]", name, kinds, described)
+
+
+def _kinds(title: str, name: str, kinds: Sequence[type[Section]], described: dict[type[Section], str]) -> Iterator[str]:
+    """Describe a table that has one of several kinds, and the arrays inside it."""
     for kind in kinds:
         described[kind] = name
         tags = " or ".join(f'`kind = "{tag}"`' for tag in get_args(kind.model_fields["kind"].annotation))
-        yield f"#### `[[{name}]]` with {tags}\n"
+        yield f"#### `{title}` with {tags}\n"
         yield f"{_sentence(kind.model_fields['kind'])}\n"
         if len(kind.model_fields) > 1:
             yield _table(kind, without=("kind",))
+        for key, inner in kind.model_fields.items():
+            if is_array(inner.annotation):
+                yield from _array(f"{name}.{key}", sections_in(inner.annotation), described)
 
 
 def _table(section: type[Section], without: Sequence[str] = ()) -> str:

@@ -1,0 +1,159 @@
+"""The table of an environment: what answers the policy between its responses, and the limits of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from spmdrl.config.base import Count, Positive, Section, rule
+from spmdrl.config.sandbox import SandboxConfig
+
+MaskedEnd = Literal["length", "context", "max_turns", "episode_timeout", "step_timeout", "environment_error"]
+
+
+class FunctionTool(Section):
+    kind: Literal["function"]
+    """A function of yours, sync or async. Its schema comes from its signature and its docstring."""
+    function: str
+    """`package.module:function` or `path/to/file.py:function`."""
+
+
+class PythonTool(Section):
+    kind: Literal["python"]
+    """A tool `python` that runs a program of the policy's in a process of its own and returns what it printed."""
+    timeout_s: Positive = 5.0
+    """Time limit of one program. Below `environment.step_timeout_s`."""
+
+
+class McpTools(Section):
+    kind: Literal["mcp"]
+    """The tools of a server of the Model Context Protocol that speaks on its standard streams; it needs the package
+    `mcp`, and the environment's own process starts it."""
+    command: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """The server's program with its arguments."""
+
+
+ToolSource = Annotated[FunctionTool | PythonTool | McpTools, Field(discriminator="kind")]
+
+
+class ToolsEnvironment(Section):
+    kind: Literal["tools"]
+    """The policy calls tools until a response has no call, which is its answer."""
+    tools: Annotated[tuple[ToolSource, ...], Field(strict=False, min_length=1)]
+    """The tools, with different names."""
+
+
+class ClassEnvironment(Section):
+    kind: Literal["class"]
+    """A class of yours with `reset(prompt, seed)` and `step(action)`, sync or async. See `docs/environments.md`."""
+    name: str
+    """`package.module:Class` or `path/to/file.py:Class`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+class TrlEnvironment(Section):
+    kind: Literal["trl"]
+    """A class as TRL's `environment_factory` takes it: `reset` begins an episode, the other public methods are
+    tools."""
+    name: str
+    """`package.module:Class` or `path/to/file.py:Class`."""
+
+
+class GymnasiumEnvironment(Section):
+    kind: Literal["gymnasium"]
+    """A class with gymnasium's `reset(seed=...)` and `step(action)`; actions and observations are text."""
+    name: str
+    """`package.module:Class` or `path/to/file.py:Class`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+class ReasoningGymEnvironment(Section):
+    kind: Literal["reasoning_gym"]
+    """A reasoning-gym item, tried again until the task's own scorer gives 1 or the turns are used up; the prompts come
+    from a source of the same kind."""
+    feedback: str = "That scores {score:g}. Try again."
+    """What the policy reads after an attempt; `{score}` is the attempt's."""
+
+
+class OpenEnvEnvironment(Section):
+    kind: Literal["openenv"]
+    """An OpenEnv server, spoken to over its WebSocket; it needs the package `openenv-core`."""
+    url: str
+    """The server's address, such as `http://127.0.0.1:8000`."""
+    action: str = "message"
+    """Name of the action's field that gets the response's text."""
+
+
+EnvironmentSource = Annotated[
+    ToolsEnvironment
+    | ClassEnvironment
+    | TrlEnvironment
+    | GymnasiumEnvironment
+    | ReasoningGymEnvironment
+    | OpenEnvEnvironment,
+    Field(discriminator="kind"),
+]
+
+
+class EnvironmentConfig(Section):
+    source: EnvironmentSource
+    """What the policy acts in. See `docs/environments.md`."""
+    max_turns: Count = 16
+    """Responses in an episode; after the last one it ends with `max_turns`."""
+    max_turn_tokens: Count | None = None
+    """Longest response of one turn; a longer one ends the episode with `length`. Unset: what is left of
+    `rollout.max_response_tokens`, which counts everything after the prompt."""
+    step_timeout_s: Positive = 30.0
+    """Time limit of a reset or a step; past it the episode ends with `step_timeout` and the process is killed. Other
+    episodes in that process are played again from their actions."""
+    episode_timeout_s: Positive = 600.0
+    """Time limit of an episode in seconds; it ends with `episode_timeout` when the next response would begin."""
+    num_workers: Count = 1
+    """Environment processes of each rank; each holds many episodes at once."""
+    max_observation_characters: Count = 20_000
+    """Longer texts of an environment are cut, with a note of how much is missing."""
+    tool_parser: str = "hermes"
+    """Format of the policy's tool calls: `hermes` (`<tool_call>{...}</tool_call>`, which Qwen uses too), or with
+    `rollout.engine = "sglang"` any parser of SGLang's, such as `llama3`, `mistral` or `gpt-oss`."""
+    history: Literal["append", "template"] = "append"
+    """`append`: what the policy read and wrote stays as it was, token for token. `template`: each turn the chat
+    template sees the whole conversation, and where it rewrites what came before, such as thinking that it drops, a new
+    sequence of the same rollout begins."""
+    masked_ends: Annotated[tuple[MaskedEnd, ...], Field(strict=False)] = ("environment_error", "step_timeout")
+    """Episodes with these ends are not trained on; their reward counts among their group's all the same."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Permissions of the environment processes."""
+
+
+@rule(EnvironmentConfig)
+def programs_end_before_the_step(environment: EnvironmentConfig) -> Iterator[str]:
+    if isinstance(environment.source, ToolsEnvironment):
+        for tool in environment.source.tools:
+            if isinstance(tool, PythonTool) and tool.timeout_s >= environment.step_timeout_s:
+                yield (
+                    f"the python tool's timeout_s = {tool.timeout_s:g} must be below step_timeout_s = "
+                    f"{environment.step_timeout_s:g}; lower the one or raise the other"
+                )
+
+
+@rule(EnvironmentConfig)
+def programs_need_a_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
+    tools = environment.source.tools if isinstance(environment.source, ToolsEnvironment) else ()
+    if environment.sandbox.mode == "off" and any(isinstance(tool, PythonTool) for tool in tools):
+        yield (
+            'the tool of kind "python" runs what the model wrote, and sandbox.mode = "off" would let that do '
+            'anything; set it to "auto" or "strict"'
+        )
+
+
+@rule(EnvironmentConfig)
+def connections_need_no_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.sandbox.mode != "off" and isinstance(environment.source, OpenEnvEnvironment):
+        yield (
+            f'source.kind = "openenv" opens connections, which sandbox.mode = "{environment.sandbox.mode}" does not '
+            'let it; set sandbox.mode = "off"'
+        )

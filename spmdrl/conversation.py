@@ -1,0 +1,52 @@
+"""The nouns of an episode's conversation, between a policy and its environment.
+
+Environment processes import this module, so it imports nothing beyond Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]  # of a chat, as transformers' chat templates take it: "role", "content", perhaps "tool_calls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the policy wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One response of the policy, as its environment reads it."""
+
+    text: str  # without special tokens; calls that were parsed are left out
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: str | None = None  # why something that begins like a call is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """An environment's answer to a reset or to an action."""
+
+    messages: tuple[Message, ...] = ()  # what the policy reads next; may be empty where `done`
+    reward: float = 0.0  # for the action
+    done: bool = False  # the episode is over
+    metrics: Mapping[str, float] = field(default_factory=dict)  # averaged over episodes: environment/NAME
+    tool_errors: int = 0  # calls that failed
+    state: str | None = None  # names the state, for step groups; None: the messages do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStart:
+    """The input of a reset: the prompt's data, and a seed for everything random about the episode."""
+
+    prompt: str  # the question, as text
+    answer: str | None
+    task: str
+    metadata: dict[str, Any]
+    seed: int  # 63 bits
