@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/layout.md").read_text(encoding="utf-8")
-MAX_ROOT_MODULES, MAX_PACKAGES = 5, 18
+MAX_ROOT_MODULES, MAX_PACKAGES = 6, 20
 MAX_LINES, MAX_CONFIG_LINES, MAX_FUNCTION_LINES = 450, 300, 100
 NOT_OURS = ("engine/sglang/cpu/stubs", "engine/sglang/cpu/startup")  # they bear the names of other packages
 UNCLEAR_STARTS = re.compile(r"^(What|Whether|Of|As|Those|That|The same)\b")
