@@ -1,7 +1,8 @@
 """The nouns: what flows from one phase of a step to the next.
 
-A step moves `Prompt -> Rollout -> RewardedRollout -> Sequence -> MicroBatch`. Everything is frozen; a phase makes new
-values and never edits the ones it was given.
+A step moves `Prompt -> Rollout -> RewardedRollout -> Sequence -> MicroBatch`; a rollout is made of turns, each of which
+is a `Request` to the engine and its `Response`. Everything is frozen; a phase makes new values and never edits the ones
+it was given.
 """
 
 from __future__ import annotations
@@ -15,7 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from spmdrl.conversation import Action, Message, Observation
+
 FinishReason = Literal["stop", "length", "abort"]
+# Of an episode. The first three end a response too: an episode without an environment is one response.
+EpisodeEnd = Literal[
+    "stop",  # the policy ended its only response
+    "length",  # a response reached the limit of its tokens
+    "abort",  # unfinished
+    "done",  # the environment ended it
+    "context",  # there is no room for another response
+    "max_turns",
+    "episode_timeout",
+    "step_timeout",  # the environment took too long over one step
+    "environment_error",  # the environment failed, or its process died
+]
 
 
 class UserError(ValueError):
@@ -40,6 +55,7 @@ class Prompt:
     answer: str | None  # the reference answer, when the data has one
     task: str  # the data source it came from, for per-task metrics and rewards
     metadata: dict[str, Any]  # the row's other columns, handed to the reward unchanged
+    messages: tuple[Message, ...] = ()  # of the chat that the template rendered; empty without a template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +110,89 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Tokens that the policy was given, then its response to them: it sampled the response and nothing else."""
+
+    context_ids: tuple[int, ...]  # since the turn before; of a trajectory's first turn, its prompt
+    response: Response
+    action: Action | None = None  # the response as the environment read it; None without an environment
+    observation: Observation | None = None  # what the environment answered; None where nothing did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One growing list of tokens: the turns, laid end to end. Nothing is ever decoded and encoded again."""
+
+    turns: tuple[Turn, ...]  # at least one
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens, n of them."""
+        return tuple(token for turn in self.turns for token in turn.context_ids + turn.response.token_ids)
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """True for the tokens that the policy sampled, n entries."""
+        return tuple(
+            is_sampled
+            for turn in self.turns
+            for is_sampled in (False,) * len(turn.context_ids) + (True,) * len(turn.response.token_ids)
+        )
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Log-probabilities in nats, n entries; 0 for tokens that the policy did not sample."""
+        return tuple(
+            logprob for turn in self.turns for logprob in (0.0,) * len(turn.context_ids) + turn.response.logprobs
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One prompt with one response."""
+    """One episode: what follows from one prompt. Without an environment that is one response.
+
+    It has one trajectory, and one more for each time that the chat template rewrote what came before.
+    """
 
     prompt: Prompt
     sample_index: int  # 0 to group_size - 1, and group_size of a baseline
     seed: int
-    response: Response
+    trajectories: tuple[Trajectory, ...]
+    end: EpisodeEnd
+    greeting: Observation | None = None  # what the environment said first
+    failure: str | None = None  # why the environment failed, where `end` says that it did
+    is_masked: bool = False  # not trained on: see `environment.masked_ends`
     is_baseline: bool = False  # sampled greedily, for comparison with the others of its group; not trained on
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of all trajectories, in order."""
+        return tuple(turn for trajectory in self.trajectories for turn in trajectory.turns)
+
+    @property
+    def responses(self) -> tuple[Response, ...]:
+        """The response of each turn."""
+        return tuple(turn.response for turn in self.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest weights that sampled any of it; None where nothing was sampled."""
+        return min((span.version for response in self.responses for span in response.spans), default=None)
+
+    @property
+    def is_truncated(self) -> bool:
+        """True when the policy did not come to an end by itself: its tokens were used up."""
+        return self.end in ("length", "context")
+
+    @property
+    def environment_reward(self) -> float:
+        """The sum of what the environment gave for each turn."""
+        return sum(turn.observation.reward for turn in self.turns if turn.observation is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +216,14 @@ class RewardedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """One rollout as training sees it: prompt then response, n tokens; every list has n entries."""
+    """One trajectory as training sees it, n tokens; every list has n entries."""
 
-    index: int  # place in the step's global order
+    index: int  # place of its rollout in the step's global order
+    part: int = 0  # place among the trajectories of its rollout
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True where the policy chose the token and it is to be trained
     rollout_logprobs: tuple[float, ...]  # nats, 0 outside loss_mask
-    reward: float
+    reward: float  # of the whole rollout
     baseline_reward: float = math.nan  # of its prompt's greedy response; nan where there is none
 
 

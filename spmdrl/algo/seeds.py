@@ -31,6 +31,16 @@ def rollout_seed(run_seed: int, step: int, prompt_id: int, sample_index: int) ->
     return mix(run_seed, step, prompt_id, sample_index)
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of one response of a rollout, counted from 0; the first has the rollout's own."""
+    return mix(seed, turn) if turn else seed
+
+
+def environment_seed(run_seed: int, prompt_id: int) -> int:
+    """The 63-bit seed of a prompt's environment: one for all its rollouts, which are compared with each other."""
+    return mix(run_seed, prompt_id)
+
+
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """The 24 upper bits of `mix(seed, position)` as a fraction: [N] float32 in [0, 1).
 

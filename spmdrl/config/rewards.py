@@ -41,6 +41,13 @@ class FunctionReward(Section):
     """Factor of this term in the reward."""
 
 
+class EnvironmentReward(Section):
+    kind: Literal["environment"]
+    """The sum of the rewards that `[environment]` gives for each turn."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of this term in the reward."""
+
+
 class CodeReward(Section):
     kind: Literal["code"]
     """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox.
@@ -56,7 +63,8 @@ class CodeReward(Section):
 
 
 RewardTerm = Annotated[
-    ExactReward | MathReward | ReasoningGymReward | FunctionReward | CodeReward, Field(discriminator="kind")
+    ExactReward | MathReward | ReasoningGymReward | FunctionReward | EnvironmentReward | CodeReward,
+    Field(discriminator="kind"),
 ]
 
 

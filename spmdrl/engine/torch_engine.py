@@ -116,7 +116,7 @@ class TorchEngine(RolloutEngine):
         # Tied weights share one, and so do those that the decoder has put side by side.
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
-        self._abort = False
+        self._abort = self._asks = False
 
     @classmethod
     def problems(cls, cfg: Config, model_config: Any, *_: Any, **__: Any) -> Iterator[str]:
@@ -172,7 +172,8 @@ class TorchEngine(RolloutEngine):
                     sampling, ahead = sampling.at([run.num_sampled for run in rows]), 0
                 last = self._append(rows, self._sample_tokens(self._decode(last), sampling, ahead), last[:0])
                 ahead += 1
-                if ahead % ASK_AGAIN_TOKENS == 0:
+                if ahead % ASK_AGAIN_TOKENS == 0 or self._asks:
+                    self._asks = False
                     source.ask_again()
             else:
                 assert source.is_empty, "nothing is running, so the caller must have another request or none at all"
@@ -189,6 +190,9 @@ class TorchEngine(RolloutEngine):
 
     def abort(self) -> None:
         self._abort = True
+
+    def wake_up(self) -> None:
+        self._asks = True
 
     def sleep(self) -> None:
         """Return the memory to the device, not only to torch's allocator: training would otherwise allocate parts of

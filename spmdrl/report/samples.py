@@ -48,22 +48,23 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
 
 
 def _row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    rollout, response = rewarded.rollout, rewarded.rollout.response
+    rollout = rewarded.rollout
+    logprobs = [logprob for response in rollout.responses for logprob in response.logprobs]
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,
         "task": rollout.prompt.task,
         "prompt": rollout.prompt.text,
-        "response": tokenizer.decode(response.token_ids),
+        "response": tokenizer.decode(rollout.turns[-1].response.token_ids),
         "answer": rollout.prompt.answer,
         "reward": rewarded.outcome.reward,
         "reward_parts": rewarded.outcome.parts,
         **({"greedy_reward": rewarded.baseline.reward} if rewarded.baseline else {}),
         "failure": rewarded.outcome.failure,
         "advantage": advantage,
-        "finish_reason": response.finish_reason,
-        "response_tokens": len(response.token_ids),
-        "mean_logprob_nats": sum(response.logprobs) / max(1, len(response.logprobs)),
-        "min_logprob_nats": min(response.logprobs, default=0.0),
-        "version": response.oldest_version,
+        "finish_reason": rollout.end,
+        "response_tokens": rollout.num_sampled,
+        "mean_logprob_nats": sum(logprobs) / max(1, len(logprobs)),
+        "min_logprob_nats": min(logprobs, default=0.0),
+        "version": rollout.oldest_version,
     }

@@ -33,7 +33,10 @@ class RewardClient:
 
     def submit(self, rollout: Rollout) -> Pending:
         """Start to compute the reward of a finished rollout."""
-        return rollout, self._pool.submit(_item(rollout.prompt, decode(self._tokenizer, rollout.response.token_ids)))
+        if rollout.failure is not None:
+            return known_reward(rollout, RewardOutcome(reward=0.0, parts={}, failure=rollout.failure))
+        response = decode(self._tokenizer, rollout.turns[-1].response.token_ids)
+        return rollout, self._pool.submit(_item(rollout.prompt, response, rollout))
 
     def collect(self, pending: Iterable[Pending]) -> list[Rewarded]:
         """Wait for the rewards. One that cannot be computed is 0, with the reason in `failure`."""
@@ -57,7 +60,13 @@ def known_reward(rollout: Rollout, outcome: RewardOutcome) -> Pending:
     return rollout, future
 
 
-def _item(prompt: Prompt, response: str) -> RewardItem:
+def _item(prompt: Prompt, response: str, rollout: Rollout | None = None) -> RewardItem:
     return RewardItem(
-        prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata, task=prompt.task
+        prompt=prompt.text,
+        response=response,
+        answer=prompt.answer,
+        metadata=prompt.metadata,
+        task=prompt.task,
+        turns=() if rollout is None else tuple((turn.action, turn.observation) for turn in rollout.turns),
+        environment_reward=0.0 if rollout is None else rollout.environment_reward,
     )

@@ -78,9 +78,10 @@ class Collector:
         def opened(prompt: Prompt) -> PromptGroup:
             return PromptGroup.opened(
                 prompt,
+                source.sampling,
+                source.world,
                 step=step,
                 run_seed=source.run_seed,
-                group_size=source.sampling.group_size,
                 with_baseline=rules.with_baseline,
             )
 
@@ -93,6 +94,8 @@ class Collector:
             carried=[opened(group.prompt) if group in stale else group.copy() for group in before.carried],
         )
         self._sample(part, tickets, step)
+        for group in [*stale, *([] if rules.carries_over else part.left)]:
+            group.close()
         summaries = gather_objects(self._place.mesh, part.summary())
         if self._place.engine.leads and self._place.index == 0:
             tickets.close()
@@ -154,6 +157,11 @@ class Collector:
                 )
             return
         before, now = saved["sampling"], self._shared_settings()
+        if groups and "episodes" not in groups[0]:
+            raise UserError(
+                f"the checkpoint of step {step} holds unfinished prompt groups in the form of an earlier version; set "
+                "rollout.partial = false to drop them"
+            )
         if groups and before != now:
             changes = ", ".join(
                 f"{name} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]
@@ -182,7 +190,7 @@ class Collector:
                 f"advantage.estimator now compares with {wants}; set that back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        return PromptGroup.from_json(saved, prompt, group_size=self._source.sampling.group_size)
+        return PromptGroup.from_json(saved, prompt, self._source.sampling, self._source.world)
 
     def _shared_settings(self) -> dict[str, Any]:
         """The settings that all rollouts of a group must share."""
@@ -254,7 +262,7 @@ def _metrics(
             ),
         }
     if rules.extra_groups:
-        responses = [group.responses[index] for group in part.left for index in group.unfinished]
+        responses = [episode.response for group in part.left for episode in group.unfinished]
         aborted = [response for response in responses if response.token_ids]
         discarded += [] if rules.carries_over else part.left
         metrics |= {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import failing_together
 from spmdrl.rewards.client import Rewarded
-from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
+from spmdrl.rollout.saved import (
+    action_as_json,
+    action_from_json,
+    observation_as_json,
+    observation_from_json,
+)
+from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, Trajectory, Turn, UserError
 
 _PREFIX = "step-"
+_FORM = "2"  # of the files; 1 had one response for each rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +111,7 @@ def _part_of(place: Path, rank: int) -> Path:
 def write_part(path: Path, recording: Recording) -> None:
     """Write one rank's file."""
     header = {
+        "form": _FORM,
         "step": str(recording.step),
         "num_ranks": str(recording.num_ranks),
         "config": json.dumps(recording.config),
@@ -114,7 +122,10 @@ def write_part(path: Path, recording: Recording) -> None:
 
 def read_part(path: Path) -> Recording:
     """Read one rank's file; prompts have no metadata. Raises UserError when it is missing or damaged."""
-    header, tensors = read_header(path), read_tensors(path)
+    header = read_header(path)
+    if header.get("form") != _FORM:
+        raise UserError(f"{path} has the form of an earlier version; record the rollouts again")
+    tensors = read_tensors(path)
     return Recording(
         step=int(header["step"]),
         num_ranks=int(header["num_ranks"]),
@@ -157,38 +168,54 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def _tensors(recording: Recording) -> dict[str, Tensor]:
-    """Lay out N rollouts of P prompts as flat columns, with the number of entries of each rollout or prompt."""
+    """Lay out N rollouts of P prompts, with J trajectories of K turns in all, as flat columns, with the number of
+    entries of each rollout, trajectory, turn or prompt."""
     rollouts = [rollout for rollout, _ in recording.outcomes]
     outcomes = [outcome for _, outcome in recording.outcomes]
-    responses = [rollout.response for rollout in rollouts]
     prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in rollouts}
+    trajectories = [trajectory for rollout in rollouts for trajectory in rollout.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    responses = [turn.response for turn in turns]
     spans = [span for response in responses for span in response.spans]
 
-    def whole(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64)
+    def whole(numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64)
 
-    def real(numbers: Sequence[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64)  # what Python has, to the last bit
+    def real(numbers: Iterable[float]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.float64)  # what Python has, to the last bit
 
     return {
-        "places": whole([number for place in recording.places.items() for number in place]).view(-1, 2),
-        "prompt_id": whole(list(prompts)),  # [P]
-        "prompt_tokens": whole([len(prompt.token_ids) for prompt in prompts.values()]),  # [P]
-        "prompt_token_ids": whole([token for prompt in prompts.values() for token in prompt.token_ids]),
-        "prompt_of": whole([rollout.prompt.prompt_id for rollout in rollouts]),  # [N], as are the next five
-        "sample_index": whole([rollout.sample_index for rollout in rollouts]),
-        "seed": whole([rollout.seed for rollout in rollouts]),
-        "is_baseline": whole([rollout.is_baseline for rollout in rollouts]),
-        "reward": real([outcome.reward for outcome in outcomes]),
-        "response_tokens": whole([len(response.token_ids) for response in responses]),
-        "token_ids": whole([token for response in responses for token in response.token_ids]),
-        "logprobs": real([logprob for response in responses for logprob in response.logprobs]),  # nats
-        "num_spans": whole([len(response.spans) for response in responses]),  # [N]
-        "spans": whole([number for span in spans for number in (span.version, span.num_tokens)]).view(-1, 2),
+        "places": whole(number for place in recording.places.items() for number in place).view(-1, 2),
+        "prompt_id": whole(prompts),  # [P]
+        "prompt_tokens": whole(len(prompt.token_ids) for prompt in prompts.values()),  # [P]
+        "prompt_token_ids": whole(token for prompt in prompts.values() for token in prompt.token_ids),
+        "prompt_of": whole(rollout.prompt.prompt_id for rollout in rollouts),  # [N], as are the next seven
+        "sample_index": whole(rollout.sample_index for rollout in rollouts),
+        "seed": whole(rollout.seed for rollout in rollouts),
+        "is_masked": whole(rollout.is_masked for rollout in rollouts),
+        "is_baseline": whole(rollout.is_baseline for rollout in rollouts),
+        "reward": real(outcome.reward for outcome in outcomes),
+        "num_trajectories": whole(len(rollout.trajectories) for rollout in rollouts),
+        "num_turns": whole(len(trajectory.turns) for trajectory in trajectories),  # [J]
+        "context_tokens": whole(len(turn.context_ids) for turn in turns),  # [K]
+        "context_ids": whole(token for turn in turns for token in turn.context_ids),
+        "response_tokens": whole(len(response.token_ids) for response in responses),  # [K]
+        "token_ids": whole(token for response in responses for token in response.token_ids),
+        "logprobs": real(logprob for response in responses for logprob in response.logprobs),  # nats
+        "num_spans": whole(len(response.spans) for response in responses),  # [K]
+        "spans": whole(number for span in spans for number in (span.version, span.num_tokens)).view(-1, 2),
         "texts": as_bytes(
             {
-                "prompts": [{"text": p.text, "answer": p.answer, "task": p.task} for p in prompts.values()],
+                "prompts": [
+                    {"text": p.text, "answer": p.answer, "task": p.task, "messages": p.messages}
+                    for p in prompts.values()
+                ],
+                "ends": [rollout.end for rollout in rollouts],
+                "environment_failures": [rollout.failure for rollout in rollouts],
+                "greetings": [observation_as_json(rollout.greeting) for rollout in rollouts],
                 "finish_reasons": [response.finish_reason for response in responses],
+                "actions": [action_as_json(turn.action) for turn in turns],
+                "observations": [observation_as_json(turn.observation) for turn in turns],
                 "parts": [outcome.parts for outcome in outcomes],
                 "failures": [outcome.failure for outcome in outcomes],
             }
@@ -200,7 +227,12 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     texts = from_bytes(tensors["texts"])
     columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "texts"}
     prompts = {
-        prompt_id: Prompt(prompt_id=prompt_id, token_ids=tuple(token_ids), metadata={}, **words)
+        prompt_id: Prompt(
+            prompt_id=prompt_id,
+            token_ids=tuple(token_ids),
+            metadata={},
+            **{**words, "messages": tuple(words["messages"])},
+        )
         for prompt_id, token_ids, words in zip(
             columns["prompt_id"],
             _cut(columns["prompt_token_ids"], columns["prompt_tokens"]),
@@ -208,31 +240,26 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
             strict=True,
         )
     }
-    responses = [
-        Response(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
-            finish_reason=finish_reason,
-            spans=tuple(Span(*span) for span in spans),
-        )
-        for token_ids, logprobs, finish_reason, spans in zip(
-            _cut(columns["token_ids"], columns["response_tokens"]),
-            _cut(columns["logprobs"], columns["response_tokens"]),
-            texts["finish_reasons"],
-            _cut(columns["spans"], columns["num_spans"]),
-            strict=True,
-        )
+    trajectories = [
+        Trajectory(turns=tuple(turns)) for turns in _cut(list(_turns(columns, texts)), columns["num_turns"])
     ]
     rollouts = [
         Rollout(
             prompt=prompts[prompt_id],
             sample_index=sample_index,
             seed=seed,
-            response=response,
+            trajectories=tuple(of_rollout),
+            end=end,
+            greeting=observation_from_json(greeting),
+            failure=failure,
+            is_masked=bool(is_masked),
             is_baseline=bool(is_baseline),
         )
-        for prompt_id, sample_index, seed, is_baseline, response in zip(
-            *(columns[name] for name in ("prompt_of", "sample_index", "seed", "is_baseline")), responses, strict=True
+        for prompt_id, sample_index, seed, is_masked, is_baseline, of_rollout, end, greeting, failure in zip(
+            *(columns[name] for name in ("prompt_of", "sample_index", "seed", "is_masked", "is_baseline")),
+            _cut(trajectories, columns["num_trajectories"]),
+            *(texts[name] for name in ("ends", "greetings", "environment_failures")),
+            strict=True,
         )
     ]
     outcomes = [
@@ -240,6 +267,29 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
         for reward, parts, failure in zip(columns["reward"], texts["parts"], texts["failures"], strict=True)
     ]
     return zip(rollouts, outcomes, strict=True)
+
+
+def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Turn]:
+    for context_ids, token_ids, logprobs, spans, finish_reason, action, observation in zip(
+        _cut(columns["context_ids"], columns["context_tokens"]),
+        _cut(columns["token_ids"], columns["response_tokens"]),
+        _cut(columns["logprobs"], columns["response_tokens"]),
+        _cut(columns["spans"], columns["num_spans"]),
+        *(texts[name] for name in ("finish_reasons", "actions", "observations")),
+        strict=True,
+    ):
+        response = Response(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason=finish_reason,
+            spans=tuple(Span(*span) for span in spans),
+        )
+        yield Turn(
+            context_ids=tuple(context_ids),
+            response=response,
+            action=action_from_json(action),
+            observation=observation_from_json(observation),
+        )
 
 
 def _cut(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:

@@ -84,10 +84,10 @@ def recording_problems(cfg: Config) -> Iterator[str]:
 
 def _refuse_other_rollouts(part: Recording, cfg: Config, plan: Plan) -> None:
     """Raise UserError when the rollouts do not fit the settings."""
-    longest = max((len(r.prompt.token_ids) + len(r.response.token_ids) for r, _ in part.outcomes), default=0)
+    longest = max((len(t.token_ids) for rollout, _ in part.outcomes for t in rollout.trajectories), default=0)
     if longest > plan.max_sequence_tokens:
         raise UserError(
-            f"debug.load_rollouts: step {part.step} has a prompt and response of {longest} tokens, but "
+            f"debug.load_rollouts: step {part.step} has a sequence of {longest} tokens, but "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {plan.max_sequence_tokens}; raise one of them"
         )
     if cfg.advantage.compares_with_greedy and not all(_groups_with_baseline(part)):

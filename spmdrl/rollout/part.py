@@ -6,9 +6,11 @@ import concurrent.futures
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,12 +20,12 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
+from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.scheduler import POLL_S, Scheduler
 from spmdrl.rollout.tickets import Tickets
-from spmdrl.types import Request, Response, Rollout
-
-POLL_S = 0.1  # how soon an engine sees what others have done
+from spmdrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class CollectionRules:
     max_staleness: int = 1  # steps, of a group that was carried over
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
+    in_order: bool = False  # nothing depends on how long environments take
 
     @property
     def can_be_stale(self) -> bool:
@@ -61,6 +64,7 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         max_staleness=cfg.rollout.max_staleness,
         steps_ahead=plan.steps_ahead,
         with_baseline=cfg.advantage.compares_with_greedy,
+        in_order=cfg.run.deterministic,
     )
 
 
@@ -83,6 +87,7 @@ class GroupSource:
     sampling: Sampling
     run_seed: int
     submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
+    world: World | None = None  # of episodes with an environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +118,9 @@ class EnginePart:
         self.kept: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
         self.num_opened = self.tickets_end = 0
-        self.num_continued = sum(
-            group.responses[index].token_ids != () for group in carried for index in group.unfinished
-        )
+        self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
+        self._scheduler = Scheduler(place.engine, in_order=rules.in_order)
         self._tickets, self._open_group = tickets, open_group
         # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
         # The engine asks for requests only as it has room. But an engine with room for every group would take all
@@ -125,8 +129,11 @@ class EnginePart:
         # By prompt_id; a group goes from one to the next, and is then kept or dropped.
         self._unfinished = {prompt_id_of(group): group for group in carried if not group.is_sampled}
         self._undecided = {prompt_id_of(group): group for group in carried if group.is_sampled}
-        self._requested: list[tuple[PromptGroup, int]] = []  # (group, sample index) of each request, by place
-        self._num_running = 0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which the engine had nothing to do but to wait for environments."""
+        return self._scheduler.idle_s
 
     @property
     def left(self) -> list[PromptGroup]:
@@ -138,11 +145,9 @@ class EnginePart:
 
         It can be called again after an interruption: responses that died with an engine are requested once more.
         """
-        self._requested, self._num_running = [], 0
-        requests = self._requests() if self._engine.leads else ()
-        with self._aborted_in_time():
-            for place, response in self._engine.generate(requests):
-                self._add(place, response)
+        if self._engine.leads:
+            with self._stopped_in_time():
+                self._scheduler.run(self._episodes(), self._add, wait=self._wait)
         while not self._is_over() and self._undecided:
             self._wait()
 
@@ -157,12 +162,12 @@ class EnginePart:
             num_left=len(self.left),
         )
 
-    def _requests(self) -> Iterator[Request | None]:
-        """Yield requests as long as there are more: of groups that go on, then of those that this engine opens."""
+    def _episodes(self) -> Iterator[Episode | None]:
+        """Yield episodes as long as there are more: of groups that go on, then of those that this engine opens."""
         for group in list(self._unfinished.values()):
             if self._is_over():
                 return
-            yield from self._requests_of(group)
+            yield from group.unfinished
         while not self._is_over():
             if self._tickets.is_interrupted():
                 return
@@ -170,32 +175,20 @@ class EnginePart:
                 self.num_opened, self.tickets_end = self.num_opened + 1, ticket + 1
                 group = self._open_group(ticket)
                 self._unfinished[prompt_id_of(group)] = group
-                yield from self._requests_of(group)
+                yield from group.unfinished
             elif self._tickets.is_empty():
                 return
-            elif self._num_running:
-                yield None
             else:
-                self._wait()
+                yield None
 
-    def _requests_of(self, group: PromptGroup) -> Iterator[Request]:
-        for index in group.unfinished:
-            self._requested.append((group, index))
-            self._num_running += 1
-            sampling = self._source.sampling.greedy() if group.is_baseline(index) else self._source.sampling
-            yield sampling.request(group.prompt, group.seeds[index], group.responses[index].token_ids)
-
-    def _add(self, place: int, response: Response) -> None:
-        group, sample_index = self._requested[place]
-        self._num_running -= 1
-        if (rollout := group.add(sample_index, response)) is None:
-            return
-        group.pending[sample_index] = self._source.submit(rollout)
+    def _add(self, episode: Episode) -> None:
+        group = self._unfinished[episode.prompt.prompt_id]
+        group.pending[episode.sample_index] = self._source.submit(episode.rollout())
         if group.is_sampled:
             self._undecided[prompt_id_of(group)] = self._unfinished.pop(prompt_id_of(group))
             # At once, not in the thread that watches: what this engine samples after its last group is wasted.
-            if self._is_over() and self._num_running:
-                self._engine.abort()
+            if self._is_over() and self._unfinished:
+                self._scheduler.stop()
 
     def _is_over(self) -> bool:
         """Keep or drop the groups that can be decided; return True when the step has enough."""
@@ -211,21 +204,22 @@ class EnginePart:
                 break
         return self._tickets.is_over()
 
-    def _wait(self) -> None:
-        """Wait until a reward arrives, or until other engines may have changed what this one may do."""
-        futures = [future for group in self._undecided.values() for _, future in group.pending.values()]
-        if missing := [future for future in futures if not future.done()]:
+    def _wait(self, others: Collection[Future[Any]] = ()) -> None:
+        """Wait until a reward or one of `others` arrives, or until other engines may have changed what this one may
+        do."""
+        rewards = [future for group in self._undecided.values() for _, future in group.pending.values()]
+        if missing := [*(future for future in rewards if not future.done()), *others]:
             concurrent.futures.wait(missing, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)
         else:
             time.sleep(POLL_S)
 
     @contextmanager
-    def _aborted_in_time(self) -> Iterator[None]:
+    def _stopped_in_time(self) -> Iterator[None]:
         """With more groups open than wanted, end the engine's work as soon as any engine has kept the last one.
 
         A thread watches for that: this rank looks again only after a response, and that may be the slowest one.
         """
-        if not self._rules.extra_groups or not self._engine.leads:
+        if not self._rules.extra_groups:
             yield
             return
         ended = threading.Event()
@@ -233,7 +227,7 @@ class EnginePart:
         def watch() -> None:
             while not ended.wait(POLL_S):
                 if self._tickets.is_over():
-                    self._engine.abort()
+                    self._scheduler.stop()
 
         watcher = threading.Thread(target=watch, name="collect", daemon=True)
         watcher.start()

@@ -11,10 +11,14 @@ from spmdrl.config import Config, RefitConfig
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
+from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.episode import World
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
-from spmdrl.rollout.sample import eval_sampling, sample, training_sampling
+from spmdrl.rollout.sample import eval_sampling, training_sampling
+from spmdrl.rollout.scheduler import sample
+from spmdrl.rollout.world import open_world
 from spmdrl.run import Launch
 from spmdrl.types import Rollout
 
@@ -63,10 +67,11 @@ class LocalSampler(Sampler):
         self._submit = run.watch.marking_progress(run.rewards.submit)
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
-        rules = training_rules(cfg, run.plan)
+        self._rules = rules = training_rules(cfg, run.plan)
+        self._world = _open_world(run) if engine.leads else None
         self._collector = Collector(
             EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
-            GroupSource(prompts, training_sampling(cfg, self._stop_token_ids), cfg.run.seed, self._submit),
+            GroupSource(prompts, training_sampling(cfg, self._stop_token_ids), cfg.run.seed, self._submit, self._world),
             rules,
             store=None if cfg.run.deterministic else shared_store(),
             message=message,
@@ -86,19 +91,27 @@ class LocalSampler(Sampler):
         return self._collector.collect(step)
 
     def answer_probes(self) -> list[Rollout]:
-        """Sample this engine's answers to the first prompts of the stream, with the same noise every time."""
+        """Sample this engine's answers to the first prompts of the stream, with the same noise every time; one response
+        to each, whatever an environment would say to it."""
         sampling = training_sampling(self._cfg, self._stop_token_ids)
         limit = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
         short = dataclasses.replace(sampling, group_size=1, max_response_tokens=limit)
-        return list(sample(self._engine, self._probes, short, run_seed=self._cfg.run.seed, step=0))
+        return sample(self._engine, self._probes, short, None, _itself, run_seed=self._cfg.run.seed, step=0)
 
     def sample_held_out(self) -> list[Pending]:
         sampling = eval_sampling(self._cfg, self._stop_token_ids)
 
         def answer() -> list[Pending]:
-            # Step 0: the same noise at every evaluation.
-            rollouts = sample(self._engine, self._held_out, sampling, run_seed=self._cfg.run.seed, step=0)
-            return [self._submit(rollout) for rollout in rollouts]
+            return sample(
+                self._engine,
+                self._held_out,
+                sampling,
+                self._world,
+                self._submit,
+                run_seed=self._cfg.run.seed,
+                step=0,  # the same noise at every evaluation
+                in_order=self._rules.in_order,
+            )
 
         return self._restarts.carry(answer, during="an evaluation")
 
@@ -107,6 +120,17 @@ class LocalSampler(Sampler):
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         self._collector.restore(saved, step=step)
+
+
+def _open_world(run: Launch[Config]) -> World | None:
+    if run.cfg.environment is None:
+        return None
+    client = run.enter(EnvironmentClient(run.cfg.environment))
+    return open_world(run.cfg, client, run.inputs.tokenizer, run.inputs.stop_token_ids)
+
+
+def _itself(rollout: Rollout) -> Rollout:
+    return rollout
 
 
 def _num_probes(refit: RefitConfig, rules: CollectionRules) -> int:

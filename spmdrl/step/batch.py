@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -63,30 +63,34 @@ def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh) -> list[
     Raises TrainingDiverged on all of them when an engine has reported a log-probability that is not finite to one.
     """
     with failing_together(mesh):
-        return [to_sequence(one) for one in rewarded]
+        return [sequence for one in rewarded for sequence in _sequences_of(one)]
 
 
-def to_sequence(rewarded: RewardedRollout) -> Sequence:
-    """Convert a rollout to prompt and response in one sequence, of which only the response is trained."""
-    prompt, response = rewarded.rollout.prompt.token_ids, rewarded.rollout.response
-    _require_finite_logprobs(rewarded.rollout)
-    return Sequence(
-        index=rewarded.index,
-        token_ids=prompt + response.token_ids,
-        loss_mask=(False,) * len(prompt) + (True,) * len(response.token_ids),
-        rollout_logprobs=(0.0,) * len(prompt) + response.logprobs,
-        reward=rewarded.outcome.reward,
-        baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
-    )
+def _sequences_of(rewarded: RewardedRollout) -> Iterator[Sequence]:
+    """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained."""
+    rollout = rewarded.rollout
+    _require_finite_logprobs(rollout)
+    for part, trajectory in enumerate(rollout.trajectories):
+        token_ids = trajectory.token_ids
+        yield Sequence(
+            index=rewarded.index,
+            part=part,
+            token_ids=token_ids,
+            loss_mask=(False,) * len(token_ids) if rollout.is_masked else trajectory.sampled,
+            rollout_logprobs=(0.0,) * len(token_ids) if rollout.is_masked else trajectory.logprobs,
+            reward=rewarded.outcome.reward,
+            baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
+        )
 
 
 def _require_finite_logprobs(rollout: Rollout) -> None:
     # Checked here, not in the loss: with clipping, an infinite ratio can give a finite loss.
-    if not all(map(math.isfinite, rollout.response.logprobs)):
-        raise TrainingDiverged(
-            f"the engine (version {rollout.response.oldest_version}) reported a log-probability that is not finite "
-            f"for sample {rollout.sample_index} of prompt {rollout.prompt.prompt_id}"
-        )
+    for response in rollout.responses:
+        if not all(map(math.isfinite, response.logprobs)):
+            raise TrainingDiverged(
+                f"the engine (version {response.oldest_version}) reported a log-probability that is not finite "
+                f"for sample {rollout.sample_index} of prompt {rollout.prompt.prompt_id}"
+            )
 
 
 def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggregation: str) -> Batch:

@@ -20,10 +20,8 @@ def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], cfg: RewardC
     metrics: Metrics = {
         "eval/accuracy": accuracy(outcomes),
         "eval/reward": Mean.of(outcome.reward for _, outcome in outcomes),
-        "eval/response_tokens": Mean.of(float(len(rollout.response.token_ids)) for rollout, _ in outcomes),
-        "eval/truncated_fraction": Mean.of(
-            float(rollout.response.finish_reason == "length") for rollout, _ in outcomes
-        ),
+        "eval/response_tokens": Mean.of(float(rollout.num_sampled) for rollout, _ in outcomes),
+        "eval/truncated_fraction": Mean.of(float(rollout.is_truncated) for rollout, _ in outcomes),
     }
     for task in sorted({rollout.prompt.task for rollout, _ in outcomes}):
         metrics[f"eval/accuracy_{task}"] = accuracy([item for item in outcomes if item[0].prompt.task == task])

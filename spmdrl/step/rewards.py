@@ -40,7 +40,7 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
     if not cfg.reward.overlong_tokens:
         return outcome
     penalty = overlong_penalty(
-        len(rollout.response.token_ids),
+        rollout.num_sampled,
         max_tokens=cfg.rollout.max_response_tokens,
         buffer_tokens=cfg.reward.overlong_tokens,
     ) * (cfg.reward.overlong_penalty or 1.0)
@@ -49,7 +49,6 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
 
 def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
     """Metrics of this rank's rollouts and rewards."""
-    responses = [r.rollout.response for r in rewarded]
     baselines = {r.rollout.prompt.prompt_id: r.baseline for r in rewarded if r.baseline is not None}
     groups = {prompt_id: {outcome.reward} for prompt_id, outcome in baselines.items()}
     for r in rewarded:
@@ -60,9 +59,9 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
         # Over all groups with rewards: under dynamic sampling the collector adds those that it dropped.
         "reward/equal_groups_fraction": Mean.of(float(len(rewards) == 1) for rewards in groups.values()),
         "reward/failed_count": Total(float(sum(outcome.failure is not None for outcome in outcomes))),
-        "rollout/response_tokens": Values(tuple(float(len(response.token_ids)) for response in responses)),
+        "rollout/response_tokens": Values(tuple(float(r.rollout.num_sampled) for r in rewarded)),
         "rollout/prompt_tokens": Mean.of(float(len(r.rollout.prompt.token_ids)) for r in rewarded),
-        "rollout/truncated_fraction": Mean.of(float(response.finish_reason == "length") for response in responses),
+        "rollout/truncated_fraction": Mean.of(float(r.rollout.is_truncated) for r in rewarded),
     }
     if baselines:
         metrics["rollout/greedy_reward_mean"] = Mean.of(outcome.reward for outcome in baselines.values())

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -16,13 +17,16 @@ from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.envs.client import EnvironmentClient
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
-from spmdrl.rollout.sample import eval_sampling, sample
+from spmdrl.rollout.sample import eval_sampling
+from spmdrl.rollout.scheduler import sample
+from spmdrl.rollout.world import open_world
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.types import UserError
 
@@ -46,11 +50,16 @@ def evaluate_export(run: Path) -> dict[str, float]:
         max_running=cfg.rollout.max_running,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    with RewardClient(cfg.reward, held_out.tokenizer) as rewards:
+    with RewardClient(cfg.reward, held_out.tokenizer) as rewards, ExitStack() as exits:
+        world = None
+        if cfg.environment is not None:
+            client = exits.enter_context(EnvironmentClient(cfg.environment))
+            world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids)
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
-        rollouts = sample(engine, held_out.prompts, sampling, run_seed=cfg.run.seed, step=0)
-        outcomes = rewards.collect([rewards.submit(rollout) for rollout in rollouts])
-    return scalars(eval_metrics(outcomes, cfg.reward))
+        pending = sample(
+            engine, held_out.prompts, sampling, world, rewards.submit, run_seed=cfg.run.seed, step=0, in_order=True
+        )
+        return scalars(eval_metrics(rewards.collect(pending), cfg.reward))
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:

@@ -109,7 +109,7 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 engine.sleep()
                 rewarded = shape_rewards(rewards.collect(collected.pending), collected.index_of, cfg)
                 found["samples"] += [
-                    (one.rollout.prompt.prompt_id, one.rollout.response.token_ids, one.rollout.response.spans)
+                    (one.rollout.prompt.prompt_id, one.rollout.responses[0].token_ids, one.rollout.responses[0].spans)
                     for one in rewarded
                 ]
                 sequences = to_sequences(rewarded, meshes.training)
@@ -121,7 +121,7 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
             found["weights"] = {
                 name: parameter.full_tensor().detach().clone() for name, parameter in policy.model.named_parameters()
             }
-            found["probes"] = [probe.response.spans[0].version for probe in collected.probes]
+            found["probes"] = [probe.responses[0].spans[0].version for probe in collected.probes]
         del policy, learner, refit
     return found
 

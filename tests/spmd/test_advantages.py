@@ -40,6 +40,7 @@ from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import COUNT, GROUP_SIZE, SEED, everywhere, groups_config
 from tests.helpers.models import save_llama
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rollouts import one_turn
 from tests.helpers.sequences import random_sequences
 
 KL = {"kl_coef": 0.3}
@@ -105,7 +106,7 @@ def outcome(sequence: Sequence) -> tuple[Rollout, RewardOutcome]:
     prompt = Prompt(prompt_id=prompt_id, token_ids=(5,), text="", answer=None, task="", metadata={})
     n = sum(sequence.loss_mask)
     response = Response(token_ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason="stop", spans=(Span(0, n),))
-    rollout = Rollout(prompt=prompt, sample_index=sample_index, seed=0, response=response)
+    rollout = one_turn(prompt, response, sample_index=sample_index)
     return rollout, RewardOutcome(reward=sequence.reward, parts={})
 
 

@@ -262,7 +262,7 @@ def samples_of(everyones: list[Collected]) -> Samples:
     assert len(in_order) == GROUP_SIZE * len({prompt_id for prompt_id, _ in in_order})
     baselines = [rollout for _, rollout in everything if rollout.is_baseline]
     return {
-        (rollout.prompt.prompt_id, rollout.sample_index): rollout.response
+        (rollout.prompt.prompt_id, rollout.sample_index): rollout.responses[0]
         for rollout in [*(rollouts[i] for i in sorted(rollouts)), *baselines]
     }
 
@@ -416,12 +416,22 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
     for step in range(1, 5):
         (collected,) = run.step(step)
         continued += scalars(collected.metrics)["rollout/continued_count"]
-        requests = [sampling.request(rollout.prompt, rollout.seed) for rollout, _ in collected.pending]
+        requests = [
+            Request(
+                prompt_ids=rollout.prompt.token_ids,
+                seed=rollout.seed,
+                max_response_tokens=sampling.max_response_tokens,
+                temperature=temperature,
+                stop_token_ids=sampling.stop_token_ids,
+            )
+            for rollout, _ in collected.pending
+        ]
         whole = dict(engine.generate(requests))
         for place, (rollout, _) in enumerate(collected.pending):
-            assert replace(rollout.response, logprobs=()) == replace(whole[place], logprobs=())
+            (response,) = rollout.responses
+            assert replace(response, logprobs=()) == replace(whole[place], logprobs=())
             torch.testing.assert_close(
-                torch.tensor(rollout.response.logprobs), torch.tensor(whole[place].logprobs), rtol=0, atol=1e-5
+                torch.tensor(response.logprobs), torch.tensor(whole[place].logprobs), rtol=0, atol=1e-5
             )
     assert continued >= 5
 

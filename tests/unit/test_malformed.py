@@ -29,9 +29,10 @@ from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
-from spmdrl.types import Prompt, Response, RewardedRollout, Rollout, Span
+from spmdrl.types import Prompt, Response, RewardedRollout, Span
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, running, wait_for
+from tests.helpers.rollouts import one_turn
 
 CONFIG = """\
 [run]
@@ -752,7 +753,7 @@ def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: R
         assert wait_for(lambda: not running("sleep", "600.4"))
     response = Response(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", spans=(Span(0, 1),))
     prompt = Prompt(prompt_id=0, token_ids=(1,), text="", answer=None, task="", metadata={})
-    rollout = Rollout(prompt=prompt, sample_index=0, seed=0, response=response)
+    rollout = one_turn(prompt, response)
     rewarded = [RewardedRollout(index=0, rollout=rollout, outcome=outcome) for outcome in outcomes]
     num_failed = sum(failure is not None for failure in SURVIVED.values())
     assert rollout_metrics(rewarded)["reward/failed_count"] == Total(num_failed)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from spmdrl.replay.fingerprints import Fingerprint, StepFingerprint, difference
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import Recording, folder_of, read_part, read_parts, recorded_steps, write_part
-from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, UserError
+from spmdrl.types import Prompt, Response, RewardOutcome, Span, UserError
+from tests.helpers.rollouts import one_turn
 
 TOKENS = st.lists(st.integers(0, 2**17), max_size=5).map(tuple)
 NUMBERS = st.floats(allow_nan=False)
@@ -41,11 +42,11 @@ def outcomes(draw: st.DrawFn) -> Rewarded:
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         spans=tuple(draw(st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9)), max_size=2))),
     )
-    rollout = Rollout(
-        prompt=prompt,
+    rollout = one_turn(
+        prompt,
+        response,
         sample_index=draw(st.integers(0, 4)),
         seed=draw(st.integers(0, 2**63 - 1)),
-        response=response,
         is_baseline=draw(st.booleans()),
     )
     parts = draw(st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2))

@@ -36,6 +36,8 @@ from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 SETTLE_LIMIT_S = 60.0
 
+_Finished = queue.SimpleQueue[tuple[int, Future[dict[str, Any]]] | None]  # None wakes the one who waits
+
 
 class SGLangEngine(RolloutEngine):
     """One SGLang engine for each engine mesh; the mesh's first rank has the processes behind it."""
@@ -66,6 +68,7 @@ class SGLangEngine(RolloutEngine):
         self._abort = False
         self._is_idle = True
         self._names = itertools.count()
+        self._finished: _Finished = queue.SimpleQueue()  # of the `generate` that runs
         sglang_process.share_tensors(self.device.type)
         with failing_together(mesh):  # the others wait here, on a socket
             self._process = self._start() if self.leads else None
@@ -144,7 +147,8 @@ class SGLangEngine(RolloutEngine):
         assert not self._released, f"the engine sleeps, without its {', '.join(self._released)}: wake it first"
         self._abort = self._is_idle = False
         source = RequestQueue(requests)
-        finished: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
+        finished: _Finished = queue.SimpleQueue()
+        self._finished = finished
         running = 0
         while True:
             for index, request in source.take(0 if self._abort else self._options.max_running - running):
@@ -163,7 +167,10 @@ class SGLangEngine(RolloutEngine):
             self._process.require_alive()
             source.ask_again()
 
-    def _submit(self, index: int, request: Request, finished: queue.SimpleQueue[Any]) -> None:
+    def wake_up(self) -> None:
+        self._finished.put(None)
+
+    def _submit(self, index: int, request: Request, finished: _Finished) -> None:
         assert self._process is not None
         token_ids = request.prompt_ids + request.response_ids
         answer = self._process.start(
@@ -319,8 +326,8 @@ def _pin(memory: Tensor) -> None:
             torch.zeros(1, device="cuda")
 
 
-def _first(finished: queue.SimpleQueue[tuple[int, Future[Any]]]) -> tuple[int, Future[Any]] | None:
-    """Take the request that finished first; None when none does for a while."""
+def _first(finished: _Finished) -> tuple[int, Future[Any]] | None:
+    """Take the request that finished first; None when none does for a while, or the caller may have another one."""
     try:
         return finished.get(timeout=POLL_S)
     except queue.Empty:

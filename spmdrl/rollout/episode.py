@@ -1,0 +1,266 @@
+"""An episode while it is being sampled: responses of the policy, and what its environment answers to them.
+
+    begin -> [ request -> add a response -> (the environment steps) -> take its answer ] x turns -> finished
+
+Without an environment an episode is one response. Tokens are only ever appended: what the policy has read and written
+is never decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from spmdrl.algo.seeds import environment_seed, turn_seed
+from spmdrl.config import EnvironmentConfig
+from spmdrl.conversation import Action, EpisodeStart, Message, Observation
+from spmdrl.data.turns import TurnEncoder
+from spmdrl.envs.client import Answer, EnvironmentClient, EnvironmentFailure, OpenEnvironment
+from spmdrl.rollout.sample import Sampling
+from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn
+
+NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What the episodes of a run share: their environments, and how these and the policy are translated."""
+
+    cfg: EnvironmentConfig
+    client: EnvironmentClient
+    encoder: TurnEncoder
+    action_of: Callable[[tuple[int, ...]], Action]  # reads a response
+    run_seed: int
+
+    def open(self, episode: Episode) -> OpenEnvironment:
+        """Open the episode's environment; it repeats what the episode has seen of it before it goes on."""
+        prompt = episode.prompt
+        start = EpisodeStart(
+            prompt=prompt.text,
+            answer=prompt.answer,
+            task=prompt.task,
+            metadata=prompt.metadata,
+            seed=environment_seed(self.run_seed, prompt.prompt_id),
+        )
+        history = [
+            (turn.action, turn.observation)
+            for turn in episode.turns
+            if turn.action is not None and turn.observation is not None
+        ]
+        return self.client.open(start, history, episode.greeting)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Episode:
+    """One rollout of a prompt while it is being sampled."""
+
+    prompt: Prompt
+    sample_index: int
+    seed: int
+    sampling: Sampling
+    world: World | None = None  # None: the episode is one response
+    is_baseline: bool = False
+
+    trajectories: tuple[tuple[Turn, ...], ...] = ((),)  # the last one grows
+    context_ids: tuple[int, ...] | None = None  # what the next response answers; None while that is not known
+    response: Response = NOT_BEGUN  # the one that is being sampled, as far as it is there
+    greeting: Observation | None = None
+    end: EpisodeEnd = "abort"
+    failure: str | None = None
+    awaited: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
+    _environment: OpenEnvironment | None = None
+    _began: float = 0.0  # by the monotonic clock; when it went on, in the step that it goes on in
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The finished turns of all trajectories."""
+        return tuple(turn for trajectory in self.trajectories for turn in trajectory)
+
+    @property
+    def is_finished(self) -> bool:
+        """True when nothing more will be sampled."""
+        return self.end != "abort"
+
+    @property
+    def responses(self) -> list[Response]:
+        """The responses so far; the last one may be unfinished."""
+        unfinished = [self.response] if self.response.token_ids else []
+        return [*(turn.response for turn in self.turns), *unfinished]
+
+    def begin(self) -> None:
+        """Begin the episode, or go on with one that was interrupted."""
+        self._began = time.monotonic()
+        if self.world is None:
+            self.context_ids = self.prompt.token_ids
+        elif self._environment is None:
+            self._environment = self.world.open(self)
+        if self._environment is None or self.awaited is not None:
+            return
+        if self.greeting is None:
+            self.awaited = self._environment.reset()
+        elif self.response.finish_reason != "abort":
+            self._act()
+
+    def request(self) -> Request:
+        """Request the response that comes next, or the rest of it."""
+        assert self.context_ids is not None, "the environment has not answered"
+        return Request(
+            prompt_ids=self._token_ids + self.context_ids,
+            seed=turn_seed(self.seed, len(self.turns)),
+            max_response_tokens=self._response_limit(self.context_ids),
+            response_ids=self.response.token_ids,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            stop_token_ids=self.sampling.stop_token_ids,
+        )
+
+    def add(self, sampled: Response) -> None:
+        """Append what an engine sampled. A whole response finishes the episode, or its environment takes a step."""
+        self.response = self.response.continued(sampled)
+        reason = self.response.finish_reason
+        if reason == "abort":
+            return
+        if self.world is None or reason == "length":
+            self._finish_turn(None, None)
+            self._finish("context" if self._fills_context(reason) else reason)
+        else:
+            self._act()
+
+    def take_answer(self) -> None:
+        """Take the environment's answer, which is there."""
+        assert self.awaited is not None and self.world is not None
+        answer, self.awaited = self.awaited.result(), None
+        if isinstance(answer, EnvironmentFailure):
+            self._fail(answer)
+        elif self.greeting is None:
+            self._welcome(answer)
+        else:
+            self._finish_turn(self.world.action_of(self.response.token_ids), answer)
+            if (end := self._end_after(answer)) is not None:
+                self._finish(end)
+            else:
+                self._read(answer.messages)
+
+    def rollout(self) -> Rollout:
+        """Return the finished episode."""
+        assert self.is_finished
+        kept = tuple(Trajectory(turns=turns) for turns in self.trajectories if turns)
+        return Rollout(
+            prompt=self.prompt,
+            sample_index=self.sample_index,
+            seed=self.seed,
+            trajectories=kept or (Trajectory(turns=(Turn(context_ids=self.prompt.token_ids, response=_EMPTY),)),),
+            end=self.end,
+            greeting=self.greeting,
+            failure=self.failure,
+            is_masked=self.world is not None and self.end in self.world.cfg.masked_ends,
+            is_baseline=self.is_baseline,
+        )
+
+    def copy(self) -> Episode:
+        """Copy the episode, so that the copy can go on without changing this one."""
+        return dataclasses.replace(self)
+
+    def close(self) -> None:
+        """Give up the episode's environment."""
+        if self._environment is not None:
+            self._environment.close()
+            self._environment = None
+
+    @property
+    def _token_ids(self) -> tuple[int, ...]:
+        """The tokens of the trajectory that grows."""
+        turns = self.trajectories[-1]
+        return Trajectory(turns=turns).token_ids
+
+    def _act(self) -> None:
+        assert self.world is not None and self._environment is not None
+        self.awaited = self._environment.step(self.world.action_of(self.response.token_ids))
+
+    def _welcome(self, greeting: Observation) -> None:
+        self.greeting = greeting
+        if greeting.done:
+            self._fail(EnvironmentFailure("error", "the environment was over after its reset"))
+        elif greeting.messages:
+            assert self.world is not None
+            self._begin_turn(self.world.encoder.first([*self.prompt.messages, *greeting.messages])[0])
+        else:
+            self._begin_turn(self.prompt.token_ids)
+
+    def _end_after(self, observation: Observation) -> EpisodeEnd | None:
+        assert self.world is not None
+        if observation.done:
+            return "done"
+        if len(self.turns) >= self.world.cfg.max_turns:
+            return "max_turns"
+        if time.monotonic() - self._began > self.world.cfg.episode_timeout_s:
+            return "episode_timeout"
+        return None
+
+    def _read(self, messages: tuple[Message, ...]) -> None:
+        """Let the policy read what the environment said."""
+        assert self.world is not None
+        encoder, so_far = self.world.encoder, self._token_ids
+        if self.world.cfg.history == "append":
+            self._begin_turn(encoder.appended(messages, after=self.turns[-1].response.token_ids))
+            return
+        rendered = encoder.rendered(self._conversation())
+        if rendered[: len(so_far)] == so_far:
+            self._begin_turn(rendered[len(so_far) :])
+        else:  # the template has rewritten what came before
+            self.trajectories = (*self.trajectories, ())
+            self._begin_turn(rendered)
+
+    def _begin_turn(self, context_ids: tuple[int, ...]) -> None:
+        self.context_ids = context_ids
+        if self._response_limit(context_ids) < 1:
+            self._finish("context")
+
+    def _conversation(self) -> list[Message]:
+        """The whole conversation so far, as messages."""
+        assert self.world is not None
+        messages = [*self.prompt.messages, *(self.greeting.messages if self.greeting else ())]
+        for turn in self.turns:
+            if turn.action is not None:
+                messages.append(self.world.encoder.message_of(turn.action))
+            messages += turn.observation.messages if turn.observation is not None else ()
+        return messages
+
+    def _room(self, context_ids: tuple[int, ...]) -> int:
+        """Tokens that fit into the trajectory after these: everything after the prompt counts."""
+        after_prompt = len(self._token_ids) + len(context_ids) - len(self.prompt.token_ids)
+        return self.sampling.max_response_tokens - after_prompt
+
+    def _response_limit(self, context_ids: tuple[int, ...]) -> int:
+        limit = self.world.cfg.max_turn_tokens if self.world is not None else None
+        room = self._room(context_ids)
+        return room if limit is None else min(room, limit)
+
+    def _fills_context(self, reason: str) -> bool:
+        """Return True when a response was cut short because the trajectory is full, and not by its own limit."""
+        if self.world is None or reason != "length":
+            return False
+        return self._room(()) < 1
+
+    def _finish_turn(self, action: Action | None, observation: Observation | None) -> None:
+        assert self.context_ids is not None
+        turn = Turn(context_ids=self.context_ids, response=self.response, action=action, observation=observation)
+        self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
+        self.context_ids, self.response = None, NOT_BEGUN
+
+    def _fail(self, failure: EnvironmentFailure) -> None:
+        if self.context_ids is not None:  # the policy has acted, and that is kept
+            assert self.world is not None
+            self._finish_turn(self.world.action_of(self.response.token_ids), None)
+        self.failure = failure.reason
+        self._finish("step_timeout" if failure.kind == "timeout" else "environment_error")
+
+    def _finish(self, end: EpisodeEnd) -> None:
+        self.end = end
+        self.close()
+
+
+_EMPTY = dataclasses.replace(NOT_BEGUN, finish_reason="length")  # of an episode that ended before its first response
