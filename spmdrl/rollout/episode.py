@@ -27,7 +27,7 @@ NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What the episodes of a run share: their environments, and how these and the policy are translated."""
+    """The parts that the episodes of a run share: environments, and the translation between these and the policy."""
 
     cfg: EnvironmentConfig
     client: EnvironmentClient

@@ -29,6 +29,7 @@ from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
@@ -267,6 +268,13 @@ def samples_of(everyones: list[Collected]) -> Samples:
     }
 
 
+def whole_request(rollout: Rollout, sampling: Sampling) -> Request:
+    """Request the response of a rollout from its beginning."""
+    episode = Episode(prompt=rollout.prompt, sample_index=0, seed=rollout.seed, sampling=sampling)
+    episode.begin()
+    return episode.request()
+
+
 def prompt_ids(samples: Samples) -> list[int]:
     return sorted({prompt_id for prompt_id, _ in samples})
 
@@ -416,16 +424,7 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
     for step in range(1, 5):
         (collected,) = run.step(step)
         continued += scalars(collected.metrics)["rollout/continued_count"]
-        requests = [
-            Request(
-                prompt_ids=rollout.prompt.token_ids,
-                seed=rollout.seed,
-                max_response_tokens=sampling.max_response_tokens,
-                temperature=temperature,
-                stop_token_ids=sampling.stop_token_ids,
-            )
-            for rollout, _ in collected.pending
-        ]
+        requests = [whole_request(rollout, sampling) for rollout, _ in collected.pending]
         whole = dict(engine.generate(requests))
         for place, (rollout, _) in enumerate(collected.pending):
             (response,) = rollout.responses
@@ -452,7 +451,7 @@ def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
     for step in range(1, 4):
         (collected,) = run.step(step)
         continued += scalars(collected.metrics)["rollout/continued_count"]
-        done = [(sampling.request(r.prompt, r.seed), r.response) for r, _ in collected.pending if not r.is_baseline]
+        done = [(whole_request(r, sampling), r.responses[0]) for r, _ in collected.pending if not r.is_baseline]
         assert exact.largest_mismatch(policy, done, per_micro_batch=5) == 0.0
     assert continued >= 3
 
