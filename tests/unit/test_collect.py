@@ -40,6 +40,7 @@ from tests.helpers.models import save_llama, save_qwen3
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
+LONG = replace(SAMPLING, max_response_tokens=6000)
 PLAIN = CollectionRules(groups_per_step=8, max_groups=8)
 OVERSAMPLED = CollectionRules(groups_per_step=8, extra_groups=4, max_groups=12)
 PARTIAL = replace(OVERSAMPLED, carries_over=True, max_staleness=100)
@@ -344,7 +345,7 @@ def test_a_step_ends_when_it_has_enough_and_throws_the_rest_away() -> None:
 def test_no_engine_waits_for_its_slowest_response() -> None:
     """One engine runs a response that takes a minute when the other keeps the last group."""
     endless = FakeEngine(max_running=1, tick_s=0.01, length=lambda seed: 6000)
-    run = start(OVERSAMPLED, [FakeEngine(), endless])
+    run = start(OVERSAMPLED, [FakeEngine(), endless], sampling=LONG)
     began = time.monotonic()
     ((samples, metrics),) = run.steps(1, 1)
     assert time.monotonic() - began < 10
@@ -401,7 +402,7 @@ def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
 
 def test_staleness_is_counted_from_the_oldest_tokens() -> None:
     engine = FakeEngine(length=lambda seed: 400 if seed % 17 == 0 else 1 + seed % 20)
-    run = start(replace(PARTIAL, max_staleness=2), [engine])
+    run = start(replace(PARTIAL, max_staleness=2), [engine], sampling=LONG)
     highest = 0.0
     for step, (samples, metrics) in enumerate(run.steps(1, 8), start=1):
         oldest = [step - 1 - response.oldest_version for response in samples.values()]
@@ -468,7 +469,7 @@ def test_the_steps_staleness_is_that_of_what_is_trained_on() -> None:
     """A greedy response that takes longer than the others of its group does not count among their tokens."""
     long = {rollout_seed(11, step, i, BASELINE) for step in range(1, 5) for i in range(100)}
     engine = FakeEngine(length=lambda seed: 60 if seed in long else 5)
-    run = start(replace(PARTIAL, with_baseline=True), [engine])
+    run = start(replace(PARTIAL, with_baseline=True), [engine], sampling=LONG)
     for step, (samples, metrics) in enumerate(run.steps(1, 4), start=1):
         spans = [span for (_, index), r in samples.items() if index != BASELINE for span in r.spans]
         total = sum((step - 1 - span.version) * span.num_tokens for span in spans)
