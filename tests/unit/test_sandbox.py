@@ -144,7 +144,8 @@ if os.getuid() == 0:  # whom Linux does not hold to a number of processes
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is ours again
 pipe, _ = socket.socketpair()
 limits = {"max_memory_bytes": 2**31, "max_processes": 9, "max_file_bytes": 2**20, "max_open_files": 32}
-print(enter(Sandbox(setting="reward.sandbox", folder=sys.argv[1], is_strict=False, **limits), pipe.fileno()), flush=True)
+sandbox = Sandbox(setting="reward.sandbox", folder=sys.argv[1], is_strict=False, **limits)
+print(enter(sandbox, pipe.fileno()), flush=True)
 started = 0
 try:
     while started < 100:
