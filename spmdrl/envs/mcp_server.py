@@ -8,12 +8,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mcp import ClientSession, StdioServerParameters, stdio_client
+from mcp import Client, MCPError, StdioServerParameters
+from mcp_types import CONNECTION_CLOSED
 
 from spmdrl.envs.schema import tool_schema
-from spmdrl.envs.toolbox import Tool, ToolError
+from spmdrl.envs.toolbox import Tool, ToolError, ToolGone
 
-_START_S = 60.0  # for a server to name its tools
+_START_S = 60.0  # for a server to answer for the first time
 
 
 class McpServer:
@@ -23,64 +24,89 @@ class McpServer:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self._session: ClientSession | None = None
-        self._end = asyncio.Event()
-        self._started: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._serve())
+        self._starting = asyncio.Lock()
+        self._session: _Session | None = None
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> McpServer:
         """Start a server and ask for its tools. Raises ValueError when that fails or takes more than a minute."""
         server = cls(command)
         try:
-            server.tools = await asyncio.wait_for(asyncio.shield(server._started), _START_S)
+            client = await server._client()
+            server.tools = [server._tool(described) for described in await _listed(client)]
         except Exception as error:
-            server._task.cancel()
-            await asyncio.wait([server._task])
-            reason = f"it did not answer within {_START_S:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise ValueError(f"the MCP server {' '.join(command)} cannot be used: {reason}") from error
+            await server.close()
+            raise ValueError(f"the MCP server {' '.join(command)} cannot be used: {_reason(error)}") from error
         return server
 
     async def close(self) -> None:
         """End the server."""
-        self._end.set()
-        await asyncio.wait([self._task])
+        if self._session is not None:
+            await self._session.close()
 
-    async def _serve(self) -> None:
-        """Hold the session: its contexts must be left by the task that entered them."""
-        program, *arguments = self._command
-        described = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
-        try:
-            async with stdio_client(described) as streams, ClientSession(*streams) as session:
-                await session.initialize()
-                self._session = session
-                self._started.set_result(await self._list(session))
-                await self._end.wait()
-        except Exception as error:
-            if not self._started.done():
-                self._started.set_exception(error)
-        finally:
-            self._session = None
-
-    async def _list(self, session: ClientSession) -> list[Tool]:
-        tools: list[Tool] = []
-        cursor: str | None = None
-        while True:
-            page = (await session.list_tools(cursor=cursor)).model_dump(mode="json", by_alias=True)
-            tools += [self._tool(described) for described in page["tools"]]
-            if not (cursor := page.get("nextCursor")):
-                return tools
+    async def _client(self) -> Client:
+        """The client of the server, which is started where it does not run."""
+        async with self._starting:
+            if self._session is None or self._session.has_ended:
+                self._session = _Session(self._command)
+            return await asyncio.wait_for(asyncio.shield(self._session.client), _START_S)
 
     def _tool(self, described: dict[str, Any]) -> Tool:
         name: str = described["name"]
 
         async def call(arguments: dict[str, Any]) -> str:
-            if self._session is None:
-                raise ConnectionError("the MCP server has ended")
-            result = await self._session.call_tool(name, arguments)
+            client = await self._client()
+            try:
+                result = await client.call_tool(name, arguments)
+            except MCPError as error:
+                if error.code != CONNECTION_CLOSED:
+                    raise
+                await self.close()  # the next call starts it again
+                raise ToolGone(f"the MCP server of the tool {name} has ended") from error
             return _text(result.model_dump(mode="json", by_alias=True))
 
         return Tool(schema=tool_schema(name, described.get("description") or "", described["inputSchema"]), call=call)
+
+
+class _Session:
+    """A running server and its client, in a task: who enters the client's context must leave it too."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._end = asyncio.Event()
+        self._task = asyncio.create_task(self._hold(command))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end.is_set() or self._task.done()
+
+    async def close(self) -> None:
+        self._end.set()
+        if not self.client.done():
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _hold(self, command: Sequence[str]) -> None:
+        program, *arguments = command
+        described = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
+        try:
+            async with Client(described) as client:
+                self.client.set_result(client)
+                await self._end.wait()
+        except Exception as error:
+            if not self.client.done():
+                self.client.set_exception(error)
+
+
+async def _listed(client: Client) -> list[dict[str, Any]]:
+    """All tools of a server, as it describes them."""
+    tools: list[dict[str, Any]] = []
+    cursor: str | None = None
+    while True:
+        page = (await client.list_tools(cursor=cursor)).model_dump(mode="json", by_alias=True)
+        tools += page["tools"]
+        if not (cursor := page.get("nextCursor")):
+            return tools
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -93,3 +119,9 @@ def _text(result: dict[str, Any]) -> str:
         raise ToolError(f"error: {text}")
     structured = result.get("structuredContent")
     return text if content or structured is None else json.dumps(structured, ensure_ascii=False)
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):  # of the tasks behind the client
+        error = error.exceptions[0]
+    return f"it did not answer within {_START_S:g} s" if isinstance(error, TimeoutError) else str(error)

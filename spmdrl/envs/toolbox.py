@@ -17,6 +17,10 @@ class ToolError(Exception):
     """A call that failed; its message is what the policy reads."""
 
 
+class ToolGone(Exception):
+    """A call that did not reach its tool, so that nothing answers the policy: the episode cannot go on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A tool that the policy can call."""
@@ -78,6 +82,8 @@ class Toolbox:
             return f"error: wrong arguments of {call.name}: {error}", True
         except ToolError as error:
             return str(error), True
+        except ToolGone:
+            raise
         except Exception as error:  # a tool's failure is an answer, from which the policy can learn
             return f"error: {type(error).__name__}: {error}", True
 

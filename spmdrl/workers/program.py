@@ -27,7 +27,8 @@ class ProgramEnd:
 def run_program(program: str, given: str, deadline: float, *, with_errors: bool) -> ProgramEnd:
     """Run a program on the input `given` until a `deadline` of `time.monotonic`, then kill what it has started.
 
-    The output is that of standard output, and `with_errors` that of standard error in between.
+    The output is that of standard output, and `with_errors` that of standard error in between. Tracebacks name the
+    program's file without its folder, whose random name would make the same program write something else each time.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -48,8 +49,9 @@ def run_program(program: str, given: str, deadline: float, *, with_errors: bool)
             code = process.wait()
             sink.seek(0)
             written = sink.read(_MAX_OUTPUT_BYTES + 1)
+        place = f'File "{folder.resolve()}/'
     return ProgramEnd(
-        output=written[:_MAX_OUTPUT_BYTES].decode(errors="replace"),
+        output=written[:_MAX_OUTPUT_BYTES].decode(errors="replace").replace(place, 'File "'),
         is_cut=len(written) > _MAX_OUTPUT_BYTES,
         exit_code=code if has_ended else None,
     )
