@@ -92,6 +92,6 @@ def _messages(observation: Any) -> tuple[Message, ...]:
         return ()
     if not isinstance(observation, str):
         raise TypeError(
-            f"the observation is {type(observation).__name__} and not text; wrap the environment so that it returns text"
+            f"the observation is {type(observation).__name__} and not text; wrap the environment in one that writes it"
         )
     return ({"role": "user", "content": observation},)

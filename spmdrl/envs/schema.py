@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from docstring_parser import Docstring, ParseError, parse
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, with_config
 from pydantic.json_schema import GenerateJsonSchema
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 Schema = dict[str, Any]
 
@@ -79,23 +79,21 @@ def _fields(function: Callable[..., Any], name: str, described: dict[str, str]) 
     fields: dict[str, Any] = {}
     for key, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            how = " by position only" if parameter.kind is parameter.POSITIONAL_ONLY else ""
             raise ValueError(
-                f"the tool {name} takes {parameter}{_BY_POSITION.get(parameter.kind, '')}, which no schema describes; "
-                "have parameters that are called by name"
+                f"the tool {name} takes {parameter}{how}, which no schema describes; have parameters that are called "
+                "by name"
             )
         if key not in hints and not described.get(key):
             raise ValueError(
-                f"the parameter {key} of the tool {name} has neither an annotation nor a line in the docstring, so that "
-                f"the policy could not know what to give it; annotate it, as in {key}: str"
+                f"the parameter {key} of the tool {name} has neither an annotation nor a line in the docstring, so "
+                f"that the policy could not know what to give it; annotate it, as in {key}: str"
             )
         kind: Any = hints.get(key, Any)
         if described.get(key):
             kind = Annotated[kind, Field(description=described[key])]
         fields[key] = kind if parameter.default is parameter.empty else NotRequired[kind]
     return fields
-
-
-_BY_POSITION = {inspect.Parameter.POSITIONAL_ONLY: " by position only"}
 
 
 def _plain(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,4 @@ from spmdrl.workers.reasoning_gym import rate
 
 def reward(item: RewardItem) -> float:
     """Return the task's own rating, 0 to 1, of the text in the last <answer> tags, or of the whole response."""
-    return rate(
-        item.response, question=item.prompt, answer=item.answer, task=item.task, metadata=item.metadata
-    )
+    return rate(item.response, question=item.prompt, answer=item.answer, task=item.task, metadata=item.metadata)
