@@ -83,9 +83,7 @@ def without_types(kind: type[Section], location: Location) -> Location:
 
 def sections_at(kind: type[Section], location: Location) -> list[type[Section]]:
     """The Section classes that may stand at a location."""
-    sections = [kind]
-    for _, _, sections in _walk(kind, location):
-        pass
+    *_, (_, _, sections) = [("", False, [kind]), *_walk(kind, location)]
     return sections
 
 

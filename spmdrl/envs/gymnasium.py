@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ def load(name: str, params: dict[str, Any]) -> GymnasiumMaker:
 def _registered(name: str) -> Callable[..., Any]:
     """What makes the environments that gymnasium has under a name."""
     try:
-        gymnasium = importlib.import_module("gymnasium")
+        import gymnasium
     except ImportError as error:
         raise ValueError(
             f'name = "{name}" has no colon, so that it is an id of gymnasium\'s, which cannot be imported: {error}; '
