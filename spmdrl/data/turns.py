@@ -21,7 +21,6 @@ from spmdrl.types import UserError
 
 _QUESTION: Message = {"role": "user", "content": "question"}
 _ANSWER: Message = {"role": "assistant", "content": "answer"}
-_TOOL_NAME = "tool"  # of a tool message that does not say whose result it is
 _OTHER_TEMPLATE = "put another chat_template.jinja into model.path"
 _ELSE = f'set environment.history = "template", or {_OTHER_TEMPLATE}'
 
@@ -52,6 +51,8 @@ class TurnEncoder:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._tools = list(tools)
+        # Whose result a tool message is that does not say it; a message's "name" does.
+        self._tool_name = self._tools[0]["function"]["name"] if len(self._tools) == 1 else "tool"
         self._stops = stop_token_ids
         self._has_template = uses_template(tokenizer, chat_template)
         self._plain = PlainText(tokenizer)
@@ -167,7 +168,7 @@ class TurnEncoder:
         """Render the messages after an answer, and find the token that ends the answer."""
         mark, place = itertools.islice(free_characters(self._surroundings, *texts_in(list(messages))), 2)
         added = [self._plain.marked(message, mark) for message in messages]
-        answer = _calling({"role": "assistant", "content": place}, messages, argument=place)
+        answer = _calling({"role": "assistant", "content": place}, messages, name=self._tool_name, argument=place)
         try:
             return self._tail_of(answer, place, added, mark)
         except UserError:
@@ -263,12 +264,12 @@ def _conversation(earlier: Messages, answer: Message, message: Message) -> Messa
     return with_ids([*earlier, _calling(answer, [message]), message])
 
 
-def _calling(answer: Message, messages: Sequence[Message], *, argument: str = "value") -> Message:
+def _calling(answer: Message, messages: Sequence[Message], *, name: str = "tool", argument: str = "value") -> Message:
     """Return an answer with the calls whose results the tool messages are."""
     results = [message for message in messages if message["role"] == "tool"]
     if not results:
         return answer
-    return answer | {"tool_calls": [_call(m.get("name", _TOOL_NAME), {"argument": argument}) for m in results]}
+    return answer | {"tool_calls": [_call(m.get("name", name), {"argument": argument}) for m in results]}
 
 
 def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ FAMILIES = {
 
 
 @functools.cache
-def _bpe() -> str:
+def small_bpe() -> str:
     """A byte-level BPE with a few hundred merges, as JSON."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -123,7 +123,7 @@ def _bpe() -> str:
 def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family; its `name_or_path` is the family's name."""
     family = FAMILIES[name]
-    backend = Tokenizer.from_str(_bpe())
+    backend = Tokenizer.from_str(small_bpe())
     special = [*family.stops, *family.special, *([family.bos] if family.bos else [])]
     strips = {"lstrip": family.strips, "rstrip": family.strips}
     backend.add_special_tokens([AddedToken(text, special=True, **strips) for text in special])
