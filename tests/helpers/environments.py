@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
-from spmdrl.envs.client import Answer, EnvironmentFailure
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
 
 Step = Callable[[EpisodeStart, int, Action], Answer]  # (start, number of the step from 0, action) -> answer
 

@@ -10,7 +10,7 @@ import pytest
 from spmdrl.algo.seeds import mix, rollout_seed, turn_seed
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.client import Answer, EnvironmentFailure
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
@@ -127,9 +127,14 @@ def cfg_with(**settings: Any) -> EnvironmentConfig:
         ("length", world_of(never_done), FakeEngine(length=lambda _: 1000), 1),
         ("context", world_of(never_done, cfg=cfg_with(max_turns=1000)), stopping(), None),
         ("episode_timeout", world_of(never_done, cfg=cfg_with(episode_timeout_s=1e-9)), stopping(), 1),
-        ("step_timeout", world_of(failing(EnvironmentFailure("timeout", "30 s"))), stopping(), 2),
-        ("environment_error", world_of(failing(EnvironmentFailure("error", "ValueError: no"))), stopping(), 2),
-        ("environment_error", world_of(greeting=EnvironmentFailure("error", "gone")), stopping(), None),
+        ("step_timeout", world_of(failing(EnvironmentFailure(kind="timeout", reason="30 s"))), stopping(), 2),
+        (
+            "environment_error",
+            world_of(failing(EnvironmentFailure(kind="error", reason="ValueError: no"))),
+            stopping(),
+            2,
+        ),
+        ("environment_error", world_of(greeting=EnvironmentFailure(kind="error", reason="gone")), stopping(), None),
         ("environment_error", world_of(greeting=Observation(done=True)), stopping(), None),
     ],
 )
