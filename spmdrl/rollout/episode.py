@@ -18,7 +18,8 @@ from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.data.turns import TurnEncoder, message_of
-from spmdrl.envs.client import Answer, EnvironmentClient, EnvironmentFailure, OpenEnvironment
+from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn
 
@@ -186,7 +187,7 @@ class Episode:
     def _welcome(self, greeting: Observation) -> None:
         self.greeting = greeting
         if greeting.done:
-            self._fail(EnvironmentFailure("error", "the environment was over after its reset"))
+            self._fail(EnvironmentFailure(kind="error", reason="the environment was over after its reset"))
         elif greeting.messages:
             self._begin_turn(self._greeted(greeting.messages))
         else:
