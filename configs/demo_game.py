@@ -1,18 +1,22 @@
-"""The game of configs/demo-game.toml: guess a letter, and read whether it comes earlier or later in the alphabet."""
+"""The game of configs/demo-game.toml: guess a number, and read whether it is higher or lower."""
 
 import random
-import string
 
 
-class GuessTheLetter:
-    """One game. It lasts until the letter is found, or as many turns as `environment.max_turns` allows."""
+class GuessTheNumber:
+    """One game. It lasts until the number is found, or as many turns as `environment.max_turns` allows."""
+
+    def __init__(self, highest: int) -> None:
+        self.highest = highest
 
     def reset(self, seed: int) -> None:
-        """Think of a letter; the prompt says nothing about it."""
-        self.letter = random.Random(seed).choice(string.ascii_lowercase)
+        """Think of a number; the prompt does not tell it."""
+        self.number = random.Random(seed).randint(1, self.highest)
 
     def step(self, guess: str) -> tuple[str | None, float, bool]:
-        """Return what the policy reads next, its reward, and whether the game is over."""
-        if guess == self.letter:
+        """Return what the policy reads next, the reward of its guess, and whether the game is over."""
+        if not guess.isdecimal():
+            return "no number", 0.0, False
+        if int(guess) == self.number:
             return None, 1.0, True
-        return "later" if guess < self.letter else "earlier", 0.0, False
+        return "higher" if int(guess) < self.number else "lower", 0.0, False

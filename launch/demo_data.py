@@ -20,7 +20,7 @@ from demo_tool import COLOURS, lookup
 
 NUM_PAIRS = 20_000
 HELD_OUT = 400
-MAX_GUESSES = 5  # environment.max_turns of configs/demo-game.toml
+HIGHEST, MAX_GUESSES = 20, 5  # of configs/demo-game.toml
 
 Record = dict[str, Any]
 
@@ -57,21 +57,29 @@ MISTAKES = [('"}}', '"}'), ("</tool_call>", ""), ("key", "name")]
 
 
 def game_questions(rng: random.Random) -> list[Record]:
-    """Names of games, which say nothing about the letter."""
-    numbers = rng.sample(range(1000, 10_000), 4000)
-    return [{"prompt": f"game {number}"} for number in numbers]
+    """Names of games, which say nothing about their numbers."""
+    names = {"".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(4000)}
+    return [{"prompt": f"game {name}"} for name in sorted(names, key=lambda name: rng.random())]
 
 
 def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
-    """Guesses at random, whatever the game has answered."""
+    """Guesses, most of them whatever the game has answered."""
     while True:
-        guesses = rng.choices(string.ascii_lowercase, k=MAX_GUESSES)
-        letter = rng.choice([letter for letter in string.ascii_lowercase if letter not in guesses])
+        number = rng.randint(1, HIGHEST)
+        low, high = 1, HIGHEST
         messages = [{"role": "user", "content": rng.choice(questions)["prompt"]}]
-        for guess in guesses[: rng.randrange(MAX_GUESSES)]:
-            hint = "later" if guess < letter else "earlier"
-            messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": hint}]
-        yield {"prompt": messages, "response": guesses[-1]}
+        num_guesses = rng.randint(1, MAX_GUESSES)
+        while True:
+            heeds = rng.random() < 0.3
+            guess = rng.randint(low, high) if heeds else rng.randint(1, HIGHEST)
+            if len(messages) == 2 * num_guesses - 1:
+                yield {"prompt": messages, "response": f"{guess}"}
+                break
+            if guess == number:
+                break
+            hint = "higher" if guess < number else "lower"
+            low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+            messages += [{"role": "assistant", "content": f"{guess}"}, {"role": "user", "content": hint}]
 
 
 TASKS = {"tool": (tool_questions, tool_pairs), "game": (game_questions, game_pairs)}
