@@ -93,6 +93,14 @@ class TurnEncoder:
         conversation = [*own, *(self._plain.marked(message, mark) for message in others)]
         return self._plain.encode(unescaped(self._text(with_ids(conversation)), [mark]), mark)
 
+    @property
+    def shows_tools(self) -> bool:
+        """False when there are tools, and prompts do not name them: some templates know none."""
+        if not (self._tools and self._has_template):
+            return not self._tools
+        shown = self._text([_QUESTION])
+        return all(tool["function"]["name"] in shown for tool in self._tools)
+
     def drops_thinking(self, role: str) -> bool:
         """Return True when the template leaves the thinking of an answer out once a message of this role follows it.
 
