@@ -221,6 +221,17 @@ def test_prompt_response_and_what_is_appended_are_the_whole_conversation(name: s
     assert whole[-len(appended) :] == appended
 
 
+@pytest.mark.parametrize("name", [name for name, role in APPENDABLE if role == "tool" and name != "Mistral Nemo"])
+def test_a_second_round_is_appended_as_the_first(name: str) -> None:
+    turns, said, response = encoder(name), EXPECTED[name].called or CALL, sampled(name, "tool")
+    token_ids, _ = turns.first([QUESTION])
+    conversation = [QUESTION]
+    for content in ("mild", "wet"):
+        token_ids += response + turns.appended([result(content)], after=response)
+        conversation += [said, result(content)]
+        assert token_ids == turns.rendered(conversation)
+
+
 @pytest.mark.parametrize("name", [name for name, role in APPENDABLE if role == "tool"])
 def test_two_results_follow_two_calls(name: str) -> None:
     turns, messages = encoder(name), [result("mild") | {"name": "lookup"}, result("wet") | {"name": "lookup"}]
@@ -351,6 +362,10 @@ TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     [
         (TURN + "\n{% endfor %}<|im_start|>assistant\n", "ends an answer with none of the tokens that end a response"),
         (TURN + "\n<|im_end|>{% endfor %}<|im_start|>assistant\n", r"writes '\n' between an answer and the token"),
+        (
+            TURN + "{% if m.role == 'assistant' and not loop.last %}.{% endif %}<|im_end|>{% endfor %}",
+            "ends an answer differently",
+        ),
         (TURN + "<|im_end|>{% endfor %}{{ messages | length }}", "writes a conversation differently"),
         ("<|im_start|>{{ messages[-1].content }}<|im_end|>", "writes a conversation differently"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "leaves out"),
