@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from spmdrl.conversation import Observation
-from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset, max_answer_bytes, to_json
+from spmdrl.envs.observations import max_answer_bytes, to_json
+from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
 from spmdrl.workers.sandbox import empty, enter
 

@@ -21,7 +21,7 @@ from spmdrl.types import UserError
 from tests.helpers.rewards import running, wait_for
 
 CLASSES = '''
-import asyncio, os, random, signal, socket, subprocess, sys, threading, time
+import asyncio, contextlib, os, random, signal, socket, stat, subprocess, sys, threading, time
 from pathlib import Path
 from spmdrl.envs import Action, Observation
 
@@ -56,6 +56,12 @@ class Counts:
                 if not os.path.exists(argument):
                     open(argument, "w").close()
                     os._exit(5)
+            case "say":
+                for fd in map(int, os.listdir("/proc/self/fd")):
+                    with contextlib.suppress(OSError):
+                        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                            os.write(fd, argument.encode() + b"\\n")
+                time.sleep(600)
             case "child":
                 subprocess.Popen(["sleep", argument])
                 time.sleep(600)
@@ -349,6 +355,16 @@ def test_who_blocks_the_loop_times_out_and_nobody_else(file: Path) -> None:
         assert failed(futures.pop(2)).kind == "timeout"
         for future in futures:
             got(future)
+
+
+@pytest.mark.parametrize("said", ["no json", "[]", "{}", '{"number": 10000}', '{"number": {}}', "[" * 50_000])
+def test_nothing_a_process_writes_stops_the_rank(counts: EnvironmentClient, said: str) -> None:
+    other, bad = counts.open(begin(seed=1)), counts.open(begin(seed=2))
+    play(other, "a"), play(bad, "a")
+    answer = failed(bad.step(act(f"say {said}")))
+    assert answer.kind == "error" and answer.reason.endswith("was killed: the worker's answer is invalid")
+    assert got(other.step(act("b"))) == play_alone(counts, 1, "a", "b")[2]
+    other.close(), bad.close()
 
 
 def test_exceptions_that_end_loops_fail_an_async_step_only(file: Path) -> None:
