@@ -7,6 +7,7 @@ import json
 import math
 import os
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -71,16 +72,17 @@ class Keeper:
         held.close()
         command()
 
-    def close(self) -> None:
-        """Kill the process. What is asked gets the failure "closed"."""
-        if self._closed.is_set():
-            return
+    def stop(self) -> None:
+        """Begin to end: the process has a moment to close its environments. What is asked gets the failure "closed"."""
         self._closed.set()
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"\0")
+        with self._lock:
+            if not self._has_ended:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._waker, b"\0")
+
+    def join(self) -> None:
+        """Wait for the end."""
         self._thread.join()
-        os.close(self._wake)
-        os.close(self._waker)
 
     # In the thread
 
@@ -100,10 +102,15 @@ class Keeper:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._forget_process().kill()
+            process = self._forget_process()
+            with contextlib.suppress(OSError):  # it has ended by itself
+                process.socket.shutdown(socket.SHUT_WR)
+            process.end()
         self._selector.close()
         with self._lock:
             self._has_ended = True
+            os.close(self._wake)
+            os.close(self._waker)
         self._obey()
         for held in self._held:
             held.close()

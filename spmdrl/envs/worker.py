@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import os
@@ -21,6 +22,7 @@ from spmdrl.workers.sandbox import empty, enter
 
 PROGRAM = program("spmdrl.envs.worker")
 _MODULES = {"class": "user_class"}  # `class` cannot be imported
+_CLOSE_LIMIT_S = 1.0  # for all that is open at the end; the rank does not wait much longer
 _MAX_REASON_CHARACTERS = 500
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
@@ -55,7 +57,9 @@ async def _serve(job: Job, rank: socket.socket, unprotected: list[str]) -> None:
         while True:
             (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
             served.take(pickle.loads(await reader.readexactly(size)))
-    except (asyncio.IncompleteReadError, ConnectionError):  # the rank has closed the socket
+    except (asyncio.IncompleteReadError, ConnectionError):  # the rank says no more
+        with contextlib.suppress(BaseException):  # whatever the user's code raises: it is the end
+            await asyncio.wait_for(served.close(), _CLOSE_LIMIT_S)
         os._exit(0)
 
 
@@ -86,6 +90,11 @@ class _Environments:
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Close all environments, and what they share."""
+        await asyncio.gather(*(environment.close() for environment in self._open.values()), return_exceptions=True)
+        await self._maker.close()
 
     async def _answer(self, request: Request) -> None:
         _NUMBER.set(request.number)

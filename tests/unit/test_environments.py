@@ -106,6 +106,8 @@ class Closes:
     def close(self):
         if self.place == "hang":
             time.sleep(600)
+        if self.place:
+            Path(self.place).touch()
         raise RuntimeError("not counted")
 
 class Picky:
@@ -505,6 +507,13 @@ def test_what_cannot_be_sent_fails(counts: EnvironmentClient) -> None:
     environment = counts.open(begin(local=lambda: None))
     assert "pickle" in failed(environment.reset()).reason
     environment.close()
+
+
+def test_what_is_open_at_the_end_is_closed(file: Path, tmp_path: Path) -> None:
+    with EnvironmentClient(config(file, "Closes")) as client:
+        for place in (tmp_path / "a", tmp_path / "b", "hang"):
+            got(client.open(begin(place=str(place))).reset())
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 def test_closing_does_not_wait_and_leaves_nothing(file: Path) -> None:
