@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.protocol import shown
+from spmdrl.envs.observations import shown
 
 _COLUMNS = ("prompt", "answer", "task", "metadata", "seed")  # what a reset may take, by keyword
 
