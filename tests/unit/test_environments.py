@@ -291,7 +291,7 @@ def test_texts_are_cut_and_made_valid(counts: EnvironmentClient) -> None:
     ("told", "failure"),
     [
         ("raise", "ValueError: bad"),
-        ("exit", "SystemExit: bye"),
+        ("exit", "RuntimeError: step called sys.exit('bye')"),
         ("stop", "RuntimeError: StopIteration"),
         ("die", "the environment's process exited with code 3"),
         ("segfault", "the environment's process was killed by SIGSEGV"),
@@ -371,7 +371,7 @@ def test_nothing_a_process_writes_stops_the_rank(counts: EnvironmentClient, said
 
 def test_exceptions_that_end_loops_fail_an_async_step_only(file: Path) -> None:
     with EnvironmentClient(config(file, "Async")) as client:
-        for told, failure in (("exit", "SystemExit: bye"), ("cancel", "CancelledError: ")):
+        for told, failure in (("exit", "RuntimeError: step called sys.exit('bye')"), ("cancel", "CancelledError: ")):
             environment = client.open(begin())
             play(environment)
             assert failed(environment.step(act(told))).reason == failure
