@@ -589,6 +589,7 @@ class Echo(Environment):
 app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4)
 listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
+listener.listen()
 print(listener.getsockname()[1], flush=True)
 uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 """
