@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.conversation import Action, Message, Observation, ToolCall
-from spmdrl.envs.schema import Schema, Signature, WrongArguments
 from spmdrl.envs.calls import run
+from spmdrl.envs.schema import Schema, Signature, WrongArguments
 
 
 class ToolError(Exception):

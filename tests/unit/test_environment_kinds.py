@@ -626,3 +626,11 @@ def test_an_openenv_server_plays_over_its_websocket(openenv_url: str) -> None:
         played(lambda: openenv.load(url=openenv_url, action="massage"), Action(text="a"))
     with pytest.raises(ConnectionError):
         played(lambda: openenv.load(url="http://127.0.0.1:9", action="message"))
+
+
+def test_kinds_load_without_torch() -> None:
+    program = (
+        "import sys; from spmdrl.envs import gymnasium, reasoning_gym, tools, trl; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
