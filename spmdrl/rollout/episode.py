@@ -21,7 +21,7 @@ from spmdrl.data.turns import TurnEncoder, message_of
 from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.sample import Sampling
-from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn
+from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn, UserError
 
 NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
@@ -139,14 +139,11 @@ class Episode:
         answer, self.awaited = self.awaited.result(), None
         if isinstance(answer, EnvironmentFailure):
             self._fail(answer)
-        elif self.greeting is None:
-            self._welcome(answer)
-        else:
-            self._finish_turn(self.world.action_of(self.response.token_ids), answer)
-            if (end := self._end_after(answer)) is not None:
-                self._finish(end)
-            else:
-                self._read(answer.messages)
+            return
+        try:
+            self._welcome(answer) if self.greeting is None else self._go_on(answer)
+        except UserError as error:  # the template refuses these messages
+            self._fail(EnvironmentFailure(kind="error", reason=str(error)))
 
     def rollout(self) -> Rollout:
         """Return the finished episode."""
@@ -200,6 +197,14 @@ class Episode:
         if not own:  # a raw prompt, which no template has rendered
             return self.prompt.token_ids + self.world.encoder.appended(messages, after=())
         return self.world.encoder.rendered([*own, *messages], num_prompt_messages=len(own))
+
+    def _go_on(self, observation: Observation) -> None:
+        assert self.world is not None
+        self._finish_turn(self.world.action_of(self.response.token_ids), observation)
+        if (end := self._end_after(observation)) is not None:
+            self._finish(end)
+        else:
+            self._read(observation.messages)
 
     def _end_after(self, observation: Observation) -> EpisodeEnd | None:
         assert self.world is not None

@@ -31,11 +31,3 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 def _exit_error(function: Callable[..., Any], error: SystemExit) -> RuntimeError:
     return RuntimeError(f"{getattr(function, '__name__', 'it')} called sys.exit({error.code!r})")
-
-
-def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a function has a parameter for; all when it takes `**`."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
