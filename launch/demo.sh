@@ -19,7 +19,7 @@ case ${TASK:-} in
         sglang_steps=60
         ;;
     game)
-        model+=(--chat --words 'game ' {10..20} higher lower 'no number')
+        model+=(--chat --words 'game ' {10..16} higher lower 'no number')
         sglang_steps=100
         ;;
     *)

@@ -20,7 +20,7 @@ from demo_tool import COLOURS, lookup
 
 NUM_PAIRS = 20_000
 HELD_OUT = 400
-HIGHEST, MAX_GUESSES = 20, 5  # of configs/demo-game.toml
+HIGHEST, MAX_GUESSES = 16, 5  # of configs/demo-game.toml
 
 Record = dict[str, Any]
 
@@ -63,23 +63,22 @@ def game_questions(rng: random.Random) -> list[Record]:
 
 
 def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
-    """Guesses, most of them whatever the game has answered."""
+    """Guesses, some of which heed the last hint, and none the hints before it."""
     while True:
-        number = rng.randint(1, HIGHEST)
-        low, high = 1, HIGHEST
+        number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
         messages = [{"role": "user", "content": rng.choice(questions)["prompt"]}]
-        num_guesses = rng.randint(1, MAX_GUESSES)
-        while True:
-            heeds = rng.random() < 0.3
-            guess = rng.randint(low, high) if heeds else rng.randint(1, HIGHEST)
-            if len(messages) == 2 * num_guesses - 1:
-                yield {"prompt": messages, "response": f"{guess}"}
-                break
+        for _ in range(rng.randrange(MAX_GUESSES)):
+            guess = _guess(low, high, rng)
             if guess == number:
                 break
-            hint = "higher" if guess < number else "lower"
-            low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+            low, high, hint = (guess + 1, HIGHEST, "higher") if guess < number else (1, guess - 1, "lower")
             messages += [{"role": "assistant", "content": f"{guess}"}, {"role": "user", "content": hint}]
+        yield {"prompt": messages, "response": f"{_guess(low, high, rng)}"}
+
+
+def _guess(low: int, high: int, rng: random.Random) -> int:
+    """Guess within the bounds now and then, and else anything."""
+    return rng.randint(low, high) if rng.random() < 0.4 else rng.randint(1, HIGHEST)
 
 
 TASKS = {"tool": (tool_questions, tool_pairs), "game": (game_questions, game_pairs)}
