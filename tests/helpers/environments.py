@@ -66,5 +66,19 @@ class FakeEnvironment:
 class FakeEncoder:
     """A `TurnEncoder` for tokens that stand for themselves: a message is a list of numbers, written as text."""
 
+    def __init__(self, *, rewrites: bool = False) -> None:
+        """With `rewrites`, answers before the last message are replaced by one token."""
+        self._rewrites = rewrites
+
+    def rendered(self, messages: Sequence[Message], *, num_prompt_messages: int) -> tuple[int, ...]:
+        rendered: tuple[int, ...] = ()
+        for place, message in enumerate(messages):
+            numbers = tuple(int(word) for word in message["content"].split())
+            if message["role"] == "assistant":
+                rendered += (99,) if self._rewrites else numbers
+            else:
+                rendered += numbers if place == 0 else (1, *numbers, 3)
+        return rendered
+
     def appended(self, messages: Sequence[Message], *, after: tuple[int, ...]) -> tuple[int, ...]:
         return (1, *(int(word) for message in messages for word in message["content"].split()), 3)

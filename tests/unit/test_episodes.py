@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, cast
 
 import pytest
@@ -154,6 +155,40 @@ def test_a_greeting_follows_the_prompt() -> None:
     world = world_of(greeting=Observation(messages=({"role": "user", "content": "9"},)))
     for rollout in rollouts_of(stopping(), world).values():
         assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 1, 9, 3)
+
+
+def chats() -> list[Prompt]:
+    """The prompts as chats of one message."""
+    return [
+        replace(prompt, messages=({"role": "user", "content": " ".join(map(str, prompt.token_ids))},))
+        for prompt in PROMPTS
+    ]
+
+
+def test_what_a_template_does_not_rewrite_is_appended(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = rollouts_of(stopping(), world_of())
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    rendered = rollouts_of(stopping(), world_of(cfg=cfg_with(history="template")))
+    assert {key: r.trajectories for key, r in rendered.items()} == {key: r.trajectories for key, r in expected.items()}
+
+
+def test_what_a_template_rewrites_begins_a_new_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    world = replace(world_of(cfg=cfg_with(history="template")), encoder=cast(Any, FakeEncoder(rewrites=True)))
+    for rollout in rollouts_of(stopping(), world).values():
+        assert len(rollout.trajectories) == len(rollout.turns) > 1
+        for place, trajectory in enumerate(rollout.trajectories):
+            (turn,) = trajectory.turns
+            assert turn.context_ids[: len(rollout.prompt.token_ids)] == rollout.prompt.token_ids
+            assert turn.context_ids.count(99) == place  # every answer before it, as the template now writes it
+
+
+def test_a_users_greeting_continues_the_prompts_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    for rollout in rollouts_of(
+        stopping(), world_of(greeting=Observation(messages=({"role": "user", "content": " 9"},)))
+    ).values():
+        assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 9)
 
 
 def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been() -> None:
