@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
+from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.rollout.episode import World
 
 Step = Callable[[EpisodeStart, int, Action], Answer]  # (start, number of the step from 0, action) -> answer
 
@@ -18,7 +20,11 @@ class FakeEnvironments:
     """An `EnvironmentClient` whose environments are one function of the start, the number of the step, the action."""
 
     def __init__(
-        self, step: Step, *, greeting: Observation | EnvironmentFailure | None = None, delay_s: Callable[[int], float]
+        self,
+        step: Step,
+        *,
+        greeting: Observation | EnvironmentFailure | None = None,
+        delay_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         self.step, self.greeting, self.delay_s = step, greeting or Observation(), delay_s
         self.num_open = self.most_open = self.num_replayed = 0
@@ -39,6 +45,17 @@ class FakeEnvironments:
             self.num_open += 1
             self.most_open = max(self.most_open, self.num_open)
         return FakeEnvironment(self, start, len(history))
+
+
+def fake_world(step: Step, cfg: EnvironmentConfig, *, run_seed: int = 5, **client: Any) -> World:
+    """Episodes in fake environments, for tokens that stand for themselves."""
+    return World(
+        cfg=cfg,
+        client=cast(Any, FakeEnvironments(step, **client)),
+        encoder=cast(Any, FakeEncoder()),
+        action_of=lambda ids: Action(text=" ".join(map(str, ids))),
+        run_seed=run_seed,
+    )
 
 
 class FakeEnvironment:

@@ -18,7 +18,7 @@ from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
 from spmdrl.types import Prompt, Rollout
-from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step
+from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
 from tests.helpers.fake_engine import FakeEngine
 
 SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=300, stop_token_ids=frozenset())
@@ -35,14 +35,7 @@ def echo(start: EpisodeStart, number: int, action: Action) -> Answer:
 
 
 def world_of(step: Step = echo, *, cfg: EnvironmentConfig = CFG, delay_s: Any = lambda _: 0.0, **others: Any) -> World:
-    client = FakeEnvironments(step, delay_s=delay_s, **others)
-    return World(
-        cfg=cfg,
-        client=cast(Any, client),
-        encoder=cast(Any, FakeEncoder()),
-        action_of=lambda ids: Action(text=" ".join(map(str, ids))),
-        run_seed=5,
-    )
+    return fake_world(step, cfg, delay_s=delay_s, **others)
 
 
 def client_of(world: World) -> FakeEnvironments:
