@@ -26,7 +26,7 @@ def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Seque
         sizes = gather_infos(mine, mesh)
         assert [size.index for size in sizes] == list(range(count))
         assert [size.held_by for size in sizes] == holder
-        return exchange(mine, sizes, dict(enumerate(receiver)), mesh)
+        return exchange(mine, sizes, {(i, 0): rank for i, rank in enumerate(receiver)}, mesh)
 
 
 def test_every_sequence_arrives_unchanged() -> None:
