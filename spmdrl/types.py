@@ -58,6 +58,11 @@ class Prompt:
     metadata: dict[str, Any]  # the row's other columns, handed to the reward unchanged
     messages: tuple[Message, ...] = ()  # of the chat that the template rendered; empty without a template
 
+    @property
+    def question(self) -> str:
+        """The text without the template: the last message of a chat."""
+        return str(self.messages[-1]["content"]) if self.messages else self.text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -18,11 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, HeldOutConfig
+from spmdrl.conversation import Message
 from spmdrl.data.sources import FileSource, Row, Source, open_source
-from spmdrl.data.tokenizer import encode_prompt
+from spmdrl.data.tokenizer import chat_messages, encode_prompt, uses_template
 from spmdrl.types import Prompt, UserError
 
 Encoded = tuple[tuple[int, ...], str]  # token ids and their text
+Schema = dict[str, Any]  # of a tool, in JSON
 Encode = Callable[[str | list[dict[str, Any]]], Encoded]
 
 MAX_ATTEMPTS = 1000  # rows tried in place of one unwanted prompt
@@ -68,6 +70,7 @@ class PromptEncoder:
     """Turns rows into token ids, under the length limit."""
 
     encode: Encode
+    messages: Callable[[str | list[Message]], tuple[Message, ...]]  # those that a template renders
     max_prompt_tokens: int
     overlong: Literal["error", "drop"]
 
@@ -131,7 +134,7 @@ class PromptStream:
             row = source.row(number, attempt)
             encoded = self._encoded(row, "items")
             if encoded is not None:
-                return _prompt(index, source.task, row, encoded), row
+                return _prompt(index, source.task, row, encoded, self._encoder), row
         raise UserError(
             f"{row.where}: {MAX_ATTEMPTS} items in a row were held out or too long, so the task {source.task} has too "
             "few distinct questions for training; hold out fewer (num_prompts) or widen its params"
@@ -151,10 +154,16 @@ class PromptStream:
         return encoded
 
 
-def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded) -> Prompt:
+def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: PromptEncoder) -> Prompt:
     token_ids, text = encoded
     return Prompt(
-        prompt_id=prompt_id, token_ids=token_ids, text=text, answer=row.answer, task=task, metadata=row.metadata
+        prompt_id=prompt_id,
+        token_ids=token_ids,
+        text=text,
+        answer=row.answer,
+        task=task,
+        metadata=row.metadata,
+        messages=encoder.messages(row.prompt),
     )
 
 
@@ -174,7 +183,7 @@ def held_out_prompts(
                 "questions that fit; lower num_prompts"
             )
         row, encoded = found
-        yield question_key(row), _prompt(prompt_id, sources[place].task, row, encoded)
+        yield question_key(row), _prompt(prompt_id, sources[place].task, row, encoded, encoder)
 
 
 def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[tuple[Row, Encoded]]:
@@ -192,40 +201,54 @@ def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterato
 
 
 def make_training_stream(
-    cfg: DataConfig, held_out_cfg: HeldOutConfig | None, *, seed: int, tokenizer: PreTrainedTokenizerBase
+    cfg: DataConfig,
+    held_out_cfg: HeldOutConfig | None,
+    *,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Schema] = (),
 ) -> PromptStream:
-    """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings."""
-    exclude = frozenset(key for key, _ in _held_out_of(cfg, held_out_cfg, tokenizer)) if held_out_cfg else frozenset()
+    """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
+
+    `tools` are the schemas that chat templates show.
+    """
+    encoder = _encoder_of(cfg, tokenizer, tools)
+    exclude = frozenset(key for key, _ in _held_out_of(held_out_cfg, encoder)) if held_out_cfg else frozenset()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place)) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
-        encoder=_encoder_of(cfg, tokenizer),
+        encoder=encoder,
         exclude=exclude,
     )
 
 
-def make_held_out(cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def make_held_out(
+    cfg: DataConfig,
+    held_out_cfg: HeldOutConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Schema] = (),
+) -> list[Prompt]:
     """Make the held-out prompts; `prompt_id` counts from 0.
 
     They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
     """
-    return [prompt for _, prompt in _held_out_of(cfg, held_out_cfg, tokenizer)]
+    return [prompt for _, prompt in _held_out_of(held_out_cfg, _encoder_of(cfg, tokenizer, tools))]
 
 
-def _held_out_of(
-    cfg: DataConfig, held_out_cfg: HeldOutConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, Prompt]]:
+def _held_out_of(held_out_cfg: HeldOutConfig, encoder: PromptEncoder) -> Iterator[tuple[str, Prompt]]:
     sources = [open_source(source, seed=mix(_HELD_OUT, place)) for place, source in enumerate(held_out_cfg.sources)]
     weights = [source.weight for source in held_out_cfg.sources]
-    encoder = _encoder_of(cfg, tokenizer)
     return held_out_prompts(sources, weights=weights, encoder=encoder, count=held_out_cfg.num_prompts)
 
 
-def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema]) -> PromptEncoder:
+    has_template = uses_template(tokenizer, cfg.chat_template)
     return PromptEncoder(
         encode=functools.partial(
-            encode_prompt, tokenizer, system_prompt=cfg.system_prompt, chat_template=cfg.chat_template
+            encode_prompt, tokenizer, system_prompt=cfg.system_prompt, chat_template=cfg.chat_template, tools=tools
         ),
+        messages=lambda prompt: tuple(chat_messages(prompt, cfg.system_prompt)) if has_template else (),
         max_prompt_tokens=cfg.max_prompt_tokens,
         overlong=cfg.overlong,
     )

@@ -36,14 +36,15 @@ def encode_prompt(
     *,
     system_prompt: str | None,
     chat_template: Literal["auto", "never"],
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[tuple[int, ...], str]:
     """Return a prompt's token ids and their text, such that the response follows directly.
 
-    Only a chat template adds special tokens; a raw prompt gets none.
+    Only a chat template adds special tokens, and shows the schemas of tools; a raw prompt gets neither.
     """
     reason = "the tokenizer has no chat template" if chat_template == "auto" else 'data.chat_template = "never"'
-    if chat_template == "auto" and tokenizer.chat_template:
-        text = _apply_template(tokenizer, _messages(prompt, system_prompt))
+    if uses_template(tokenizer, chat_template):
+        text = _prompt_text(tokenizer, chat_messages(prompt, system_prompt), tools)
     elif not isinstance(prompt, str):
         raise UserError(f"the prompt is a list of chat messages, but {reason}; use string prompts")
     elif system_prompt is not None:
@@ -56,17 +57,46 @@ def encode_prompt(
     return token_ids, text
 
 
-def _messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
+def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: Literal["auto", "never"]) -> bool:
+    """Return True when conversations go through the tokenizer's chat template."""
+    return chat_template == "auto" and bool(tokenizer.chat_template)
+
+
+def chat_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
+    """Return a prompt as the messages that a chat template takes."""
     if not isinstance(prompt, str):
         return prompt
     system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+class TemplateRefusal(Exception):
+    """A chat template cannot render a conversation; the message is the template's own."""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    generation_prompt: bool = True,
+) -> str:
+    """Render a conversation with the tokenizer's chat template. Raises TemplateRefusal.
+
+    The generation prompt is what precedes the next response.
+    """
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
+        return tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
+        )
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # templates are programs
+        raise TemplateRefusal(" ".join(str(error).split())) from error
+
+
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
+    try:
+        return render(tokenizer, messages, tools=tools)
+    except TemplateRefusal as error:
         raise UserError(f"the tokenizer's chat template refuses the prompt: {error}") from error
 
 

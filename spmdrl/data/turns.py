@@ -1,16 +1,45 @@
-"""Tokens of turns (stand-in until the real module is merged)."""
+"""The tokens of turns: what stands in the sequence between one sampled response and the next.
+
+Sampled tokens are kept as they are. What a chat template writes between them and the next generation prompt is read
+off a short conversation that it renders: a question, an answer, and the messages to add.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Action, Message
+from spmdrl.data.plain_text import PlainText, free_characters, texts_in, unescaped
+from spmdrl.data.tokenizer import Messages, TemplateRefusal, encode_prompt, render, uses_template
+from spmdrl.types import UserError
+
+_QUESTION: Message = {"role": "user", "content": "question"}
+_ANSWER: Message = {"role": "assistant", "content": "answer"}
+_OTHER_TEMPLATE = "put another chat_template.jinja into model.path"
+_ELSE = f'set environment.history = "template", or {_OTHER_TEMPLATE}'
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """What a template writes after an answer: the rest of its message, then the messages that follow."""
+
+    token_ids: tuple[int, ...]
+    stop: int  # place of the token that ends the answer
+    begins_next: bool  # that token is the first of the next message: each kind of message has another
 
 
 class TurnEncoder:
+    """Encodes what is said to the policy, for one tokenizer and one set of tools.
+
+    Without a chat template messages are joined as their contents.
+    """
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -19,19 +48,244 @@ class TurnEncoder:
         tools: Sequence[dict[str, Any]],
         stop_token_ids: frozenset[int],
     ) -> None:
-        raise NotImplementedError
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._tools = list(tools)
+        # Whose result a tool message is that does not say it; a message's "name" does.
+        self._tool_name = self._tools[0]["function"]["name"] if len(self._tools) == 1 else "tool"
+        self._stops = stop_token_ids
+        self._has_template = uses_template(tokenizer, chat_template)
+        self._plain = PlainText(tokenizer)
+        self._surroundings = f"{tokenizer.chat_template}{json.dumps(self._tools, ensure_ascii=False)}"
+        self._name = f"the chat template of {tokenizer.name_or_path}"
 
-    def first(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], str]:
-        raise NotImplementedError
+    def first(self, messages: str | Messages) -> tuple[tuple[int, ...], str]:
+        """Return a prompt's token ids and their text, with the tools and the generation prompt, as `encode_prompt`."""
+        return encode_prompt(
+            self._tokenizer, messages, system_prompt=None, chat_template=self._chat_template, tools=self._tools
+        )
 
     def appended(self, messages: Sequence[Message], *, after: tuple[int, ...]) -> tuple[int, ...]:
-        raise NotImplementedError
+        """Return the tokens between a response, whose token ids are `after`, and the next response.
 
-    def rendered(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        raise NotImplementedError
+        A stop token at the response's end stands for the one with which the template ends an answer, whichever it is;
+        only where the template begins the next message with it (GLM), another one stands beside it. After a response
+        without a stop token, the template's comes first. Raises UserError when the template refuses the messages.
+        """
+        if not self._has_template:
+            return self._joined(messages)
+        tail = self._tail(messages)
+        ended = bool(after) and after[-1] in self._stops
+        if ended and tail.begins_next:
+            ended = after[-1] == tail.token_ids[tail.stop]
+        return tail.token_ids[tail.stop + 1 if ended else tail.stop :]
 
-    def message_of(self, action: Action) -> Message:
-        raise NotImplementedError
+    def rendered(self, messages: Sequence[Message], *, num_prompt_messages: int = 0) -> tuple[int, ...]:
+        """Return the tokens of a whole conversation with the generation prompt.
 
-    def problems(self, roles: Sequence[str]) -> Iterator[str]:
-        raise NotImplementedError
+        The first messages, those of the prompt, are encoded as `first` does: control tokens that they spell are control
+        tokens. Raises UserError when the template refuses the conversation.
+        """
+        if not self._has_template:
+            return self._joined(messages)
+        mark = next(free_characters(self._surroundings, *texts_in(list(messages))))
+        own, others = messages[:num_prompt_messages], messages[num_prompt_messages:]
+        conversation = [*own, *(self._plain.marked(message, mark) for message in others)]
+        return self._plain.encode(unescaped(self._text(with_ids(conversation)), [mark]), mark)
+
+    def drops_thinking(self, role: str) -> bool:
+        """Return True when the template leaves the thinking of an answer out once a message of this role follows it.
+
+        What was sampled stays where it is all the same, as long as nothing is rendered anew.
+        """
+        if not self._has_template:
+            return False
+        message = {"role": role, "content": "next"}
+        tagged = {"role": "assistant", "content": "<think>\npondered\n</think>\n\nforty-two"}
+        apart = {"role": "assistant", "content": "" if role == "tool" else "forty-two"}
+        apart |= dict.fromkeys(("thinking", "reasoning_content"), "pondered")
+        try:
+            later = [self._text(_conversation([_QUESTION], said, message)) for said in (tagged, apart)]
+            last = self._text(with_ids([_QUESTION, _calling(apart, [message])]), generation_prompt=False)
+        except UserError:  # `problems` says so
+            return False
+        dropped = ["pondered" not in text for text in later]
+        # Llama's leaves out all that is said beside a call, and many know thinking by its tags only.
+        return (dropped[0] and "forty-two" in later[0]) or (dropped[1] and "pondered" in last)
+
+    def problems(self, roles: Collection[str], *, history: Literal["append", "template"] = "append") -> Iterator[str]:
+        """Yield a sentence for each reason why messages of these roles cannot follow a response.
+
+        With "system" among the roles, prompts begin with a system message.
+        """
+        if not self._has_template:
+            return
+        system: Messages = [{"role": "system", "content": "system"}] if "system" in roles else []
+        for role in sorted(set(roles) - {"system", "assistant"}):
+            try:
+                self._require_role(system, role)
+                if history == "append":
+                    self._require_unchanged(system, role)
+                    self._require_end(role)
+            except UserError as error:
+                yield str(error)
+
+    def _require_role(self, system: Messages, role: str) -> None:
+        """Raise UserError unless a message of this role can follow an answer, and is shown."""
+        content = next(free_characters(self._surroundings))
+        message = {"role": role, "content": content}
+        shown = self._text(_conversation([*system, _QUESTION], _ANSWER, message))
+        if content not in unescaped(shown, [content]):
+            raise UserError(
+                f"{self._name} leaves out messages of the role {role!r}; {_OTHER_TEMPLATE}, or "
+                "let the environment answer with messages of another role"
+            )
+
+    def _require_unchanged(self, system: Messages, role: str) -> None:
+        """Raise UserError when a conversation does not begin with the earlier one, now or a round later."""
+        message = {"role": role, "content": "next"}
+        start = [*system, _QUESTION]
+        for earlier in (start, _conversation(start, _ANSWER, message)):
+            before = self._text(earlier, generation_prompt=False)
+            if not self._text(_conversation(earlier, _ANSWER, message)).startswith(before):
+                raise UserError(
+                    f"{self._name} writes a conversation differently once a message of the role {role!r} follows, "
+                    f"so tokens cannot be appended; {_ELSE}"
+                )
+
+    def _require_end(self, role: str) -> None:
+        """Raise UserError unless the tail begins with the token that ends a response, and the message comes after."""
+        message = {"role": role, "content": "next"}
+        tail = self._tail([message])
+        if role != "tool" and tail.stop > 0:
+            text = self._tokenizer.decode(list(tail.token_ids[: tail.stop]))
+            raise UserError(
+                f"{self._name} writes {text!r} between an answer and the token that ends it, which the policy has "
+                f"sampled by then; {_ELSE}"
+            )
+
+    def _tail(self, messages: Sequence[Message]) -> _Tail:
+        """Render the messages after an answer, and find the token that ends the answer."""
+        mark, place = itertools.islice(free_characters(self._surroundings, *texts_in(list(messages))), 2)
+        added = [self._plain.marked(message, mark) for message in messages]
+        answer = _calling({"role": "assistant", "content": place}, messages, name=self._tool_name, argument=place)
+        try:
+            return self._tail_of(answer, place, added, mark)
+        except UserError:
+            if len(answer.get("tool_calls", ())) < 2:
+                raise
+            # Some templates render one call at most; what follows it is the same.
+            return self._tail_of(answer | {"tool_calls": answer["tool_calls"][:1]}, place, added, mark)
+
+    def _tail_of(self, answer: Message, place: str, added: Messages, mark: str) -> _Tail:
+        """Return what the template writes behind `place`, which stands at the end of the answer."""
+
+        def behind(messages: Messages, *, generation_prompt: bool) -> tuple[int, ...]:
+            text = self._text(with_ids([_QUESTION, answer, *messages]), generation_prompt=generation_prompt)
+            _, found, rest = unescaped(text, [mark, place]).rpartition(place)
+            if not found:
+                raise UserError(f"{self._name} leaves out what an assistant has said; {_OTHER_TEMPLATE}")
+            return self._plain.encode(rest, mark)
+
+        return self._split(behind(added, generation_prompt=True), behind([], generation_prompt=False))
+
+    def _split(self, tail: tuple[int, ...], alone: tuple[int, ...]) -> _Tail:
+        """Find the token that ends the answer in the tail, by the tail of an answer that stands last."""
+        stop = next((place for place, token in enumerate(alone) if token in self._stops), None)
+        at = len(alone) if stop is None else stop
+        if tail[:at] == alone[:at] and len(tail) > at:
+            if stop is None and tail[at] in self._stops:
+                return _Tail(tail, at, begins_next=True)
+            # The token may be another one where the conversation goes on: gpt-oss has <|return|> and <|end|>.
+            if stop is not None and (tail[at] == alone[at] or tail[at] in self._plain.control_ids):
+                return _Tail(tail, at, begins_next=False)
+        names = ", ".join(repr(self._tokenizer.decode([token])) for token in sorted(self._stops))
+        raise UserError(
+            f"{self._name} ends an answer with none of the tokens that end a response ({names}); put the one that it "
+            "does end it with into rollout.stop_token_ids"
+        )
+
+    def _joined(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Encode the contents alone, for a policy without a chat template."""
+        mark = next(free_characters(*texts_in(list(messages))))
+        marked = [self._plain.marked(message, mark) for message in messages]
+        return self._plain.encode("".join(str(message["content"]) for message in marked), mark)
+
+    def _text(self, messages: Messages, *, generation_prompt: bool = True) -> str:
+        """Render a conversation, with the arguments of calls as objects or, if it must be, as JSON."""
+        try:
+            try:
+                return self._render(messages, generation_prompt)
+            except TemplateRefusal:
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                return self._render(_with_json_arguments(messages), generation_prompt)
+        except TemplateRefusal as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"{self._name} refuses messages of the roles {roles}: {error}; {_OTHER_TEMPLATE}, or "
+                "let the environment answer with messages of another role"
+            ) from error
+
+    def _render(self, messages: Messages, generation_prompt: bool) -> str:
+        return render(self._tokenizer, messages, tools=self._tools, generation_prompt=generation_prompt)
+
+
+def message_of(action: Action) -> Message:
+    """Return an action as an assistant's message."""
+    message: Message = {"role": "assistant", "content": action.text}
+    if action.tool_calls:
+        message["tool_calls"] = [_call(call.name, call.arguments) for call in action.tool_calls]
+    return message
+
+
+def with_ids(messages: Sequence[Message]) -> Messages:
+    """Return the messages with ids of calls, which some templates require, and with the names of what was called.
+
+    The policy has seen no ids when it called, so they count the calls of the conversation; a message that has one keeps
+    it.
+    """
+    numbers = itertools.count(1)
+    waiting: list[Message] = []
+    completed = []
+    for message in messages:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            waiting = [{"id": f"call{next(numbers):05}"} | call for call in message["tool_calls"]]
+            message = message | {"tool_calls": list(waiting)}
+        elif message["role"] == "tool" and waiting:
+            call = waiting.pop(0)
+            message = {"tool_call_id": call["id"], "name": call["function"]["name"]} | message
+        completed.append(message)
+    return completed
+
+
+def _conversation(earlier: Messages, answer: Message, message: Message) -> Messages:
+    """Return the conversation that goes on with an answer and a message, which is a call's result if it is a tool's."""
+    return with_ids([*earlier, _calling(answer, [message]), message])
+
+
+def _calling(answer: Message, messages: Sequence[Message], *, name: str = "tool", argument: str = "value") -> Message:
+    """Return an answer with the calls whose results the tool messages are."""
+    results = [message for message in messages if message["role"] == "tool"]
+    if not results:
+        return answer
+    return answer | {"tool_calls": [_call(m.get("name", name), {"argument": argument}) for m in results]}
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _with_json_arguments(messages: Messages) -> Messages:
+    """Return the messages with the arguments of calls as JSON, as OpenAI's messages have them."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+    return [
+        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from spmdrl.model.load import (
     weight_file_problems,
 )
 from spmdrl.model.operators import kernel_of_run
+from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.rollout.start import sampling_problems
@@ -82,8 +84,11 @@ def open_inputs(
     prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic)
     stops = found.get(_stop_tokens, cfg, tokenizer)
     found.ask(_engine_problems, cfg, num_ranks, policy, stops=stops)
-    prompts = found.get(_open_prompts, cfg, tokenizer)
-    held_out = found.get(_open_held_out, cfg, tokenizer)
+    with ExitStack() as exits:
+        environment = found.get(open_environment, cfg, exits)
+        prompts = found.get(_open_prompts, cfg, tokenizer, environment)
+        held_out = found.get(_open_held_out, cfg, tokenizer, environment)
+        found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts)
     if prompts is None:
         found.ask(_source_problems, cfg)
     refuse(found.sentences)
@@ -147,15 +152,21 @@ def _open_tokenizer(cfg: Config | SftConfig, policy: _OpenedModel) -> PreTrained
     return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
-def _open_prompts(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> PromptStream:
-    prompts = make_training_stream(cfg.data, _held_out_table(cfg), seed=cfg.run.seed, tokenizer=tokenizer)
+def _open_prompts(
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment
+) -> PromptStream:
+    prompts = make_training_stream(
+        cfg.data, _held_out_table(cfg), seed=cfg.run.seed, tokenizer=tokenizer, tools=environment.tools
+    )
     prompts.take(0, 1)
     return prompts
 
 
-def _open_held_out(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _open_held_out(
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment
+) -> list[Prompt]:
     table = _held_out_table(cfg)
-    return make_held_out(cfg.data, table, tokenizer=tokenizer) if table else []
+    return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=environment.tools) if table else []
 
 
 def _held_out_table(cfg: Config | SftConfig) -> HeldOutConfig | None:
@@ -300,4 +311,6 @@ class HeldOut:
 def open_held_out(cfg: Config) -> HeldOut:
     """Open what the evaluation of a run's model reads. Raises UserError when something is not there."""
     tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), _open_held_out(cfg, tokenizer))
+    with ExitStack() as exits:
+        prompts = _open_held_out(cfg, tokenizer, open_environment(cfg, exits))
+    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts)

@@ -17,17 +17,29 @@ from dataclasses import dataclass
 from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
-from spmdrl.data.turns import TurnEncoder
-from spmdrl.envs.client import Answer, EnvironmentClient, EnvironmentFailure, OpenEnvironment
+from spmdrl.data.turns import TurnEncoder, message_of
+from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn
 
 NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
 
+def start_of(prompt: Prompt, run_seed: int) -> EpisodeStart:
+    """Return the input of the reset of a prompt's environment: the same for all its rollouts."""
+    return EpisodeStart(
+        prompt=prompt.question,
+        answer=prompt.answer,
+        task=prompt.task,
+        metadata=prompt.metadata,
+        seed=environment_seed(run_seed, prompt.prompt_id),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What the episodes of a run share: their environments, and how these and the policy are translated."""
+    """The parts that the episodes of a run share: environments, and the translation between these and the policy."""
 
     cfg: EnvironmentConfig
     client: EnvironmentClient
@@ -37,20 +49,12 @@ class World:
 
     def open(self, episode: Episode) -> OpenEnvironment:
         """Open the episode's environment; it repeats what the episode has seen of it before it goes on."""
-        prompt = episode.prompt
-        start = EpisodeStart(
-            prompt=prompt.text,
-            answer=prompt.answer,
-            task=prompt.task,
-            metadata=prompt.metadata,
-            seed=environment_seed(self.run_seed, prompt.prompt_id),
-        )
         history = [
             (turn.action, turn.observation)
             for turn in episode.turns
             if turn.action is not None and turn.observation is not None
         ]
-        return self.client.open(start, history, episode.greeting)
+        return self.client.open(start_of(episode.prompt, self.run_seed), history, episode.greeting)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -183,12 +187,19 @@ class Episode:
     def _welcome(self, greeting: Observation) -> None:
         self.greeting = greeting
         if greeting.done:
-            self._fail(EnvironmentFailure("error", "the environment was over after its reset"))
+            self._fail(EnvironmentFailure(kind="error", reason="the environment was over after its reset"))
         elif greeting.messages:
-            assert self.world is not None
-            self._begin_turn(self.world.encoder.first([*self.prompt.messages, *greeting.messages])[0])
+            self._begin_turn(self._greeted(greeting.messages))
         else:
             self._begin_turn(self.prompt.token_ids)
+
+    def _greeted(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        """Return the prompt's tokens with what the environment says first."""
+        assert self.world is not None
+        own = self.prompt.messages
+        if not own:  # a raw prompt, which no template has rendered
+            return self.prompt.token_ids + self.world.encoder.appended(messages, after=())
+        return self.world.encoder.rendered([*own, *messages], num_prompt_messages=len(own))
 
     def _end_after(self, observation: Observation) -> EpisodeEnd | None:
         assert self.world is not None
@@ -204,10 +215,10 @@ class Episode:
         """Let the policy read what the environment said."""
         assert self.world is not None
         encoder, so_far = self.world.encoder, self._token_ids
-        if self.world.cfg.history == "append":
+        if self.world.cfg.history == "append" or not self.prompt.messages:
             self._begin_turn(encoder.appended(messages, after=self.turns[-1].response.token_ids))
             return
-        rendered = encoder.rendered(self._conversation())
+        rendered = encoder.rendered(self._conversation(), num_prompt_messages=len(self.prompt.messages))
         if rendered[: len(so_far)] == so_far:
             self._begin_turn(rendered[len(so_far) :])
         else:  # the template has rewritten what came before
@@ -221,11 +232,10 @@ class Episode:
 
     def _conversation(self) -> list[Message]:
         """The whole conversation so far, as messages."""
-        assert self.world is not None
         messages = [*self.prompt.messages, *(self.greeting.messages if self.greeting else ())]
         for turn in self.turns:
             if turn.action is not None:
-                messages.append(self.world.encoder.message_of(turn.action))
+                messages.append(message_of(turn.action))
             messages += turn.observation.messages if turn.observation is not None else ()
         return messages
 

@@ -27,6 +27,6 @@ def open_world(
             tools=client.tools,
             stop_token_ids=stop_token_ids,
         ),
-        action_of=functools.partial(action_of, tokenizer, parser=parse),
+        action_of=functools.partial(action_of, tokenizer, parser=parse, stop_token_ids=stop_token_ids),
         run_seed=cfg.run.seed,
     )

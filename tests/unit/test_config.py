@@ -377,6 +377,8 @@ def test_what_a_program_makes_is_refused_with_all_sentences() -> None:
 
 
 # For each rule, settings that break it; GOOD keeps all of them.
+TOOLS = "environment.source={{kind='tools',tools=[{}]}}"
+CLASS = "environment.source={kind='class',name='a.py:A'}"
 BROKEN: dict[str, tuple[str, ...]] = {
     "checkpoint_every_layers_needs_checkpointing": ("model.checkpoint_every_layers=2",),
     "cp_style_needs_cp": ("parallel.cp_style=ulysses",),
@@ -460,6 +462,13 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "schedule_ends_with_the_run": ("optim.warmup_steps=99",),
     "budget_holds_a_sequence": ("pack.max_tokens_per_micro_batch=3",),
     "true_on_policy_needs_equal_bits": ("true_on_policy=true", "parallel.tp=2"),
+    "programs_end_before_the_step": (TOOLS.format('{kind="python"}'), "environment.step_timeout_s=1.0"),
+    "programs_need_a_sandbox": (TOOLS.format('{kind="python"}'), "environment.sandbox.mode=off"),
+    "connections_need_no_sandbox": ('environment.source={kind="openenv",url="u"}',),
+    "environment_reward_needs_an_environment": ('reward.terms=[{kind="environment"}]',),
+    "turns_fit_into_the_response": (CLASS, "environment.max_turn_tokens=3", "environment.max_turns=3"),
+    "parsers_belong_to_sglang": (CLASS, "environment.tool_parser=qwen25"),
+    "attempts_need_items": ('environment.source={kind="reasoning_gym"}',),
 }
 
 
@@ -471,7 +480,7 @@ def tables_in(config: Section) -> Iterator[Section]:
 
 
 def test_every_rule_is_in_the_table_above(tmp_path: Path) -> None:
-    known = {rule.__name__ for table in tables_in(read(tmp_path)) for rule in rules_of(type(table))}
+    known = {rule.__name__ for table in tables_in(read(tmp_path, GOOD, CLASS)) for rule in rules_of(type(table))}
     assert known == BROKEN.keys()
 
 
@@ -486,6 +495,8 @@ def test_every_rule_names_the_settings_it_is_about(tmp_path: Path, name: str) ->
     assert sentences
     names = {id(getattr(draft.config, key)): key for key in Config.model_fields}
     names[id(draft.config.reward.sandbox)] = "reward.sandbox"
+    if draft.config.environment is not None:
+        names[id(draft.config.environment.sandbox)] = "environment.sandbox"
     own = names.get(id(table), "")
     for sentence in sentences:
         named = settings_in(Config, f"{own}: {sentence}" if own else sentence)

@@ -1,0 +1,55 @@
+"""Try the environment before anything expensive: can it be started, reset with the first prompt, and appended to?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config, SftConfig
+from spmdrl.data.stream import PromptStream
+from spmdrl.data.turns import TurnEncoder
+from spmdrl.envs.client import EnvironmentClient
+from spmdrl.rollout.episode import start_of
+
+
+@dataclass(frozen=True, slots=True)
+class TriedEnvironment:
+    """The environment of a run, open as long as it is being checked."""
+
+    client: EnvironmentClient | None = None  # None: the run has none
+    tools: Sequence[dict[str, Any]] = ()  # schemas of what the policy can call
+
+
+def open_environment(cfg: Config | SftConfig, exits: ExitStack) -> TriedEnvironment:
+    """Start the environment's processes until `exits` closes. Raises UserError when it cannot be loaded."""
+    if isinstance(cfg, SftConfig) or cfg.environment is None or cfg.debug.load_rollouts is not None:
+        return TriedEnvironment()
+    client = exits.enter_context(EnvironmentClient(cfg.environment))
+    return TriedEnvironment(client, client.tools)
+
+
+def environment_problems(
+    cfg: Config | SftConfig,
+    environment: TriedEnvironment,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: frozenset[int],
+    prompts: PromptStream,
+) -> Iterator[str]:
+    """Yield a sentence for each reason why episodes cannot go on after a response.
+
+    Raises UserError when the reset with the first prompt fails.
+    """
+    if isinstance(cfg, SftConfig) or cfg.environment is None or environment.client is None:
+        return
+    (prompt,) = prompts.take(0, 1)
+    greeting = environment.client.check(start_of(prompt, cfg.run.seed))
+    roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}
+    answers = "tool" if environment.tools else "user"
+    encoder = TurnEncoder(
+        tokenizer, chat_template=cfg.data.chat_template, tools=environment.tools, stop_token_ids=stop_token_ids
+    )
+    yield from encoder.problems({*(roles & {"system"}), answers}, history=cfg.environment.history)
