@@ -95,7 +95,7 @@ class RewardConfig(Section):
 
     @property
     def turn_weight(self) -> float:
-        """What the rewards that an environment gives for turns count; 0 without a term of them."""
+        """Factor of the rewards that an environment gives for turns; 0 without a term of them."""
         return sum(term.weight for term in self.terms if isinstance(term, EnvironmentReward))
 
 

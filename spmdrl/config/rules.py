@@ -40,22 +40,6 @@ def group_size_allows_the_estimator(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
-def turns_need_an_environment(cfg: Config) -> Iterator[str]:
-    if cfg.environment is not None:
-        return
-    if cfg.advantage.formula.per_turn:
-        yield (
-            f'advantage.estimator = "{cfg.advantage.estimator}" compares the turns of episodes, but without '
-            '[environment] a rollout is one response; add [environment], or set estimator = "grpo"'
-        )
-    if cfg.loss.environment_coef > 0:
-        yield (
-            f"loss.environment_coef = {cfg.loss.environment_coef:g} weighs what an environment says, but there is "
-            "none; add [environment] or remove it"
-        )
-
-
-@rule(Config)
 def k_is_below_group_size(cfg: Config) -> Iterator[str]:
     group_size = cfg.rollout.group_size
     if "k" in cfg.advantage.formula.settings and (k := cfg.advantage.settings["k"]) >= group_size:
