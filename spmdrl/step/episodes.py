@@ -1,4 +1,4 @@
-"""What can be said of episodes: rollouts that had an environment."""
+"""Metrics of episodes, which are rollouts that had an environment."""
 
 from __future__ import annotations
 
