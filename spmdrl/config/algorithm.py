@@ -127,7 +127,7 @@ class LossConfig(Section):
     """`entropy_target_nats` only: the change of `entropy_coef` after a step. Unset: 0.005."""
     environment_coef: NonNegative = 0.0
     """Weight of the cross entropy of what the environment says after each turn but a trajectory's last, averaged over
-    those tokens (ECHO). 0: the policy does not learn to predict its environment."""
+    those tokens (ECHO, arXiv:2605.24517). 0: the policy does not learn to predict its environment."""
     updates_per_step: Count = 1
     """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
     stop_kl_nats: Positive | None = None
