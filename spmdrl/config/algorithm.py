@@ -140,6 +140,11 @@ class LossConfig(Section):
         return dict(self.params) if self.formula is None else with_defaults(self, self.formula.settings)
 
     @property
+    def weighting(self) -> dict[str, Any]:
+        """Settings that say what a token counts in the loss of its mini-batch."""
+        return {"aggregation": self.aggregation, "environment_coef": self.environment_coef}
+
+    @property
     def choice(self) -> dict[str, Any]:
         """Settings that choose tokens over the whole mini-batch; empty when the loss chooses none."""
         return {} if self.formula is None else with_defaults(self, self.formula.choice)

@@ -92,9 +92,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
     sequences = to_sequences(rewarded, meshes.training, turn_weight=cfg.reward.turn_weight)
-    batch = build_batch(
-        sequences, plan, meshes, aggregation=cfg.loss.aggregation, environment_coef=cfg.loss.environment_coef
-    )
+    batch = build_batch(sequences, plan, meshes, **cfg.loss.weighting)
     batch = add_logprobs(batch, learners, reference, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
