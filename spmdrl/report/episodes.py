@@ -1,0 +1,225 @@
+"""The episodes of a step as one HTML page that needs nothing else: no server, no network.
+
+The page is `page/episodes.html` with its style sheet and its program in place. The data are JSON in a block that is no
+program, and the program puts them into the page as text only. A content security policy admits that one program by its
+digest, so nothing that a policy or an environment writes can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.conversation import Observation
+from spmdrl.report.pieces import Writer, token_pieces, writers_of_context
+from spmdrl.types import Response, RewardOutcome, Rollout, Trajectory, Turn
+
+_DIGITS = 6  # of a log-probability in nats, after the point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A rollout to show."""
+
+    rollout: Rollout
+    outcome: RewardOutcome
+    # Of each trajectory, nats for each of its n tokens, nan where there is none; None where the run kept none.
+    trainer_logprobs: Sequence[Sequence[float] | None]
+
+
+@dataclass(slots=True)
+class _Strings:
+    """Texts that are written once; tokens refer to them by their place."""
+
+    place_of: dict[str, int] = field(default_factory=dict)
+
+    def place(self, text: str) -> int:
+        return self.place_of.setdefault(text, len(self.place_of))
+
+
+def episodes_page(
+    episodes: Iterable[Episode], tokenizer: PreTrainedTokenizerBase, *, run: str, step: int, shows_mismatch: bool
+) -> str:
+    """Write the page. `shows_mismatch` is False when the run kept no log-probabilities of the trainer."""
+    strings = _Strings()
+    special = set(tokenizer.all_special_ids)
+    groups: dict[int, dict[str, Any]] = {}
+    for episode in sorted(episodes, key=lambda one: (one.rollout.prompt.prompt_id, one.rollout.sample_index)):
+        prompt = episode.rollout.prompt
+        group = groups.setdefault(
+            prompt.prompt_id,
+            {
+                "prompt_id": prompt.prompt_id,
+                "task": prompt.task,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
+                "rollouts": [],
+            },
+        )
+        group["rollouts"].append(_rollout(episode, tokenizer, strings, special))
+    data = {
+        "run": run,
+        "step": step,
+        "shows_mismatch": shows_mismatch,
+        "groups": list(groups.values()),
+        "strings": list(strings.place_of),
+    }
+    return _assembled(data, title=f"{run}, step {step}")
+
+
+def _rollout(
+    episode: Episode, tokenizer: PreTrainedTokenizerBase, strings: _Strings, special: set[int]
+) -> dict[str, Any]:
+    rollout, outcome = episode.rollout, episode.outcome
+    trajectories = zip(rollout.trajectories, episode.trainer_logprobs, strict=True)
+    said = [rollout.greeting] if rollout.greeting else []
+    shown = []
+    for trajectory, logprobs in trajectories:
+        shown.append(_trajectory(trajectory, logprobs, said, tokenizer, strings, special))
+        # A later trajectory begins with the conversation so far.
+        said = [*said, *(turn.observation for turn in trajectory.turns if turn.observation)]
+    return {
+        "sample_index": rollout.sample_index,
+        "seed": str(rollout.seed),  # 63 bits are more than a number of JavaScript holds
+        "end": rollout.end,
+        "reward": outcome.reward,
+        "reward_parts": outcome.parts,
+        "reward_failure": outcome.failure,
+        "environment_failure": rollout.failure,
+        "is_trained": not (rollout.is_masked or rollout.is_baseline),
+        "is_baseline": rollout.is_baseline,
+        "num_sampled": rollout.num_sampled,
+        "trajectories": shown,
+    }
+
+
+def _trajectory(
+    trajectory: Trajectory,
+    trainer_logprobs: Sequence[float] | None,
+    said: Sequence[Observation],
+    tokenizer: PreTrainedTokenizerBase,
+    strings: _Strings,
+    special: set[int],
+) -> list[dict[str, Any]]:
+    """Describe the turns of a trajectory, before which the environment had said this."""
+    turns, begin = [], 0
+    for turn in trajectory.turns:
+        begin += len(turn.context_ids)
+        end = begin + len(turn.response.token_ids)
+        of_response = trainer_logprobs[begin:end] if trainer_logprobs is not None else None
+        turns.append(
+            {
+                "context": _context(turn.context_ids, said, tokenizer, strings, special),
+                "response": _response(turn.response, of_response, tokenizer, strings, special),
+                **_turn(turn),
+            }
+        )
+        begin, said = end, [turn.observation] if turn.observation else []
+    return turns
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    action, observation = turn.action, turn.observation
+    return {
+        "finish_reason": turn.response.finish_reason,
+        "tool_calls": [
+            {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            for call in (action.tool_calls if action else ())
+        ],
+        "malformed": action.malformed if action else None,
+        "observation": observation
+        and {
+            "reward": observation.reward,
+            "done": observation.done,
+            "metrics": dict(observation.metrics),
+            "tool_errors": observation.tool_errors,
+        },
+    }
+
+
+def _context(
+    token_ids: Sequence[int],
+    said: Sequence[Observation],
+    tokenizer: PreTrainedTokenizerBase,
+    strings: _Strings,
+    special: set[int],
+) -> dict[str, Any]:
+    pieces = token_pieces(tokenizer, token_ids)
+    texts = [text for observation in said for message in observation.messages for text in _texts(message["content"])]
+    writers: list[Writer] = writers_of_context(pieces, texts)
+    return {**_tokens(token_ids, pieces, strings, special), "writers": "".join(writer[0] for writer in writers)}
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts in a message's content, which is a text or a list of parts."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+def _response(
+    response: Response,
+    trainer_logprobs: Sequence[float] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    strings: _Strings,
+    special: set[int],
+) -> dict[str, Any]:
+    pairs = zip(trainer_logprobs, response.logprobs, strict=True) if trainer_logprobs is not None else ()
+    return {
+        **_tokens(response.token_ids, token_pieces(tokenizer, response.token_ids), strings, special),
+        "logprobs": [_number(logprob, _DIGITS) for logprob in response.logprobs],
+        "mismatch": [_number(trainers - engines, _DIGITS + 3) for trainers, engines in pairs],
+        "spans": [[span.version, span.num_tokens] for span in response.spans],
+    }
+
+
+def _tokens(token_ids: Sequence[int], pieces: Sequence[str], strings: _Strings, special: set[int]) -> dict[str, Any]:
+    return {
+        "ids": list(token_ids),
+        "pieces": [strings.place(piece) for piece in pieces],
+        "special": [place for place, token in enumerate(token_ids) if token in special],
+    }
+
+
+def _number(value: float, digits: int) -> float | None:
+    """The number as JSON can hold it."""
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _assembled(data: dict[str, Any], *, title: str) -> str:
+    """Put style, program and data into the page."""
+    folder = files("spmdrl.report") / "page"
+    page, style, program = (
+        (folder / f"episodes.{suffix}").read_text(encoding="utf-8") for suffix in ("html", "css", "js")
+    )
+    # ASCII, and without the characters that could end the block or begin a comment in it.
+    written = json.dumps(_finite(data), separators=(",", ":"))
+    for character in "<>&":
+        written = written.replace(character, f"\\u{ord(character):04x}")
+    parts = {"TITLE": html.escape(title), "STYLE": style, "PROGRAM": program, "DATA": written}
+    parts |= {"STYLE-DIGEST": _digest(style), "PROGRAM-DIGEST": _digest(program)}
+    # One pass over the page: nothing is looked for in what was put in.
+    head, *rest = page.split("{{")
+    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in rest))
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,66 @@
+"""Tokens as text to be shown: one piece of the text for each token, and who wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+Writer = Literal["prompt", "environment", "policy"]
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's answer to some of a character's bytes
+_LONGEST_CHARACTER = 4  # bytes in UTF-8, so tokens too
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Cut the text of the tokens into a piece for each of them. A character that several tokens share is in the first
+    one's piece; the others' are empty."""
+    pieces: list[str] = []
+    while len(pieces) < len(token_ids):
+        start = len(pieces)
+        for end in range(start + 1, min(start + _LONGEST_CHARACTER, len(token_ids)) + 1):
+            text = _decode(tokenizer, token_ids[start:end])
+            if _UNFINISHED not in text:
+                break
+        else:  # bytes that are no character
+            end, text = start + 1, _decode(tokenizer, token_ids[start : start + 1])
+        pieces += [text, *[""] * (end - start - 1)]
+    return pieces
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    first = tokenizer.convert_ids_to_tokens(token_ids[0])
+    # SentencePiece decodes the first token of a text without the space that it begins with.
+    return f" {text}" if isinstance(first, str) and first.startswith("▁") and not text.startswith(" ") else text
+
+
+def writers_of_context(pieces: Sequence[str], said: Iterable[str]) -> list[Writer]:
+    """Tell of each token that the policy read whether the environment wrote it, which said these texts in this order;
+    the others are the prompt's and the chat template's. A text that the template has changed is not found and counts
+    among those."""
+    text = "".join(pieces)
+    spans = list(_places(text, said))
+    writers: list[Writer] = []
+    begin = 0
+    for piece in pieces:
+        end = begin + len(piece)
+        if not piece:  # of the character before it
+            writers.append(writers[-1] if writers else "prompt")
+        elif any(start < end and begin < stop for start, stop in spans):
+            writers.append("environment")
+        else:
+            writers.append("prompt")
+        begin = end
+    return writers
+
+
+def _places(text: str, said: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield where each text begins and ends, as far as it is there after the one before."""
+    begin = 0
+    for words in (words.strip() for words in said):
+        place = text.find(words, begin) if words else -1
+        if place >= 0:
+            begin = place + len(words)
+            yield place, begin
