@@ -19,9 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.conversation import Observation
+from spmdrl.conversation import Message, Observation
 from spmdrl.report.pieces import Writer, token_pieces, writers_of_context
-from spmdrl.types import Response, RewardOutcome, Rollout, Trajectory, Turn
+from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Trajectory, Turn
+
+Said = Sequence[tuple[str, Writer]]  # texts in the order of a conversation, and who wrote them
 
 _DIGITS = 6  # of a log-probability in nats, after the point
 
@@ -60,7 +62,7 @@ def episodes_page(
             {
                 "prompt_id": prompt.prompt_id,
                 "task": prompt.task,
-                "prompt": prompt.text,
+                "prompt": _question(prompt),
                 "answer": prompt.answer,
                 "rollouts": [],
             },
@@ -76,17 +78,25 @@ def episodes_page(
     return _assembled(data, title=f"{run}, step {step}")
 
 
+def _question(prompt: Prompt) -> str:
+    """The prompt in short: its last message, or all of it where there are none."""
+    texts = _texts(prompt.messages[-1:])
+    return " ".join(texts) or prompt.text
+
+
 def _rollout(
     episode: Episode, tokenizer: PreTrainedTokenizerBase, strings: _Strings, special: set[int]
 ) -> dict[str, Any]:
     rollout, outcome = episode.rollout, episode.outcome
     trajectories = zip(rollout.trajectories, episode.trainer_logprobs, strict=True)
-    said = [rollout.greeting] if rollout.greeting else []
+    # A later trajectory begins with the conversation so far.
+    said = [*_by("prompt", rollout.prompt.messages), *_said(rollout.greeting)]
     shown = []
     for trajectory, logprobs in trajectories:
         shown.append(_trajectory(trajectory, logprobs, said, tokenizer, strings, special))
-        # A later trajectory begins with the conversation so far.
-        said = [*said, *(turn.observation for turn in trajectory.turns if turn.observation)]
+        for turn in trajectory.turns:
+            said += [(turn.action.text, "policy")] if turn.action else []
+            said += _said(turn.observation)
     return {
         "sample_index": rollout.sample_index,
         "seed": str(rollout.seed),  # 63 bits are more than a number of JavaScript holds
@@ -105,12 +115,12 @@ def _rollout(
 def _trajectory(
     trajectory: Trajectory,
     trainer_logprobs: Sequence[float] | None,
-    said: Sequence[Observation],
+    said: Said,
     tokenizer: PreTrainedTokenizerBase,
     strings: _Strings,
     special: set[int],
 ) -> list[dict[str, Any]]:
-    """Describe the turns of a trajectory, before which the environment had said this."""
+    """Describe the turns of a trajectory, before which this had been said."""
     turns, begin = [], 0
     for turn in trajectory.turns:
         begin += len(turn.context_ids)
@@ -123,7 +133,7 @@ def _trajectory(
                 **_turn(turn),
             }
         )
-        begin, said = end, [turn.observation] if turn.observation else []
+        begin, said = end, _said(turn.observation)
     return turns
 
 
@@ -148,22 +158,30 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 def _context(
     token_ids: Sequence[int],
-    said: Sequence[Observation],
+    said: Said,
     tokenizer: PreTrainedTokenizerBase,
     strings: _Strings,
     special: set[int],
 ) -> dict[str, Any]:
     pieces = token_pieces(tokenizer, token_ids)
-    texts = [text for observation in said for message in observation.messages for text in _texts(message["content"])]
-    writers: list[Writer] = writers_of_context(pieces, texts)
+    writers = writers_of_context(pieces, said)
     return {**_tokens(token_ids, pieces, strings, special), "writers": "".join(writer[0] for writer in writers)}
 
 
-def _texts(content: Any) -> list[str]:
-    """The texts in a message's content, which is a text or a list of parts."""
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+def _said(observation: Observation | None) -> list[tuple[str, Writer]]:
+    return _by("environment", observation.messages) if observation else []
+
+
+def _by(writer: Writer, messages: Iterable[Message]) -> list[tuple[str, Writer]]:
+    return [(text, writer) for text in _texts(messages)]
+
+
+def _texts(messages: Iterable[Message]) -> list[str]:
+    """The texts in the messages, whose contents are texts or lists of parts."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents for part in ([content] if isinstance(content, str) else content or ())]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _response(

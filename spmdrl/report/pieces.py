@@ -36,31 +36,32 @@ def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str
     return f" {text}" if isinstance(first, str) and first.startswith("▁") and not text.startswith(" ") else text
 
 
-def writers_of_context(pieces: Sequence[str], said: Iterable[str]) -> list[Writer]:
-    """Tell of each token that the policy read whether the environment wrote it, which said these texts in this order;
-    the others are the prompt's and the chat template's. A text that the template has changed is not found and counts
-    among those."""
-    text = "".join(pieces)
-    spans = list(_places(text, said))
+def writers_of_context(pieces: Sequence[str], said: Iterable[tuple[str, Writer]]) -> list[Writer]:
+    """Tell of each token that the policy read whether the environment wrote it. `said` are the texts in it, in order, and
+    who wrote them; all else is the chat template's, which counts as the prompt, and so does a text that the template has
+    changed, because it is not found."""
+    spans = list(_spans("".join(pieces), said))
     writers: list[Writer] = []
     begin = 0
     for piece in pieces:
         end = begin + len(piece)
         if not piece:  # of the character before it
             writers.append(writers[-1] if writers else "prompt")
-        elif any(start < end and begin < stop for start, stop in spans):
-            writers.append("environment")
         else:
-            writers.append("prompt")
+            by_environment = any(start < end and begin < stop for start, stop in spans)
+            writers.append("environment" if by_environment else "prompt")
         begin = end
     return writers
 
 
-def _places(text: str, said: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Yield where each text begins and ends, as far as it is there after the one before."""
+def _spans(text: str, said: Iterable[tuple[str, Writer]]) -> Iterator[tuple[int, int]]:
+    """Yield where each text of the environment begins and ends, as far as it is there after the one before."""
     begin = 0
-    for words in (words.strip() for words in said):
-        place = text.find(words, begin) if words else -1
-        if place >= 0:
-            begin = place + len(words)
-            yield place, begin
+    for words, writer in said:
+        for form in (words, words.strip()):  # many templates strip
+            place = text.find(form, begin) if form else -1
+            if place >= 0:
+                begin = place + len(form)
+                if writer == "environment":
+                    yield place, begin
+                break

@@ -146,8 +146,8 @@ function swatch(className, words) {
 function legend(rollout) {
   const view = document.body.dataset.view;
   if (view === "surprise") {
-    return make("div", "legend", ...[0.1, 0.5, 1, 2, 4].map((edge, i) =>
-      swatch(`hot h${i + 1}`, `log-probability ≤ −${edge} nats`)));
+    return make("div", "legend", make("span", "", "log-probability in nats:"),
+      ...[0.1, 0.5, 1, 2, 4].map((edge, i) => swatch(`hot h${i + 1}`, `≤ −${edge}`)));
   }
   if (view === "mismatch") {
     return make("div", "legend", make("span", "", "trainer minus engine, in nats, by size:"),
@@ -199,7 +199,7 @@ function showTip(element) {
                 ["written by", WRITER_NAMES[token.writer]]];
   if (token.writer === "policy") {
     rows.push(["log-probability", token.logprob === null ? "not finite" : `${token.logprob} nats`],
-      ["mismatch", typeof token.mismatch === "number" ? `${token.mismatch} nats` : "not known"],
+      ["mismatch", typeof token.mismatch === "number" ? `${short(token.mismatch)} nats` : "not known"],
       ["version", token.version === undefined ? "not known" : token.version]);
     if (!token.trained) rows.push(["", "not trained on"]);
   }
@@ -229,7 +229,7 @@ function listButton(group, rollout) {
     make("span", "", rollout.end),
     make("span", rollout.reward > 0 ? "reward good" : "reward", short(rollout.reward)),
     make("span", "more", [count(turns, "turn"), count(rollout.num_sampled, "token"),
-      ...(rollout.is_baseline ? ["greedy"] : rollout.is_trained ? [] : ["not trained on"])].join(" · ")));
+      ...(rollout.is_baseline ? ["greedy"] : rollout.is_trained ? [] : ["not trained"])].join(" · ")));
   button.type = "button";
   button.addEventListener("click", () => { location.hash = addressOf(group, rollout); });
   buttons.set(addressOf(group, rollout), { button, group, rollout });
