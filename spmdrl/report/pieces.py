@@ -37,9 +37,11 @@ def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str
 
 
 def writers_of_context(pieces: Sequence[str], said: Iterable[tuple[str, Writer]]) -> list[Writer]:
-    """Tell of each token that the policy read whether the environment wrote it. `said` are the texts in it, in order, and
-    who wrote them; all else is the chat template's, which counts as the prompt, and so does a text that the template has
-    changed, because it is not found."""
+    """Tell of each token that the policy read whether the environment wrote it.
+
+    `said` are the texts in it, in order, and who wrote them. All else is the chat template's, which counts as the
+    prompt. So does a text that the template has changed, because it is not found.
+    """
     spans = list(_spans("".join(pieces), said))
     writers: list[Writer] = []
     begin = 0

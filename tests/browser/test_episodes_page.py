@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -95,7 +94,9 @@ def test_the_environments_words_are_its_own(browser: Browser) -> None:
 def test_a_text_of_the_policy_is_shown_and_not_run(browser: Browser, rollouts: list[Rollout]) -> None:
     choose(browser, "0-1")
     assert count(browser, "main script, main img, nav script, nav img, body > img") == 0
-    wrote = browser.value("[...document.querySelectorAll('.turn:last-child .t.policy')].map((t) => t.innerText).join('')")
+    wrote = browser.value(
+        "[...document.querySelectorAll('.turn:last-child .t.policy')].map((t) => t.innerText).join('')"
+    )
     assert "</script><script>document.title" in wrote and "U+202E" in wrote
 
 

@@ -113,7 +113,9 @@ class Browser:
         """Open a file and wait until it is loaded."""
         self.events.clear()
         self.call("Page.navigate", url=page.as_uri())
-        self.wait_for(lambda: self.value("document.readyState") == "complete" and bool(self.named("Page.loadEventFired")))
+        self.wait_for(
+            lambda: self.value("document.readyState") == "complete" and bool(self.named("Page.loadEventFired"))
+        )
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page, in JSON's types."""

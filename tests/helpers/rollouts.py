@@ -39,7 +39,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=STOP, extra_special_tokens=[BEGIN, END], clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=STOP,
+        extra_special_tokens=[BEGIN, END],
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -116,7 +119,9 @@ def tool_episode(
                 f"I must look that up.\n{call}",
                 Action(text="I must look that up.", tool_calls=(ToolCall(name="lookup", arguments={"key": query}),)),
                 Observation(
-                    messages=({"role": "tool", "content": result},), metrics={"lookups": 1.0}, tool_errors=int(not result)
+                    messages=({"role": "tool", "content": result},),
+                    metrics={"lookups": 1.0},
+                    tool_errors=int(not result),
                 ),
             ),
             (answer, Action(text=answer), Observation(reward=1.0, done=True)),
@@ -161,7 +166,8 @@ def write_recording(folder: Path, outcomes: Sequence[Rewarded], tokenizer: PreTr
 
 
 def recorded_episodes(tokenizer: PreTrainedTokenizerFast) -> list[Rewarded]:
-    """Episodes of two prompts: with tools, with a rewritten history, not trained on, and of a policy that writes HTML."""
+    """Episodes of two prompts: with a tool, not trained on, with a history that was rewritten, and of an environment that
+    failed; some policies write HTML."""
     capital = chat_prompt(tokenizer, "Which city lies on the Zürichsee? 🏔", answer="Zürich")
     hostile = chat_prompt(tokenizer, f"Repeat: {HOSTILE}", prompt_id=5)
     good = tool_episode(
