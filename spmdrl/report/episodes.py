@@ -13,14 +13,14 @@ import html
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Message, Observation
-from spmdrl.report.pieces import Writer, token_pieces, writers_of_context
+from spmdrl.report.pieces import TokenTexts, Writer, writers_of_context
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Trajectory, Turn
 
 Said = Sequence[tuple[str, Writer]]  # texts in the order of a conversation, and who wrote them
@@ -34,26 +34,38 @@ class Episode:
 
     rollout: Rollout
     outcome: RewardOutcome
-    # Of each trajectory, nats for each of its n tokens, nan where there is none; None where the run kept none.
-    trainer_logprobs: Sequence[Sequence[float] | None]
+    # Of each trajectory: the trainer's log-probability minus the engine's for each of its n tokens, in nats, nan where
+    # there is none; None where the run kept none.
+    mismatch: Sequence[Sequence[float] | None]
 
 
-@dataclass(slots=True)
-class _Strings:
-    """Texts that are written once; tokens refer to them by their place."""
+class _Vocabulary:
+    """Tokens as the page's data have them. Each text is written once, and tokens refer to it by its place."""
 
-    place_of: dict[str, int] = field(default_factory=dict)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts = TokenTexts(tokenizer)
+        self._special = set(tokenizer.all_special_ids)
+        self._place_of: dict[str, int] = {}
 
-    def place(self, text: str) -> int:
-        return self.place_of.setdefault(text, len(self.place_of))
+    @property
+    def strings(self) -> list[str]:
+        """The texts, in their places."""
+        return list(self._place_of)
+
+    def tokens(self, token_ids: Sequence[int], pieces: Sequence[str]) -> dict[str, Any]:
+        """Describe tokens, whose texts are the pieces."""
+        return {
+            "ids": list(token_ids),
+            "pieces": [self._place_of.setdefault(piece, len(self._place_of)) for piece in pieces],
+            "special": [place for place, token in enumerate(token_ids) if token in self._special],
+        }
 
 
 def episodes_page(
     episodes: Iterable[Episode], tokenizer: PreTrainedTokenizerBase, *, run: str, step: int, shows_mismatch: bool
 ) -> str:
     """Write the page. `shows_mismatch` is False when the run kept no log-probabilities of the trainer."""
-    strings = _Strings()
-    special = set(tokenizer.all_special_ids)
+    vocabulary = _Vocabulary(tokenizer)
     groups: dict[int, dict[str, Any]] = {}
     for episode in sorted(episodes, key=lambda one: (one.rollout.prompt.prompt_id, one.rollout.sample_index)):
         prompt = episode.rollout.prompt
@@ -67,13 +79,13 @@ def episodes_page(
                 "rollouts": [],
             },
         )
-        group["rollouts"].append(_rollout(episode, tokenizer, strings, special))
+        group["rollouts"].append(_rollout(episode, vocabulary))
     data = {
         "run": run,
         "step": step,
         "shows_mismatch": shows_mismatch,
         "groups": list(groups.values()),
-        "strings": list(strings.place_of),
+        "strings": vocabulary.strings,
     }
     return _assembled(data, title=f"{run}, step {step}")
 
@@ -84,16 +96,14 @@ def _question(prompt: Prompt) -> str:
     return " ".join(texts) or prompt.text
 
 
-def _rollout(
-    episode: Episode, tokenizer: PreTrainedTokenizerBase, strings: _Strings, special: set[int]
-) -> dict[str, Any]:
+def _rollout(episode: Episode, vocabulary: _Vocabulary) -> dict[str, Any]:
     rollout, outcome = episode.rollout, episode.outcome
-    trajectories = zip(rollout.trajectories, episode.trainer_logprobs, strict=True)
+    trajectories = zip(rollout.trajectories, episode.mismatch, strict=True)
     # A later trajectory begins with the conversation so far.
     said = [*_by("prompt", rollout.prompt.messages), *_said(rollout.greeting)]
     shown = []
-    for trajectory, logprobs in trajectories:
-        shown.append(_trajectory(trajectory, logprobs, said, tokenizer, strings, special))
+    for trajectory, mismatch in trajectories:
+        shown.append(_trajectory(trajectory, mismatch, said, vocabulary))
         for turn in trajectory.turns:
             said += [(turn.action.text, "policy")] if turn.action else []
             said += _said(turn.observation)
@@ -113,23 +123,18 @@ def _rollout(
 
 
 def _trajectory(
-    trajectory: Trajectory,
-    trainer_logprobs: Sequence[float] | None,
-    said: Said,
-    tokenizer: PreTrainedTokenizerBase,
-    strings: _Strings,
-    special: set[int],
+    trajectory: Trajectory, mismatch: Sequence[float] | None, said: Said, vocabulary: _Vocabulary
 ) -> list[dict[str, Any]]:
     """Describe the turns of a trajectory, before which this had been said."""
     turns, begin = [], 0
     for turn in trajectory.turns:
         begin += len(turn.context_ids)
         end = begin + len(turn.response.token_ids)
-        of_response = trainer_logprobs[begin:end] if trainer_logprobs is not None else None
+        of_response = mismatch[begin:end] if mismatch is not None else ()
         turns.append(
             {
-                "context": _context(turn.context_ids, said, tokenizer, strings, special),
-                "response": _response(turn.response, of_response, tokenizer, strings, special),
+                "context": _context(turn.context_ids, said, vocabulary),
+                "response": _response(turn.response, of_response, vocabulary),
                 **_turn(turn),
             }
         )
@@ -156,16 +161,10 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _context(
-    token_ids: Sequence[int],
-    said: Said,
-    tokenizer: PreTrainedTokenizerBase,
-    strings: _Strings,
-    special: set[int],
-) -> dict[str, Any]:
-    pieces = token_pieces(tokenizer, token_ids)
+def _context(token_ids: Sequence[int], said: Said, vocabulary: _Vocabulary) -> dict[str, Any]:
+    pieces = vocabulary.texts.pieces(token_ids)
     writers = writers_of_context(pieces, said)
-    return {**_tokens(token_ids, pieces, strings, special), "writers": "".join(writer[0] for writer in writers)}
+    return {**vocabulary.tokens(token_ids, pieces), "writers": "".join(writer[0] for writer in writers)}
 
 
 def _said(observation: Observation | None) -> list[tuple[str, Writer]]:
@@ -184,27 +183,12 @@ def _texts(messages: Iterable[Message]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _response(
-    response: Response,
-    trainer_logprobs: Sequence[float] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    strings: _Strings,
-    special: set[int],
-) -> dict[str, Any]:
-    pairs = zip(trainer_logprobs, response.logprobs, strict=True) if trainer_logprobs is not None else ()
+def _response(response: Response, mismatch: Sequence[float], vocabulary: _Vocabulary) -> dict[str, Any]:
     return {
-        **_tokens(response.token_ids, token_pieces(tokenizer, response.token_ids), strings, special),
+        **vocabulary.tokens(response.token_ids, vocabulary.texts.pieces(response.token_ids)),
         "logprobs": [_number(logprob, _DIGITS) for logprob in response.logprobs],
-        "mismatch": [_number(trainers - engines, _DIGITS + 3) for trainers, engines in pairs],
+        "mismatch": [_number(nats, _DIGITS + 3) for nats in mismatch],
         "spans": [[span.version, span.num_tokens] for span in response.spans],
-    }
-
-
-def _tokens(token_ids: Sequence[int], pieces: Sequence[str], strings: _Strings, special: set[int]) -> dict[str, Any]:
-    return {
-        "ids": list(token_ids),
-        "pieces": [strings.place(piece) for piece in pieces],
-        "special": [place for place, token in enumerate(token_ids) if token in special],
     }
 
 

@@ -13,27 +13,42 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's answer to some of a c
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, so tokens too
 
 
-def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Cut the text of the tokens into a piece for each of them. A character that several tokens share is in the first
-    one's piece; the others' are empty."""
-    pieces: list[str] = []
-    while len(pieces) < len(token_ids):
-        start = len(pieces)
-        for end in range(start + 1, min(start + _LONGEST_CHARACTER, len(token_ids)) + 1):
-            text = _decode(tokenizer, token_ids[start:end])
-            if _UNFINISHED not in text:
-                break
-        else:  # bytes that are no character
-            end, text = start + 1, _decode(tokenizer, token_ids[start : start + 1])
-        pieces += [text, *[""] * (end - start - 1)]
-    return pieces
+class TokenTexts:
+    """The texts of a tokenizer's tokens; those it has looked up once it knows."""
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}  # texts of single tokens
 
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    first = tokenizer.convert_ids_to_tokens(token_ids[0])
-    # SentencePiece decodes the first token of a text without the space that it begins with.
-    return f" {text}" if isinstance(first, str) and first.startswith("▁") and not text.startswith(" ") else text
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Cut the text of the tokens into a piece for each of them. A character that several tokens share is in the
+        first one's piece; the others' are empty."""
+        pieces: list[str] = []
+        while len(pieces) < len(token_ids):
+            start = len(pieces)
+            for end in range(start + 1, min(start + _LONGEST_CHARACTER, len(token_ids)) + 1):
+                text = self._text(token_ids[start:end])
+                if _UNFINISHED not in text:
+                    break
+            else:  # bytes that are no character
+                end, text = start + 1, self._text(token_ids[start : start + 1])
+            pieces += [text, *[""] * (end - start - 1)]
+        return pieces
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        first = token_ids[0]
+        if len(token_ids) > 1:
+            return self._decoded(token_ids)
+        if first not in self._known:
+            self._known[first] = self._decoded(token_ids)
+        return self._known[first]
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self._tokenizer
+        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        first = tokenizer.convert_ids_to_tokens(token_ids[0])
+        # SentencePiece decodes the first token of a text without the space that it begins with.
+        return f" {text}" if isinstance(first, str) and first.startswith("▁") and not text.startswith(" ") else text
 
 
 def writers_of_context(pieces: Sequence[str], said: Iterable[tuple[str, Writer]]) -> list[Writer]:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from spmdrl.config import Config, read_config
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.verdict import EXIT_USER_ERROR
@@ -21,6 +23,8 @@ from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import read_parts
 from spmdrl.rollout.from_files import as_collected
 from spmdrl.types import UserError
+
+NOT_TRAINED = -1  # index of a greedy baseline, which has no place in the step's order
 
 
 def write_page(path: Path, step: int, *, output: Path | None = None, prompt_id: int | None = None) -> Path:
@@ -34,7 +38,7 @@ def write_page(path: Path, step: int, *, output: Path | None = None, prompt_id: 
     trainers = read_trainer_logprobs(folder.rollouts, step, num_ranks=parts[0].num_ranks)
     collected = as_collected(parts, group_size=parts[0].config["rollout"]["group_size"])
     episodes = [
-        _episode(one, trainers, None if one[0].is_baseline else collected.index_of(one[0]))
+        _episode(one, trainers, NOT_TRAINED if one[0].is_baseline else collected.index_of(one[0]))
         for part in parts
         for one in part.outcomes
     ]
@@ -58,18 +62,13 @@ def write_page(path: Path, step: int, *, output: Path | None = None, prompt_id: 
     return output
 
 
-def _episode(rewarded: Rewarded, trainers: TrainerLogprobs, index: int | None) -> Episode:
+def _episode(rewarded: Rewarded, trainers: TrainerLogprobs, index: int) -> Episode:
     """Join a rollout with what the trainer says about its tokens; `index` is its place in the step's order."""
     rollout, outcome = rewarded
-    found = [
-        trainers.get((index, trajectory.token_ids)) if index is not None else None
-        for trajectory in rollout.trajectories
-    ]
-    return Episode(
-        rollout=rollout,
-        outcome=outcome,
-        trainer_logprobs=[None if logprobs is None else logprobs.tolist() for logprobs in found],
-    )
+    found = [(trajectory, trainers.get((index, trajectory.token_ids))) for trajectory in rollout.trajectories]
+    # In float32, as the run's own mismatch.
+    mismatch = [None if kept is None else (kept - torch.tensor(t.logprobs)).tolist() for t, kept in found]
+    return Episode(rollout=rollout, outcome=outcome, mismatch=mismatch)
 
 
 def _nothing(episodes: Sequence[Episode], step: int, prompt_id: int | None) -> str:

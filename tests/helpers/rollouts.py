@@ -166,7 +166,7 @@ def write_recording(folder: Path, outcomes: Sequence[Rewarded], tokenizer: PreTr
 
 
 def recorded_episodes(tokenizer: PreTrainedTokenizerFast) -> list[Rewarded]:
-    """Episodes of two prompts: with a tool, not trained on, with a history that was rewritten, and of an environment that
+    """Episodes of two prompts: with a tool, not trained on, with a rewritten history, and of an environment that
     failed; some policies write HTML."""
     capital = chat_prompt(tokenizer, "Which city lies on the Zürichsee? 🏔", answer="Zürich")
     hostile = chat_prompt(tokenizer, f"Repeat: {HOSTILE}", prompt_id=5)

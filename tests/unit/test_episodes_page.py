@@ -19,7 +19,7 @@ from torch import nn
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.replay.trainer_logprobs import LogprobHook, read_trainer_logprobs, write_trainer_logprobs
 from spmdrl.report import RunFolder
-from spmdrl.report.pieces import token_pieces, writers_of_context
+from spmdrl.report.pieces import TokenTexts, writers_of_context
 from spmdrl.rollout.files import folder_of
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.tools import episodes
@@ -200,9 +200,9 @@ def test_what_cannot_be_shown_is_refused_in_a_sentence(
 @given(st.text(max_size=20), st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=12))
 def test_pieces_are_the_text_one_for_each_token(text: str, any_tokens: list[int]) -> None:
     token_ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    pieces = token_pieces(TOKENIZER, token_ids)
+    pieces = TokenTexts(TOKENIZER).pieces(token_ids)
     assert len(pieces) == len(token_ids) and "".join(pieces) == TOKENIZER.decode(token_ids)
-    assert len(token_pieces(TOKENIZER, any_tokens)) == len(any_tokens)
+    assert len(TokenTexts(TOKENIZER).pieces(any_tokens)) == len(any_tokens)
 
 
 def test_a_text_that_the_template_changed_counts_as_the_templates() -> None:
