@@ -30,4 +30,5 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def _exit_error(function: Callable[..., Any], error: SystemExit) -> RuntimeError:
-    return RuntimeError(f"{getattr(function, '__name__', 'it')} called sys.exit({error.code!r})")
+    named = getattr(function, "func", function)  # of a partial call
+    return RuntimeError(f"{getattr(named, '__name__', 'it')} called sys.exit({error.code!r})")

@@ -10,8 +10,8 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.envs.calls import run
 from spmdrl.envs.observations import shown
-from spmdrl.envs.users_code import accepted, run
 
 _COLUMNS = ("prompt", "answer", "task", "metadata", "seed")  # what a reset may take, by keyword
 
@@ -52,8 +52,7 @@ class ClassEnvironment:
     async def reset(self, start: EpisodeStart) -> Observation:
         """Make the instance, and call its `reset` with what it takes of the episode's start."""
         self._instance = await run(self._construct)
-        reset = self._instance.reset
-        return _greeting(await run(reset, **accepted(reset, asdict(start))))
+        return _greeting(await run(functools.partial(user_code.call, self._instance.reset, asdict(start), {})))
 
     async def step(self, action: Action) -> Observation:
         """Call its `step` with the action, or with the action's text where the parameter is annotated `str`."""

@@ -193,10 +193,9 @@ class Episode:
     def _greeted(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Return the prompt's tokens with what the environment says first."""
         assert self.world is not None
-        own = self.prompt.messages
-        if not own:  # a raw prompt, which no template has rendered
+        if not self.prompt.messages:  # a raw prompt, which no template has rendered
             return self.prompt.token_ids + self.world.encoder.appended(messages, after=())
-        return self.world.encoder.rendered([*own, *messages], num_prompt_messages=len(own))
+        return self._rendered(self._opening())
 
     def _go_on(self, observation: Observation) -> None:
         assert self.world is not None
@@ -223,7 +222,7 @@ class Episode:
         if self.world.cfg.history == "append" or not self.prompt.messages:
             self._begin_turn(encoder.appended(messages, after=self.turns[-1].response.token_ids))
             return
-        rendered = encoder.rendered(self._conversation(), num_prompt_messages=len(self.prompt.messages))
+        rendered = self._rendered(self._conversation())
         if rendered[: len(so_far)] == so_far:
             self._begin_turn(rendered[len(so_far) :])
         else:  # the template has rewritten what came before
@@ -237,12 +236,28 @@ class Episode:
 
     def _conversation(self) -> list[Message]:
         """The whole conversation so far, as messages."""
-        messages = [*self.prompt.messages, *(self.greeting.messages if self.greeting else ())]
+        messages = self._opening()
         for turn in self.turns:
             if turn.action is not None:
                 messages.append(message_of(turn.action))
             messages += turn.observation.messages if turn.observation is not None else ()
         return messages
+
+    def _opening(self) -> list[Message]:
+        """The messages before the first response; a user's greeting continues the prompt's last message, as many
+        templates refuse two messages of one role in a row."""
+        own, greeting = list(self.prompt.messages), list(self.greeting.messages if self.greeting else ())
+        if own and greeting and own[-1]["role"] == greeting[0]["role"]:
+            last, first = own.pop(), greeting.pop(0)
+            return [*own, last | {"content": f"{last['content']}{first['content']}"}, *greeting]
+        return [*own, *greeting]
+
+    def _rendered(self, messages: list[Message]) -> tuple[int, ...]:
+        """Render a conversation; only messages that are wholly the prompt's may spell control tokens."""
+        assert self.world is not None
+        pairs = zip(messages, self.prompt.messages, strict=False)
+        num_own = sum(message == own for message, own in pairs)
+        return self.world.encoder.rendered(messages, num_prompt_messages=num_own)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:
         """Tokens that fit into the trajectory after these: everything after the prompt counts."""

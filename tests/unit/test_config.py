@@ -470,6 +470,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "critic_needs_gae": ("critic.lr=1.0",),
     "critic_warmup_ends_before_the_run": ("critic.warmup_steps=3",),
     "group_size_allows_the_estimator": ("rollout.group_size=1",),
+    "turns_need_an_environment": ("advantage.estimator=gigpo", "loss.environment_coef=0.1"),
     "k_is_below_group_size": ("advantage.estimator=pass_at_k",),
     "kl_in_reward_needs_scored_baselines": ("advantage.estimator=remax", "reward.kl_coef=0.1"),
     "kl_counts_once": ("loss.kl_coef=0.1", "reward.kl_coef=0.1"),
