@@ -39,7 +39,8 @@ def character_tokenizer(*, words: Sequence[str] = (), chat: bool = False) -> Pre
     Words have a token of their own too. With `chat` there are tokens of roles and tool calls, and a chat template.
     """
     words = [*words, *CALL_WORDS] if chat else words
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, "<unk>", *ALPHABET, *words])}
+    tokens = dict.fromkeys([PAD, EOS, "<unk>", *ALPHABET, *words])  # a word may be a character
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     longest_first = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*longest_first, r"[\s\S]"])), behavior="isolated")
