@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from spmdrl.config import CodeReward, FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.folders import HeldFolder, sweep
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import RewardOutcome
+from spmdrl.workers.folders import HeldFolder, sweep
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
 
@@ -138,13 +138,14 @@ def test_what_detaches_itself_ends_too(sandboxed: RewardPool) -> None:
 
 PROCESSES = """
 import ctypes, os, platform, resource, socket, sys, time
-from spmdrl.rewards.sandbox import Sandbox, enter
+from spmdrl.workers.sandbox import Sandbox, enter
 if os.getuid() == 0:  # whom Linux does not hold to a number of processes
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is ours again
 pipe, _ = socket.socketpair()
 limits = {"max_memory_bytes": 2**31, "max_processes": 9, "max_file_bytes": 2**20, "max_open_files": 32}
-print(enter(Sandbox(folder=sys.argv[1], is_strict=False, **limits), pipe.fileno()), flush=True)
+sandbox = Sandbox(setting="reward.sandbox", folder=sys.argv[1], is_strict=False, **limits)
+print(enter(sandbox, pipe.fileno()), flush=True)
 started = 0
 try:
     while started < 100:
@@ -186,14 +187,14 @@ def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: RewardPool, func
 
 WITHOUT_NAMESPACES = """
 import os, resource, socket
-from spmdrl.rewards.sandbox import Sandbox, enter
+from spmdrl.workers.sandbox import Sandbox, enter
 limits = {"max_memory_bytes": 2**31, "max_processes": 9, "max_file_bytes": 2**20, "max_open_files": 32}
 pipe, _ = socket.socketpair()
 try:
-    enter(Sandbox(folder="/", is_strict=True, **limits), pipe.fileno())
+    enter(Sandbox(setting="reward.sandbox", folder="/", is_strict=True, **limits), pipe.fileno())
 except ValueError as error:
     print(error)
-print(enter(Sandbox(folder="/", is_strict=False, **limits), pipe.fileno()))
+print(enter(Sandbox(setting="reward.sandbox", folder="/", is_strict=False, **limits), pipe.fileno()))
 try:
     socket.socket()
 except PermissionError as error:
@@ -239,7 +240,7 @@ def test_leaves_no_folder(functions: Path, tmp_path: Path, monkeypatch: pytest.M
 
 HOLDS = """
 import sys
-from spmdrl.rewards.folders import HeldFolder
+from spmdrl.workers.folders import HeldFolder
 folder = HeldFolder()
 open(folder.path + "/file", "w").close()
 print(folder.path, flush=True)

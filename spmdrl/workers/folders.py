@@ -1,4 +1,4 @@
-"""Temporary directories of reward processes: locked while the trainer lives, deleted later if it was killed."""
+"""Temporary directories of sandboxed processes: locked while the rank lives, deleted later if it was killed."""
 
 from __future__ import annotations
 

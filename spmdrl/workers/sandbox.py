@@ -1,4 +1,4 @@
-"""The sandbox of a reward process: resource limits, no sockets, read-only files, no access to other processes.
+"""The sandbox of a process: resource limits, no sockets, read-only files, no access to other processes.
 
 Limits work everywhere, the system call filter works on Linux, and the rest works where Linux lets a process create
 namespaces. docs/security.md says what the sandbox stops and what it does not.
@@ -42,8 +42,9 @@ _KEEPERS = 2  # processes around the sandboxed one: see _continue_inside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """The limits of one reward process and its descendants."""
+    """The limits of one process and its descendants."""
 
+    setting: str  # its table in the configuration, for messages
     folder: str  # working and temporary directory
     is_strict: bool
     max_memory_bytes: int  # address space of each process
@@ -60,7 +61,9 @@ def enter(sandbox: Sandbox, pipe: int) -> list[str]:
     """
     missing = _separate_as_far_as_possible(sandbox, pipe) + _without_sockets()
     if missing and sandbox.is_strict:
-        raise ValueError(f'reward.sandbox.mode = "strict", but {"; ".join(missing)}; set it to "auto" to accept that')
+        raise ValueError(
+            f'{sandbox.setting}.mode = "strict", but {"; ".join(missing)}; set it to "auto" to accept that'
+        )
     limits = {
         "RLIMIT_AS": sandbox.max_memory_bytes,
         "RLIMIT_FSIZE": sandbox.max_file_bytes,
@@ -81,7 +84,7 @@ def limit_cpu(limit_s: float) -> None:
 
 
 def empty(sandbox: Sandbox) -> None:
-    """Delete the files that one rollout left in the folder, so that they take no space from the next ones."""
+    """Delete the files that were left in the folder, so that they take no space from the next ones."""
     for entry in list(os.scandir(sandbox.folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""An environment process: one loop that holds many environments, and never outlives the rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from spmdrl.conversation import Observation
+from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset, max_answer_bytes, to_json
+from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
+from spmdrl.workers.sandbox import empty, enter
+
+PROGRAM = program("spmdrl.envs.worker")
+_MODULES = {"class": "user_class"}  # `class` cannot be imported
+_MAX_REASON_CHARACTERS = 500
+_MAX_TRACEBACK_CHARACTERS = 20_000
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Serve requests until the socket closes."""
+    rank = connect()
+    job = pickle.loads(receive(rank.makefile("rb")))  # it may read ahead, but nothing is sent before it is answered
+    try:
+        unprotected = enter(job.sandbox, rank.fileno()) if job.sandbox else []
+    except ValueError as error:
+        rank.sendall(line({"problem": str(error)}))
+        return
+    asyncio.run(_serve(job, rank, unprotected))
+
+
+async def _serve(job: Job, rank: socket.socket, unprotected: list[str]) -> None:
+    served = _Environments(job)
+    try:
+        await served.load()
+    except BaseException as error:
+        is_said = isinstance(error, ValueError)
+        rank.sendall(line({"problem": str(error) if is_said else f"{_reason(error)}\n{_traceback()}"}))
+        os._exit(1)  # threads of the user's may be alive
+    if job.sandbox:
+        os.chdir(job.sandbox.folder)  # after loading: a class's file is relative to the rank's directory
+    rank.sendall(line({"unprotected": unprotected, "tools": served.tools}))
+    reader, served.writer = await asyncio.open_connection(sock=rank)
+    try:
+        while True:
+            (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
+            served.take(pickle.loads(await reader.readexactly(size)))
+    except (asyncio.IncompleteReadError, ConnectionError):  # the rank has closed the socket
+        os._exit(0)
+
+
+class _Environments:
+    """The environments of this process."""
+
+    writer: asyncio.StreamWriter
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._open: dict[int, Environment] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
+
+    async def load(self) -> None:
+        """Load the source of environments. Raises ValueError with a sentence, or whatever the user's code raises."""
+        job = self._job
+        asyncio.get_running_loop().set_default_executor(_Threads(job.max_threads, self._tell_waiting))
+        module = kind_module("spmdrl.envs", _MODULES.get(job.kind, job.kind), job.kind)
+        loaded = module.load(**job.settings)
+        self._maker: Maker = await loaded if inspect.isawaitable(loaded) else loaded
+        self.tools = self._maker.tools
+
+    def take(self, request: Request | Ping) -> None:
+        """Begin what is asked; the answer is sent when it is there."""
+        if isinstance(request, Ping):
+            self.writer.write(line({"number": request.number}))
+            return
+        task = asyncio.create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: Request) -> None:
+        _NUMBER.set(request.number)
+        try:
+            answer = await self._outcome(request)
+        except BaseException as error:  # whatever an environment raises, even SystemExit, fails only its episode
+            answer = {"failure": _reason(error), "traceback": _traceback()}
+        content = line({"number": request.number, **answer})
+        if len(content) > max_answer_bytes(self._job.max_characters):
+            reason = f"ValueError: the observation has {len(content)} bytes, most of them not in its messages' content"
+            content = line({"number": request.number, "failure": reason, "traceback": ""})
+        self.writer.write(content)
+
+    async def _outcome(self, request: Request) -> dict[str, Any]:
+        if isinstance(request, Close):
+            await self._close(request.environment)
+            return {}
+        observation: Observation
+        if isinstance(request, Reset):
+            environment = self._open[request.environment] = self._maker()
+            observation = await environment.reset(request.start)
+        else:
+            observation = await self._open[request.environment].step(request.action)
+        return {"observation": to_json(observation, self._job.max_characters)}
+
+    async def _close(self, number: int) -> None:
+        environment = self._open.pop(number, None)
+        try:
+            if environment is not None:
+                await environment.close()
+        finally:
+            if not self._open and self._job.sandbox:
+                empty(self._job.sandbox)
+
+    def _tell_waiting(self, number: int, waits: bool) -> None:
+        self.writer.write(line({"number": number, "waits": waits}))
+
+
+_NO_REQUEST = -1
+_NUMBER = contextvars.ContextVar("the request that code runs for", default=_NO_REQUEST)
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads for code that is not async. The rank is told who waits for one, so that it stops that one's clock."""
+
+    def __init__(self, max_threads: int, tell: Callable[[int, bool], None]) -> None:
+        super().__init__(max_threads, thread_name_prefix="environment")
+        self._loop = asyncio.get_running_loop()
+        self._num_free, self._tell = max_threads, tell  # changed in the loop's thread only
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        number = _NUMBER.get()
+        waits = self._num_free <= 0 and number != _NO_REQUEST
+        self._num_free -= 1
+        if waits:
+            self._tell(number, True)
+
+        def run() -> T:
+            if waits:
+                self._loop.call_soon_threadsafe(self._tell, number, False)
+            try:
+                return fn(*args, **kwargs)
+            except StopIteration as error:  # a future cannot hold it: who waits would wait for ever
+                raise RuntimeError("StopIteration") from error
+            finally:
+                self._loop.call_soon_threadsafe(self._release)
+
+        return super().submit(run)
+
+    def _release(self) -> None:
+        self._num_free += 1
+
+
+def _reason(error: BaseException) -> str:
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    return first[:_MAX_REASON_CHARACTERS].encode(errors="replace").decode()
+
+
+def _traceback() -> str:
+    return traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:].encode(errors="replace").decode()

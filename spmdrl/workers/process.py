@@ -1,0 +1,198 @@
+"""A sandboxed process, seen from the rank that starts, asks and kills it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from spmdrl.config import SandboxConfig
+from spmdrl.types import UserError
+from spmdrl.workers.channel import SIZE
+from spmdrl.workers.folders import HeldFolder
+from spmdrl.workers.sandbox import Sandbox
+
+INVALID_ANSWER = "the worker's answer is invalid"
+_START_LIMIT_S = 300.0  # to import the user's code and its packages
+_POLL_S = 0.1  # how often a waiting thread checks whether its pool was closed
+_END_S = 2.0  # for a process that has closed its socket to end
+_MAX_ANSWER_BYTES = 2**20
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # the only environment variables in a sandbox
+
+T = TypeVar("T")
+
+
+class NoAnswer(Exception):
+    """The reason why a process has not answered; the process is dead."""
+
+
+class WorkerProcess:
+    """One process in a sandbox of its own, which runs a program of `channel.program`.
+
+    Start it from a thread that outlives it: Linux's parent-death signal arrives when that thread ends.
+    """
+
+    def __init__(
+        self, program: str, table: str, cfg: SandboxConfig, variables: Mapping[str, str], closed: threading.Event
+    ) -> None:
+        """`table` is the configuration's that `cfg` is in; once `closed` is set, no answer is waited for."""
+        self._table, self._cfg, self._closed = table, cfg, closed
+        self._folder = None if cfg.mode == "off" else HeldFolder()
+        self.sandbox = _limits(table, cfg, self._folder)
+        places = {} if self._folder is None else {"HOME": self._folder.path, "TMPDIR": self._folder.path}
+        output = None if self._folder is None else subprocess.DEVNULL
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program, str(os.getpid()), str(theirs.fileno()), *_import_path()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env={**variables, **places},
+                start_new_session=True,  # keeps a terminal's Ctrl-C away, and lets us kill it with its children
+            )
+
+    def load(self, job: object, read: Callable[[Any], T]) -> T:
+        """Send the first message, which says what to load, and return the answer as read.
+
+        Raises UserError if the process answers with a `problem`, or not at all.
+        """
+
+        hint = sandbox_hint(self._table, self._cfg)
+        try:
+            answer = self.exchange(job, _START_LIMIT_S, lambda answer: answer)
+            if not (isinstance(answer, dict) and isinstance(problem := answer.get("problem"), str)):
+                return read(answer)
+        except (NoAnswer, ValueError) as reason:
+            self.kill()
+            raise UserError(f"the {self._table} cannot be loaded{hint}: {reason}") from reason
+        self.kill()
+        where = hint if "\n" in problem else ""  # a traceback: the user's code has failed
+        raise UserError(f"the {self._table} cannot be loaded{where}: {problem}")
+
+    def is_ready(self) -> bool:
+        """True when the process can be asked. An idle one sends nothing: if there is input, it has ended."""
+        try:
+            self.socket.settimeout(0)
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:  # it was killed
+            return False
+        return False
+
+    def exchange(self, message: object, limit_s: float, read: Callable[[Any], T]) -> T:
+        """Send a message and `read` the answer, which is parsed JSON. Returns or raises NoAnswer within the limit.
+
+        `read` raises ValueError for an invalid answer.
+        """
+        if self._closed.is_set():
+            raise NoAnswer("closed")
+        content = framed(message)
+        deadline = time.monotonic() + limit_s
+        try:
+            self.socket.settimeout(limit_s)
+            self.socket.sendall(content)
+            return read(json.loads(self._receive_line(deadline)))
+        except TimeoutError:
+            self.kill()
+            raise NoAnswer("closed" if self._closed.is_set() else "timeout") from None
+        except (EOFError, OSError):
+            raise NoAnswer(f"the worker {self.end()}") from None
+        except (ValueError, RecursionError):
+            self.kill()
+            raise NoAnswer(INVALID_ANSWER) from None
+
+    def end(self) -> str:
+        """Kill a process that has closed its socket, if it does not end by itself; returns how it ended."""
+        deadline = time.monotonic() + _END_S
+        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_END_S / 1000)
+        return self.kill()
+
+    def kill(self) -> str:
+        """Kill the process and those it started; returns how it ended."""
+        # Its id cannot belong to another process before `wait` has collected it.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when it is already gone
+                os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        self.socket.close()
+        if self._folder is not None:
+            self._folder.remove()
+        number = -code if code < 0 else code - 128  # the sandbox reports a signal as a shell does
+        if number in set(signal.Signals):
+            return f"was killed by {signal.Signals(number).name}"
+        return f"exited with code {code}"
+
+    def _receive_line(self, deadline: float) -> bytes:
+        """Read a line from the process. Raises TimeoutError at the deadline, or when the pool is closed."""
+        received = b""
+        while not received.endswith(b"\n"):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._closed.is_set():
+                raise TimeoutError
+            self.socket.settimeout(min(left_s, _POLL_S))
+            with contextlib.suppress(TimeoutError):
+                part = self.socket.recv(_MAX_ANSWER_BYTES)
+                if not part:
+                    raise EOFError
+                received += part
+            if len(received) > _MAX_ANSWER_BYTES:
+                raise ValueError(INVALID_ANSWER)
+        return received
+
+
+def framed(message: object) -> bytes:
+    """Return a message as a process reads it. Raises whatever pickle does."""
+    content = pickle.dumps(message)
+    return SIZE.pack(len(content)) + content
+
+
+def process_variables(cfg: SandboxConfig) -> dict[str, str]:
+    """Return the environment variables of the processes to start.
+
+    Take them once: while another thread restarts an engine, os.environ holds variables that are meant for the engine.
+    """
+    if cfg.mode == "off":
+        return {**os.environ, **_ONE_THREAD}
+    return {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD
+
+
+def sandbox_hint(table: str, cfg: SandboxConfig) -> str:
+    """Say what the user's code may miss in a sandbox; empty without one."""
+    if cfg.mode == "off":
+        return ""
+    return f" (in a sandbox, without network, environment variables and files to write: see {table}.sandbox)"
+
+
+def _limits(table: str, cfg: SandboxConfig, folder: HeldFolder | None) -> Sandbox | None:
+    if folder is None:
+        return None
+    return Sandbox(
+        setting=f"{table}.sandbox",
+        folder=folder.path,
+        is_strict=cfg.mode == "strict",
+        max_memory_bytes=round(cfg.max_memory_gib * 2**30),
+        max_processes=cfg.max_processes,
+        max_file_bytes=round(cfg.max_file_gib * 2**30),
+        max_open_files=cfg.max_open_files,
+    )
+
+
+def _import_path() -> list[str]:
+    """Return `sys.path` with absolute paths, which do not depend on the process's directory."""
+    return [os.path.abspath(place) for place in sys.path]
