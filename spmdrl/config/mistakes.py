@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from spmdrl.config.base import Section
-from spmdrl.config.names import Location, did_you_mean, nearest, setting_at, tags_at, without_tags
+from spmdrl.config.names import Location, did_you_mean, nearest, setting_at, tags_at, without_tags, without_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: Valida
     misspelled = {nearest(kind, one["loc"]) for one in errors if one["type"] == "extra_forbidden"}
     for problem in errors:
         location = problem["loc"]
-        name = ".".join(map(str, without_tags(location)))
+        name = ".".join(map(str, without_tags(kind, location)))
         setting = setting_at(kind, location)
         match problem["type"]:
             case "extra_forbidden":
@@ -50,9 +50,7 @@ def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: Valida
                 known = ", ".join(tags_at(kind, location))
                 yield Mistake(name, f"{name}.kind: must be one of {known}", setting)
             case _:
-                # Below a setting there are entries of its list, by index, or else names that pydantic gives to types.
-                beyond = name.removeprefix(setting).lstrip(".")
-                name = name if not beyond or beyond[0].isdigit() else setting
+                name = ".".join(map(str, without_tags(kind, without_types(kind, location))))
                 message = (problem["msg"][0].lower() + problem["msg"][1:]).replace("tuple", "list")
                 refused.setdefault(name, (problem["input"], []))[1].append(message)
     for name, (value, messages) in refused.items():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from spmdrl.config.base import Section
 
-Location = tuple[str | int, ...]  # pydantic's: keys, indices of lists, and after an index the chosen `kind`
+Location = tuple[str | int, ...]  # pydantic's: keys, indices of lists, and before a table of several kinds its `kind`
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
@@ -25,6 +25,11 @@ def is_array(annotation: Any) -> bool:
     if get_origin(annotation) in (Union, types.UnionType, Annotated):
         return any(is_array(part) for part in get_args(annotation))
     return get_origin(annotation) is tuple and bool(sections_in(annotation))
+
+
+def is_whole(annotation: Any) -> bool:
+    """True for a field that is one setting although it holds tables: a list of them, or a table of several kinds."""
+    return is_array(annotation) or len(sections_in(annotation)) > 1
 
 
 def all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
@@ -43,32 +48,49 @@ def all_tables(kind: type[Section], prefix: str = "") -> Iterator[str]:
             yield from all_tables(section, f"{prefix}{key}.")
 
 
-def without_tags(location: Location) -> Location:
+def _walk(kind: type[Section], location: Location) -> Iterator[tuple[str | int, bool, list[type[Section]]]]:
+    """Yield each part of a location, True where it is a chosen `kind`, and the Section classes that may stand there."""
+    sections = [kind]
+    is_choice = False  # the next key says which of the sections it is
+    for part in location:
+        is_tag = is_choice and isinstance(part, str)
+        if is_tag:
+            sections = [section for section in sections if part in get_args(section.model_fields["kind"].annotation)]
+            is_choice = False
+        elif isinstance(part, str):
+            fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+            sections = [inner for field in fields for inner in sections_in(field.annotation)]
+            is_choice = len(sections) > 1 and not any(is_array(field.annotation) for field in fields)
+        else:
+            is_choice = bool(sections)
+        yield part, is_tag, sections
+
+
+def without_tags(kind: type[Section], location: Location) -> Location:
     """The keys and indices of a location, as the file has them."""
-    pairs = zip((None, *location), location, strict=False)
-    return tuple(part for before, part in pairs if not _is_tag(before, part))
+    return tuple(part for part, is_tag, _ in _walk(kind, location) if not is_tag)
 
 
-def _is_tag(before: str | int | None, part: str | int) -> bool:
-    return isinstance(before, int) and isinstance(part, str)
+def without_types(kind: type[Section], location: Location) -> Location:
+    """A location without the names that pydantic gives to types, which follow the setting that has them."""
+    around = [kind]
+    for place, (part, is_tag, sections) in enumerate(_walk(kind, location)):
+        if isinstance(part, str) and not is_tag and not any(part in section.model_fields for section in around):
+            return location[:place]
+        around = sections
+    return location
 
 
 def sections_at(kind: type[Section], location: Location) -> list[type[Section]]:
     """The Section classes that may stand at a location."""
-    sections = [kind]
-    for before, part in zip((None, *location), location, strict=False):
-        if _is_tag(before, part):
-            sections = [section for section in sections if part in get_args(section.model_fields["kind"].annotation)]
-        elif isinstance(part, str):
-            fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-            sections = [inner for field in fields for inner in sections_in(field.annotation)]
+    *_, (_, _, sections) = [("", False, [kind]), *_walk(kind, location)]
     return sections
 
 
 def setting_at(kind: type[Section], location: Location) -> str:
     """The dotted name of the setting or table that a location is, or that it lies in; "" for an unknown key.
 
-    An array of tables is one setting.
+    An array of tables is one setting, and so is a table of several kinds.
     """
     names: list[str] = []
     section = kind
@@ -77,7 +99,7 @@ def setting_at(kind: type[Section], location: Location) -> str:
             return ""
         annotation = section.model_fields[str(part)].annotation
         names.append(str(part))
-        if is_array(annotation) or not sections_in(annotation):
+        if is_whole(annotation) or not sections_in(annotation):
             break
         (section,) = sections_in(annotation)
     return ".".join(names)
@@ -93,7 +115,7 @@ def nearest(kind: type[Section], location: Location) -> str | None:
     """The name that an unknown key was probably meant to be: of the same table, else of any."""
     given = str(location[-1])
     if near := difflib.get_close_matches(given, _siblings(kind, location), n=1, cutoff=0.6):
-        return ".".join(str(part) for part in (*without_tags(location[:-1]), near[0]))
+        return ".".join(str(part) for part in (*without_tags(kind, location[:-1]), near[0]))
     # Of settings that are called the same, the first.
     everywhere = {name.rpartition(".")[2]: name for name in reversed([*all_keys(kind)])}
     near = difflib.get_close_matches(given, everywhere, n=1, cutoff=0.8)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from spmdrl.config.base import Section, SectionT, fields_only, problems
 from spmdrl.config.mistakes import Mistake, field_mistakes
-from spmdrl.config.names import is_array, sections_in, setting_at
+from spmdrl.config.names import is_whole, sections_in, setting_at
 from spmdrl.config.places import Place, Places, key_lines
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import UserError
@@ -104,7 +104,7 @@ def without(missing: Collection[str], kind: type[SectionT], values: Mapping[str,
         has_gaps = any(setting.startswith(f"{name}.") for setting in missing)
         if name in missing or (key not in values and field.is_required()):
             continue
-        if sections and not is_array(field.annotation) and (has_gaps or key in values):
+        if sections and not is_whole(field.annotation) and (has_gaps or key in values):
             known[key] = without(missing, sections[0], values.get(key, {}), f"{name}.")
         elif key in values:
             described: Any = Annotated[field.annotation, field]

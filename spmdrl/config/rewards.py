@@ -34,7 +34,8 @@ class ReasoningGymReward(Section):
 
 class FunctionReward(Section):
     kind: Literal["function"]
-    """A function of yours, sync or async, called with the keywords prompt, response, answer and metadata."""
+    """A function of yours, sync or async, called with the keywords prompt, response, answer and metadata, and with
+    `turns` of an episode if it has such a parameter."""
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0

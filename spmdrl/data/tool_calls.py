@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Action, ToolCall
+from spmdrl.data.tokenizer import decode
 
 Parser = Callable[[str], Action]
 
@@ -57,14 +58,11 @@ def action_of(
     """
     ended = bool(token_ids) and token_ids[-1] in stop_token_ids
     kept = list(token_ids[:-1] if ended else token_ids)
-    action = parser(_decoded(tokenizer, kept))
-    if action.text == _decoded(tokenizer, kept):
-        text = _decoded(tokenizer, kept, skip_special_tokens=True)
+    read = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    action = parser(read)
+    if action.text == read:
+        text = decode(tokenizer, kept)
     else:
-        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        text = re.sub("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)", "", action.text)
+        special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len)
+        text = re.sub("|".join(map(re.escape, reversed(special))) or "(?!)", "", action.text)
     return Action(text=text, tool_calls=action.tool_calls, malformed=action.malformed)
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -19,8 +19,9 @@ from spmdrl.data.plain_text import PlainText, free_characters, texts_in, unescap
 from spmdrl.data.tokenizer import Messages, TemplateRefusal, encode_prompt, render, uses_template
 from spmdrl.types import UserError
 
+_MAX_OTHERS = 64  # sets of tools beside the environment's own
 _QUESTION: Message = {"role": "user", "content": "question"}
-_TOOL_NAME = "tool"  # of a tool message that does not say whose result it is
+_ANSWER: Message = {"role": "assistant", "content": "answer"}
 _OTHER_TEMPLATE = "put another chat_template.jinja into model.path"
 _ELSE = f'set environment.history = "template", or {_OTHER_TEMPLATE}'
 
@@ -51,11 +52,25 @@ class TurnEncoder:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._tools = list(tools)
+        # Whose result a tool message is that does not say it; a message's "name" does.
+        self._tool_name = self._tools[0]["function"]["name"] if len(self._tools) == 1 else "tool"
         self._stops = stop_token_ids
         self._has_template = uses_template(tokenizer, chat_template)
         self._plain = PlainText(tokenizer)
         self._surroundings = f"{tokenizer.chat_template}{json.dumps(self._tools, ensure_ascii=False)}"
         self._name = f"the chat template of {tokenizer.name_or_path}"
+        self._others: dict[str, TurnEncoder] = {}  # by their tools, as JSON
+
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> TurnEncoder:
+        """Return an encoder for other tools, which an agent may bring along."""
+        name = json.dumps(list(tools))
+        if name not in self._others:
+            if len(self._others) >= _MAX_OTHERS:  # the oldest goes
+                del self._others[next(iter(self._others))]
+            self._others[name] = TurnEncoder(
+                self._tokenizer, chat_template=self._chat_template, tools=tools, stop_token_ids=self._stops
+            )
+        return self._others[name]
 
     def first(self, messages: str | Messages) -> tuple[tuple[int, ...], str]:
         """Return a prompt's token ids and their text, with the tools and the generation prompt, as `encode_prompt`."""
@@ -96,20 +111,20 @@ class TurnEncoder:
 
         What was sampled stays where it is all the same, as long as nothing is rendered anew.
         """
-        thought, message = "considered", {"role": role, "content": "next"}
-        forms: list[Message] = [
-            {"content": f"<think>\n{thought}\n</think>\n\nanswer"},
-            {"content": "" if role == "tool" else "answer", "thinking": thought, "reasoning_content": thought},
-        ]
-        for form in forms if self._has_template else []:
-            answer = _calling({"role": "assistant"} | form, [message])
-            try:
-                last = self._text(with_ids([_QUESTION, answer]), generation_prompt=False)
-                if thought in last and thought not in self._text(with_ids([_QUESTION, answer, message])):
-                    return True
-            except UserError:  # `problems` says so
-                continue
-        return False
+        if not self._has_template:
+            return False
+        message = {"role": role, "content": "next"}
+        tagged = {"role": "assistant", "content": "<think>\npondered\n</think>\n\nforty-two"}
+        apart = {"role": "assistant", "content": "" if role == "tool" else "forty-two"}
+        apart |= dict.fromkeys(("thinking", "reasoning_content"), "pondered")
+        try:
+            later = [self._text(_conversation([_QUESTION], said, message)) for said in (tagged, apart)]
+            last = self._text(with_ids([_QUESTION, _calling(apart, [message])]), generation_prompt=False)
+        except UserError:  # `problems` says so
+            return False
+        dropped = ["pondered" not in text for text in later]
+        # Llama's leaves out all that is said beside a call, and many know thinking by its tags only.
+        return (dropped[0] and "forty-two" in later[0]) or (dropped[1] and "pondered" in last)
 
     def problems(self, roles: Collection[str], *, history: Literal["append", "template"] = "append") -> Iterator[str]:
         """Yield a sentence for each reason why messages of these roles cannot follow a response.
@@ -132,8 +147,7 @@ class TurnEncoder:
         """Raise UserError unless a message of this role can follow an answer, and is shown."""
         content = next(free_characters(self._surroundings))
         message = {"role": role, "content": content}
-        answer = _calling({"role": "assistant", "content": "answer"}, [message])
-        shown = self._text(with_ids([*system, _QUESTION, answer, message]))
+        shown = self._text(_conversation([*system, _QUESTION], _ANSWER, message))
         if content not in unescaped(shown, [content]):
             raise UserError(
                 f"{self._name} leaves out messages of the role {role!r}; {_OTHER_TEMPLATE}, or "
@@ -143,10 +157,10 @@ class TurnEncoder:
     def _require_unchanged(self, system: Messages, role: str) -> None:
         """Raise UserError when a conversation does not begin with the earlier one, now or a round later."""
         message = {"role": role, "content": "next"}
-        round_ = [_calling({"role": "assistant", "content": "answer"}, [message]), message]
-        for earlier in ([*system, _QUESTION], [*system, _QUESTION, *round_]):
-            before = self._text(with_ids(earlier), generation_prompt=False)
-            if not self._text(with_ids([*earlier, *round_])).startswith(before):
+        start = [*system, _QUESTION]
+        for earlier in (start, _conversation(start, _ANSWER, message)):
+            before = self._text(earlier, generation_prompt=False)
+            if not self._text(_conversation(earlier, _ANSWER, message)).startswith(before):
                 raise UserError(
                     f"{self._name} writes a conversation differently once a message of the role {role!r} follows, "
                     f"so tokens cannot be appended; {_ELSE}"
@@ -167,7 +181,7 @@ class TurnEncoder:
         """Render the messages after an answer, and find the token that ends the answer."""
         mark, place = itertools.islice(free_characters(self._surroundings, *texts_in(list(messages))), 2)
         added = [self._plain.marked(message, mark) for message in messages]
-        answer = _calling({"role": "assistant", "content": place}, messages, argument=place)
+        answer = _calling({"role": "assistant", "content": place}, messages, name=self._tool_name, argument=place)
         try:
             return self._tail_of(answer, place, added, mark)
         except UserError:
@@ -258,12 +272,17 @@ def with_ids(messages: Sequence[Message]) -> Messages:
     return completed
 
 
-def _calling(answer: Message, messages: Sequence[Message], *, argument: str = "value") -> Message:
+def _conversation(earlier: Messages, answer: Message, message: Message) -> Messages:
+    """Return the conversation that goes on with an answer and a message, which is a call's result if it is a tool's."""
+    return with_ids([*earlier, _calling(answer, [message]), message])
+
+
+def _calling(answer: Message, messages: Sequence[Message], *, name: str = "tool", argument: str = "value") -> Message:
     """Return an answer with the calls whose results the tool messages are."""
     results = [message for message in messages if message["role"] == "tool"]
     if not results:
         return answer
-    return answer | {"tool_calls": [_call(m.get("name", _TOOL_NAME), {"argument": argument}) for m in results]}
+    return answer | {"tool_calls": [_call(m.get("name", name), {"argument": argument}) for m in results]}
 
 
 def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

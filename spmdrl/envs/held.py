@@ -33,6 +33,11 @@ class Held:
         """True while the process has not given all answers of the log."""
         return self._num_repeated < len(self._log)
 
+    @property
+    def has_request(self) -> bool:
+        """True when there is something to send to the process, unless it is at it already."""
+        return self.request(0) is not None
+
     def ask(self, action: Action | None, future: Future[Answer]) -> None:
         """Take the next request: an action, or None for the reset."""
         assert self._asked is None, "an environment is asked one thing at a time"

@@ -23,6 +23,7 @@ from spmdrl.workers.process import INVALID_ANSWER, WorkerProcess, framed
 
 _PING_LIMIT_S = 1.0  # for a process that reads to say so
 _PING = 0  # its number; requests have higher ones
+_MAX_HOLDS = 1000
 _READ_BYTES = 2**18
 _THREADS_WITHOUT_SANDBOX = 64
 
@@ -43,14 +44,22 @@ class _Sent:
     closes: bool
     deadline: float
     left_s: float  # while the clock stands
+    num_holds: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """True while the clock stands."""
+        return math.isinf(self.deadline)
 
     def hold(self) -> None:
-        """Stop the clock: the request waits for a thread."""
-        self.left_s, self.deadline = self.deadline - time.monotonic(), math.inf
+        """Stop the clock: the request waits for a thread. A process that stops it all the time is not heard."""
+        self.num_holds += 1
+        if not self.waits and self.num_holds <= _MAX_HOLDS:
+            self.left_s, self.deadline = self.deadline - time.monotonic(), math.inf
 
     def go_on(self) -> None:
         """Let the clock run again."""
-        if math.isinf(self.deadline):
+        if self.waits:
             self.deadline = time.monotonic() + self.left_s
 
 
@@ -167,7 +176,7 @@ class Keeper:
         at_work = {sent.held for sent in self._in_flight.values()}
         if self._pinged_until is not None or any(held.num_deaths for held in at_work):
             return
-        ready = [held for held in self._changed if held not in at_work and held.request(_PING) is not None]
+        ready = [held for held in self._changed if held not in at_work and held.has_request]
         suspects = [held for held in ready if held.num_deaths]
         self._changed = {}
         if suspects:
@@ -280,6 +289,9 @@ class Keeper:
 
         Code that never gives the loop back holds up all others: then each of them is asked again, alone.
         """
+        if all(sent.waits for sent in self._in_flight.values()):  # for threads that none of them will give back
+            for sent in self._in_flight.values():
+                sent.go_on()
         now = time.monotonic()
         if not any(sent.deadline <= now for sent in self._in_flight.values()):
             return

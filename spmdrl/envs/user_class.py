@@ -30,12 +30,12 @@ def load(*, name: str, params: dict[str, Any]) -> ClassMaker:
 class ClassMaker:
     """Makes environments of one class of the user's."""
 
-    tools: list[dict[str, Any]] = []  # noqa: RUF012  (a protocol's attribute; nobody changes it)
-
     def __init__(self, construct: Callable[[], Any]) -> None:
+        self.tools: list[dict[str, Any]] = []
         self._construct = construct
 
     def __call__(self) -> ClassEnvironment:
+        """Make the environment of one episode."""
         return ClassEnvironment(self._construct)
 
     async def close(self) -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 from spmdrl.rewards.item import RewardItem
+from spmdrl.workers.program import run_program
 
 _BLOCK = re.compile(r"^```[ \t]*(?:python|python3|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-_MAX_OUTPUT_BYTES = 2**20
-_POLL_S = 0.002
 
 
 def load(*, tests: str, score: Literal["share", "all"], tests_timeout_s: float) -> Callable[[RewardItem], float]:
@@ -79,31 +72,5 @@ def _run(program: str, given: str, deadline: float) -> str | None:
     """Run a program and return its output; None if it fails or does not end by the deadline."""
     if time.monotonic() >= deadline:
         return None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "program.py").write_text(program, encoding="utf-8", errors="surrogatepass")
-        (folder / "input").write_text(given, encoding="utf-8", errors="surrogatepass")
-        with (folder / "input").open("rb") as source, (folder / "output").open("w+b") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "program.py"],
-                cwd=folder,
-                env=os.environ | {"HOME": name, "TMPDIR": name},
-                stdin=source,
-                stdout=sink,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            _wait(process.pid, deadline)
-            os.killpg(process.pid, signal.SIGKILL)  # before `wait`, while its id cannot belong to another process
-            code = process.wait()
-            sink.seek(0)
-            written = sink.read(_MAX_OUTPUT_BYTES + 1)
-    if code != 0 or len(written) > _MAX_OUTPUT_BYTES:
-        return None
-    return written.decode(errors="replace")
-
-
-def _wait(pid: int, deadline: float) -> None:
-    """Wait until a child has ended, without collecting it, or until the deadline."""
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    end = run_program(program, given, deadline, with_errors=False)
+    return None if end.exit_code != 0 or end.is_cut else end.output

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
@@ -45,7 +44,6 @@ class World:
     cfg: EnvironmentConfig
     client: Environments
     encoder: TurnEncoder
-    encoder_with: Callable[[Sequence[dict[str, Any]]], TurnEncoder]  # for the tools of an agent's call
     action_of: Callable[[tuple[int, ...]], Action]  # reads a response
     run_seed: int
 
@@ -264,7 +262,7 @@ class Episode:
 
     def _encoder(self, observation: Observation) -> TurnEncoder:
         assert self.world is not None
-        return self.world.encoder if observation.tools is None else self.world.encoder_with(observation.tools)
+        return self.world.encoder if observation.tools is None else self.world.encoder.with_tools(observation.tools)
 
     def _begin_turn(self, context_ids: tuple[int, ...]) -> None:
         self.context_ids = context_ids

@@ -77,7 +77,7 @@ class Scheduler:
                     continue
                 if episode is not None:
                     episode.begin()
-            elif is_empty and not self._waiting:
+            elif not self._waiting and not self.num_running:
                 return
             if episode is None:
                 if self.num_running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,27 @@ _LLAMA_SPECIAL = ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
 _GLM_SPECIAL = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>")
 _GLM_OTHER = (*_QWEN_OTHER, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink")
-_DEEPSEEK = tuple(
-    f"<｜{name}｜>"
-    for part in ("calls", "call", "outputs", "output")
-    for name in (f"tool▁{part}▁begin", f"tool▁{part}▁end")
-) + ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>")
+
+
+def _deepseek(name: str) -> str:
+    """A control token of DeepSeek's, whose bars and blanks are not ASCII's."""
+    return "<\uff5c" + name.replace(" ", "\u2581") + "\uff5c>"
+
+
+_DEEPSEEK = Family(
+    template="deepseek-r1",
+    stops=(_deepseek("end of sentence"),),
+    special=(
+        *(
+            _deepseek(f"tool {part} {end}")
+            for part in ("calls", "call", "output", "outputs")
+            for end in ("begin", "end")
+        ),
+        *(_deepseek(name) for name in ("User", "Assistant", "tool sep")),
+    ),
+    other=("<think>", "</think>"),
+    bos=_deepseek("begin of sentence"),
+)
 _MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]")
 
 FAMILIES = {
@@ -74,20 +91,8 @@ FAMILIES = {
         special=_GLM_SPECIAL,
         other=_GLM_OTHER,
     ),
-    "DeepSeek R1": Family(
-        template="deepseek-r1",
-        stops=("<｜end▁of▁sentence｜>",),
-        special=_DEEPSEEK,
-        other=("<think>", "</think>"),
-        bos="<｜begin▁of▁sentence｜>",
-    ),
-    "DeepSeek V3.1": Family(
-        template="deepseek-v3.1",
-        stops=("<｜end▁of▁sentence｜>",),
-        special=_DEEPSEEK,
-        other=("<think>", "</think>"),
-        bos="<｜begin▁of▁sentence｜>",
-    ),
+    "DeepSeek R1": _DEEPSEEK,
+    "DeepSeek V3.1": dataclasses.replace(_DEEPSEEK, template="deepseek-v3.1"),
     "SmolLM 3": Family(
         template="smollm3", stops=("<|im_end|>", "<|end_of_text|>"), special=("<|im_start|>",), other=_QWEN_OTHER
     ),
@@ -97,11 +102,12 @@ FAMILIES = {
         special=("<|im_start|>", "<|im_sep|>"),
         strips=True,
     ),
+    "OLMo 3": Family(template="olmo3", stops=("<|endoftext|>", "<|im_end|>"), special=("<|im_start|>",)),
 }
 
 
 @functools.cache
-def _bpe() -> str:
+def small_bpe() -> str:
     """A byte-level BPE with a few hundred merges, as JSON."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -117,7 +123,7 @@ def _bpe() -> str:
 def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family; its `name_or_path` is the family's name."""
     family = FAMILIES[name]
-    backend = Tokenizer.from_str(_bpe())
+    backend = Tokenizer.from_str(small_bpe())
     special = [*family.stops, *family.special, *([family.bos] if family.bos else [])]
     strips = {"lstrip": family.strips, "rstrip": family.strips}
     backend.add_special_tokens([AddedToken(text, special=True, **strips) for text in special])

@@ -32,13 +32,15 @@ from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
-from spmdrl.types import FinishReason, Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
+from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, UserError
 from tests.helpers import exact
 from tests.helpers.exact import skip_where_inexact
+from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.models import save_llama, save_qwen3
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
+LONG = replace(SAMPLING, max_response_tokens=6000)
 PLAIN = CollectionRules(groups_per_step=8, max_groups=8)
 OVERSAMPLED = CollectionRules(groups_per_step=8, extra_groups=4, max_groups=12)
 PARTIAL = replace(OVERSAMPLED, carries_over=True, max_staleness=100)
@@ -46,64 +48,6 @@ DYNAMIC = CollectionRules(groups_per_step=8, max_groups=32, drops_equal=True)
 BASELINE = GROUP_SIZE  # the sample index of a group's greedy response, where it has one
 
 Samples = dict[tuple[int, int], Response]  # by prompt_id and sample_index
-
-
-@dataclass
-class Row:
-    place: int
-    request: Request
-    num_sampled: int = 0
-
-
-class FakeEngine:
-    """Samples tokens that follow from the request's seed, one a tick for all that run."""
-
-    leads = True
-
-    def __init__(
-        self, *, max_running: int = 6, tick_s: float = 0.0, length: Callable[[int], int] | None = None
-    ) -> None:
-        self.version = 0
-        self.asked: list[tuple[int, int]] = []  # (tick, seed) of each request
-        self.greedy_seeds: set[int] = set()
-        self._max_running, self._tick_s = max_running, tick_s
-        self._length = length or (lambda seed: 1 + seed % SAMPLING.max_response_tokens)
-        self._aborted = False
-
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
-        self._aborted = False
-        asked, places = iter(requests), itertools.count()
-        rows: list[Row] = []
-        for tick in itertools.count():
-            if self._aborted:
-                yield from ((row.place, self._response(row, "abort")) for row in rows)
-                return
-            while len(rows) < self._max_running and (request := next(asked, None)):
-                rows.append(Row(next(places), request))
-                self.asked.append((tick, request.seed))
-                self.greedy_seeds |= {request.seed} if request.temperature == 0 else set()
-            if not rows:
-                assert next(asked, "end") == "end", "nothing is running, and the caller has nothing to start"
-                return
-            time.sleep(self._tick_s)
-            for row in rows:
-                row.num_sampled += 1
-            finished = [row for row in rows if self._is_whole(row)]
-            rows = [row for row in rows if not self._is_whole(row)]
-            yield from ((row.place, self._response(row, "length")) for row in finished)
-
-    def abort(self) -> None:
-        self._aborted = True
-
-    def _is_whole(self, row: Row) -> bool:
-        return len(row.request.response_ids) + row.num_sampled >= self._length(row.request.seed)
-
-    def _response(self, row: Row, reason: FinishReason) -> Response:
-        first = len(row.request.response_ids)
-        token_ids = tuple(mix(row.request.seed, first + place) % 50 for place in range(row.num_sampled))
-        spans = (Span(self.version, row.num_sampled),) if row.num_sampled else ()
-        logprobs = tuple(-token / 50 for token in token_ids)
-        return Response(token_ids=token_ids, logprobs=logprobs, finish_reason=reason, spans=spans)
 
 
 class FakePrompts:
@@ -401,7 +345,7 @@ def test_a_step_ends_when_it_has_enough_and_throws_the_rest_away() -> None:
 def test_no_engine_waits_for_its_slowest_response() -> None:
     """One engine runs a response that takes a minute when the other keeps the last group."""
     endless = FakeEngine(max_running=1, tick_s=0.01, length=lambda seed: 6000)
-    run = start(OVERSAMPLED, [FakeEngine(), endless])
+    run = start(OVERSAMPLED, [FakeEngine(), endless], sampling=LONG)
     began = time.monotonic()
     ((samples, metrics),) = run.steps(1, 1)
     assert time.monotonic() - began < 10
@@ -458,7 +402,7 @@ def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
 
 def test_staleness_is_counted_from_the_oldest_tokens() -> None:
     engine = FakeEngine(length=lambda seed: 400 if seed % 17 == 0 else 1 + seed % 20)
-    run = start(replace(PARTIAL, max_staleness=2), [engine])
+    run = start(replace(PARTIAL, max_staleness=2), [engine], sampling=LONG)
     highest = 0.0
     for step, (samples, metrics) in enumerate(run.steps(1, 8), start=1):
         oldest = [step - 1 - response.oldest_version for response in samples.values()]
@@ -525,7 +469,7 @@ def test_the_steps_staleness_is_that_of_what_is_trained_on() -> None:
     """A greedy response that takes longer than the others of its group does not count among their tokens."""
     long = {rollout_seed(11, step, i, BASELINE) for step in range(1, 5) for i in range(100)}
     engine = FakeEngine(length=lambda seed: 60 if seed in long else 5)
-    run = start(replace(PARTIAL, with_baseline=True), [engine])
+    run = start(replace(PARTIAL, with_baseline=True), [engine], sampling=LONG)
     for step, (samples, metrics) in enumerate(run.steps(1, 4), start=1):
         spans = [span for (_, index), r in samples.items() if index != BASELINE for span in r.spans]
         total = sum((step - 1 - span.version) * span.num_tokens for span in spans)

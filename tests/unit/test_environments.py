@@ -443,6 +443,7 @@ def test_files_go_when_no_episode_is_open(file: Path) -> None:
         one.close()
         seen.append(text(got(other.step(act("b")))))
         other.close()
+        time.sleep(0.3)  # nobody is told that it is closed
         third = client.open(begin(place="hang"))
         seen.append(text(play(third, "a")[1]))
         assert seen == ["['file']"] * 3 + ["[]"]
@@ -468,7 +469,7 @@ def test_classes_that_cannot_be_used_are_explained(file: Path, name: str, params
 
 def test_a_module_that_cannot_be_imported_is_explained(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_package\n")
-    with pytest.raises(UserError, match="broken.py:1: ModuleNotFoundError: No module named 'no_such_package'"):
+    with pytest.raises(UserError, match=r"broken.py:1: ModuleNotFoundError: No module named 'no_such_package'"):
         EnvironmentClient(config(tmp_path / "broken.py", "Any"))
 
 
@@ -491,7 +492,9 @@ def test_what_cannot_be_sent_fails(counts: EnvironmentClient) -> None:
 
 
 def test_closing_does_not_wait_and_leaves_nothing(file: Path) -> None:
+    before = {*running(PROGRAM, str(os.getpid()))}
     client = EnvironmentClient(config(file, "Counts", num_workers=2))
+    assert len({*running(PROGRAM, str(os.getpid()))} - before) == 2
     opened = [client.open(begin()) for _ in range(4)]
     for environment in opened:
         play(environment)
@@ -504,5 +507,5 @@ def test_closing_does_not_wait_and_leaves_nothing(file: Path) -> None:
     assert [failed(future).reason for future in pending] == ["closed"] * 4
     assert failed(opened[1].step(act("late"))).reason == "closed"
     assert failed(client.open(begin()).reset()).reason == "closed"
-    assert wait_for(lambda: not running(PROGRAM, str(os.getpid())))
+    assert wait_for(lambda: {*running(PROGRAM, str(os.getpid()))} == before)
     client.close()

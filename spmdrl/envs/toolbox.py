@@ -1,0 +1,99 @@
+"""Tools that the policy can call, and the answers to its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.conversation import Action, Message, Observation, ToolCall
+from spmdrl.envs.schema import Schema, Signature, WrongArguments
+from spmdrl.envs.users_code import run
+
+
+class ToolError(Exception):
+    """A call that failed; its message is what the policy reads."""
+
+
+class ToolGone(Exception):
+    """A call that did not reach its tool, so that nothing answers the policy: the episode cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that the policy can call."""
+
+    schema: Schema
+    call: Callable[[dict[str, Any]], Awaitable[Any]]  # with the arguments as the policy wrote them
+
+    @property
+    def name(self) -> str:
+        """The name that the policy calls it by."""
+        return str(self.schema["function"]["name"])
+
+
+def tool_of(function: Callable[..., Any]) -> Tool:
+    """Make a tool of a function, sync or async. Raises ValueError when it has no schema."""
+    signature = Signature(function)
+
+    async def call(arguments: dict[str, Any]) -> Any:
+        return await run(function, **signature.checked(arguments))
+
+    return Tool(schema=signature.schema, call=call)
+
+
+class Toolbox:
+    """The tools of an episode, by name."""
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        """Take the tools. Raises ValueError when two have one name."""
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.name in self._tools:
+                raise ValueError(f"two tools are called {tool.name}, and a call could mean either; rename one")
+            self._tools[tool.name] = tool
+        self.schemas: list[Schema] = [tool.schema for tool in self._tools.values()]
+
+    async def answer(self, action: Action) -> Observation:
+        """Run an action's calls at the same time and answer them in their order; one without calls ends the episode."""
+        answers = await asyncio.gather(*(self._answer(call) for call in action.tool_calls))
+        messages = [message for message, _ in answers]
+        if action.malformed is not None:
+            # Templates take a tool's message only after a call.
+            role = "tool" if messages else "user"
+            messages.append({"role": role, "content": f"error: this is no tool call: {action.malformed}"})
+        errors = sum(failed for _, failed in answers) + (action.malformed is not None)
+        return Observation(messages=tuple(messages), done=not messages, tool_errors=errors)
+
+    async def _answer(self, call: ToolCall) -> tuple[Message, bool]:
+        """The message that answers a call, and True where the call failed."""
+        text, failed = await self._text(call)
+        return {"role": "tool", "name": call.name, "content": text}, failed
+
+    async def _text(self, call: ToolCall) -> tuple[str, bool]:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}", True
+        try:
+            return _as_text(await tool.call(call.arguments)), False
+        except WrongArguments as error:
+            return f"error: wrong arguments of {call.name}: {error}", True
+        except ToolError as error:
+            return str(error), True
+        except ToolGone:
+            raise
+        except Exception as error:  # a tool's failure is an answer, from which the policy can learn
+            return f"error: {type(error).__name__}: {error}", True
+
+
+def _as_text(result: Any) -> str:
+    """The result of a call as the policy reads it: text as it is, the rest as JSON. Raises ToolError for neither."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = type(result).__name__
+        raise ToolError(f"error: the tool returned {kind}, which is neither text nor JSON: {error}") from error

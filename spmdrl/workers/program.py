@@ -1,0 +1,66 @@
+"""Python programs that the policy wrote, each in a process of its own. The process that starts them is confined."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_MAX_OUTPUT_BYTES = 2**20
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramEnd:
+    """The end of one program."""
+
+    output: str  # at most 1 MiB of what it wrote
+    is_cut: bool  # it wrote more than that
+    exit_code: int | None  # negative: the number of a signal; None: it was killed at the deadline
+
+
+def run_program(program: str, given: str, deadline: float, *, with_errors: bool) -> ProgramEnd:
+    """Run a program on the input `given` until a `deadline` of `time.monotonic`, then kill what it has started.
+
+    The output is that of standard output, and `with_errors` that of standard error in between. Tracebacks name the
+    program's file without its folder, whose random name would make the same program write something else each time.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "program.py").write_text(program, encoding="utf-8", errors="surrogatepass")
+        (folder / "input").write_text(given, encoding="utf-8", errors="surrogatepass")
+        with (folder / "input").open("rb") as source, (folder / "output").open("w+b") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "program.py"],
+                cwd=folder,
+                env=os.environ | {"HOME": name, "TMPDIR": name},
+                stdin=source,
+                stdout=sink,
+                stderr=subprocess.STDOUT if with_errors else subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            has_ended = _wait(process.pid, deadline)
+            os.killpg(process.pid, signal.SIGKILL)  # before `wait`, while its id cannot belong to another process
+            code = process.wait()
+            sink.seek(0)
+            written = sink.read(_MAX_OUTPUT_BYTES + 1)
+        place = f'File "{folder.resolve()}/'
+    return ProgramEnd(
+        output=written[:_MAX_OUTPUT_BYTES].decode(errors="replace").replace(place, 'File "'),
+        is_cut=len(written) > _MAX_OUTPUT_BYTES,
+        exit_code=code if has_ended else None,
+    )
+
+
+def _wait(pid: int, deadline: float) -> bool:
+    """Wait until a child has ended, without collecting it, or until the deadline; False for the latter."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

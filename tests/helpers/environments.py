@@ -1,0 +1,70 @@
+"""Environments for tests of what the rank does with them: answers come from threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from spmdrl.conversation import Action, EpisodeStart, Message, Observation
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
+
+Step = Callable[[EpisodeStart, int, Action], Answer]  # (start, number of the step from 0, action) -> answer
+
+
+class FakeEnvironments:
+    """An `EnvironmentClient` whose environments are one function of the start, the number of the step, the action."""
+
+    def __init__(
+        self, step: Step, *, greeting: Observation | EnvironmentFailure | None = None, delay_s: Callable[[int], float]
+    ) -> None:
+        self.step, self.greeting, self.delay_s = step, greeting or Observation(), delay_s
+        self.num_open = self.most_open = self.num_replayed = 0
+        self.lock = threading.Lock()
+        self.threads = ThreadPoolExecutor(256)
+        self.tools: list[dict[str, Any]] = []
+
+    def open(
+        self,
+        start: EpisodeStart,
+        history: Sequence[tuple[Action, Observation]] = (),
+        greeting: Observation | None = None,
+    ) -> FakeEnvironment:
+        for number, (action, observation) in enumerate(history):
+            assert self.step(start, number, action) == observation
+            self.num_replayed += 1
+        with self.lock:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+        return FakeEnvironment(self, start, len(history))
+
+
+class FakeEnvironment:
+    """One episode's environment."""
+
+    def __init__(self, client: FakeEnvironments, start: EpisodeStart, number: int) -> None:
+        self._client, self._start, self._number = client, start, number
+
+    def reset(self) -> Future[Answer]:
+        return self._client.threads.submit(self._later, lambda: self._client.greeting)
+
+    def step(self, action: Action) -> Future[Answer]:
+        number, self._number = self._number, self._number + 1
+        return self._client.threads.submit(self._later, lambda: self._client.step(self._start, number, action))
+
+    def close(self) -> None:
+        with self._client.lock:
+            self._client.num_open -= 1
+
+    def _later(self, answer: Callable[[], Answer]) -> Answer:
+        time.sleep(self._client.delay_s(self._start.seed + self._number))
+        return answer()
+
+
+class FakeEncoder:
+    """A `TurnEncoder` for tokens that stand for themselves: a message is a list of numbers, written as text."""
+
+    def appended(self, messages: Sequence[Message], *, after: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *(int(word) for message in messages for word in message["content"].split()), 3)

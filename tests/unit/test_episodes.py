@@ -1,0 +1,186 @@
+"""Episodes: what is sampled turn by turn, whatever environments answer, and however long they take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from spmdrl.algo.seeds import mix, rollout_seed, turn_seed
+from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
+from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.group import PromptGroup
+from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.scheduler import Scheduler, sample
+from spmdrl.types import Prompt, Rollout
+from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step
+from tests.helpers.fake_engine import FakeEngine
+
+SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=300, stop_token_ids=frozenset())
+PROMPTS = [Prompt(prompt_id=i, token_ids=(2, 3 + i), text=f"{i}", answer=None, task="t", metadata={}) for i in range(8)]
+CFG = EnvironmentConfig(source=ClassEnvironment(kind="class", name="a:A"), max_turns=6, max_turn_tokens=40)
+
+
+def echo(start: EpisodeStart, number: int, action: Action) -> Answer:
+    """Answer with two numbers; the episode is over after a number of steps that its seed decides."""
+    last = number == 1 + start.seed % 3
+    return Observation(
+        messages=({"role": "user", "content": f"{number} {len(action.text) % 7}"},), reward=0.5 * number, done=last
+    )
+
+
+def world_of(step: Step = echo, *, cfg: EnvironmentConfig = CFG, delay_s: Any = lambda _: 0.0, **others: Any) -> World:
+    client = FakeEnvironments(step, delay_s=delay_s, **others)
+    return World(
+        cfg=cfg,
+        client=cast(Any, client),
+        encoder=cast(Any, FakeEncoder()),
+        action_of=lambda ids: Action(text=" ".join(map(str, ids))),
+        run_seed=5,
+    )
+
+
+def client_of(world: World) -> FakeEnvironments:
+    return cast(FakeEnvironments, world.client)
+
+
+def stopping(max_running: int = 4, **others: Any) -> FakeEngine:
+    """An engine whose responses end by themselves, after 1 to 20 tokens."""
+    return FakeEngine(max_running=max_running, length=lambda seed: 1 + seed % 20, reason="stop", **others)
+
+
+def rollouts_of(engine: FakeEngine, world: World | None, **others: Any) -> dict[tuple[int, int], Rollout]:
+    found = sample(cast(Any, engine), PROMPTS, SAMPLING, world, lambda rollout: rollout, run_seed=5, step=1, **others)
+    assert len(found) == len(PROMPTS) * SAMPLING.group_size
+    return {(rollout.prompt.prompt_id, rollout.sample_index): rollout for rollout in found}
+
+
+def test_tokens_are_the_turns_end_to_end() -> None:
+    engine, world = stopping(), world_of()
+    for (prompt_id, sample_index), rollout in rollouts_of(engine, world).items():
+        (trajectory,) = rollout.trajectories
+        first, *others = trajectory.turns
+        assert rollout.end == "done" and not rollout.is_masked
+        assert len(trajectory.turns) == 2 + mix(5, prompt_id) % 3
+        assert first.context_ids == rollout.prompt.token_ids
+        assert all(turn.context_ids[0] == 1 and turn.context_ids[-1] == 3 for turn in others)
+        seed = rollout_seed(5, 1, prompt_id, sample_index)
+        so_far: tuple[int, ...] = ()
+        for number, turn in enumerate(trajectory.turns):
+            request = engine.requests[turn_seed(seed, number)]
+            assert request.prompt_ids == so_far + turn.context_ids
+            so_far = request.prompt_ids + turn.response.token_ids
+        assert so_far == trajectory.token_ids
+        assert [token for token, is_sampled in zip(so_far, trajectory.sampled, strict=True) if is_sampled] == [
+            token for response in rollout.responses for token in response.token_ids
+        ]
+        assert rollout.environment_reward == sum(0.5 * number for number in range(len(trajectory.turns)))
+    assert client_of(world).num_open == 0
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_how_long_environments_take_changes_nothing(in_order: bool) -> None:
+    expected = rollouts_of(stopping(max_running=100), world_of())
+    slow = world_of(delay_s=lambda seed: 0.001 * (mix(seed) % 20))
+    assert rollouts_of(stopping(max_running=3, tick_s=0.0005), slow, in_order=in_order) == expected
+
+
+def test_more_episodes_are_open_than_the_engine_has_slots() -> None:
+    engine, world = stopping(max_running=2), world_of(delay_s=lambda _: 0.05)
+    rollouts_of(engine, world)
+    assert client_of(world).most_open > 4
+
+
+def test_answered_episodes_go_on_before_new_ones_begin() -> None:
+    engine, world = stopping(max_running=1), world_of()
+    rollouts_of(engine, world)
+    # With one slot and environments that answer at once, few are open at the same time.
+    assert client_of(world).most_open < len(PROMPTS)
+
+
+def test_an_episode_without_an_environment_is_one_response() -> None:
+    for rollout in rollouts_of(stopping(), None).values():
+        (turn,) = rollout.turns
+        assert (turn.context_ids, turn.action, turn.observation) == (rollout.prompt.token_ids, None, None)
+        assert rollout.end == turn.response.finish_reason == "stop"
+
+
+def never_done(start: EpisodeStart, number: int, action: Action) -> Answer:
+    return Observation(messages=({"role": "user", "content": "7"},))
+
+
+def failing(answer: EnvironmentFailure) -> Step:
+    return lambda start, number, action: answer if number else never_done(start, number, action)
+
+
+def cfg_with(**settings: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(**(CFG.model_dump() | {"source": CFG.source} | settings))
+
+
+@pytest.mark.parametrize(
+    ("end", "world", "engine", "turns"),
+    [
+        ("max_turns", world_of(never_done), stopping(), 6),
+        ("length", world_of(never_done), FakeEngine(length=lambda _: 1000), 1),
+        ("context", world_of(never_done, cfg=cfg_with(max_turns=1000)), stopping(), None),
+        ("episode_timeout", world_of(never_done, cfg=cfg_with(episode_timeout_s=1e-9)), stopping(), 1),
+        ("step_timeout", world_of(failing(EnvironmentFailure(kind="timeout", reason="30 s"))), stopping(), 2),
+        (
+            "environment_error",
+            world_of(failing(EnvironmentFailure(kind="error", reason="ValueError: no"))),
+            stopping(),
+            2,
+        ),
+        ("environment_error", world_of(greeting=EnvironmentFailure(kind="error", reason="gone")), stopping(), None),
+        ("environment_error", world_of(greeting=Observation(done=True)), stopping(), None),
+    ],
+)
+def test_every_limit_is_an_end_of_its_own(end: str, world: World, engine: FakeEngine, turns: int | None) -> None:
+    for rollout in rollouts_of(engine, world).values():
+        assert rollout.end == end
+        assert (rollout.failure is not None) == (end in ("step_timeout", "environment_error"))
+        assert rollout.is_masked == (end in CFG.masked_ends)
+        assert turns is None or len(rollout.turns) == turns
+        for trajectory in rollout.trajectories:
+            assert len(trajectory.token_ids) <= len(rollout.prompt.token_ids) + SAMPLING.max_response_tokens
+            assert all(len(turn.response.token_ids) <= 40 for turn in trajectory.turns)
+    assert client_of(world).num_open == 0
+
+
+def test_a_greeting_follows_the_prompt() -> None:
+    world = world_of(greeting=Observation(messages=({"role": "user", "content": "9"},)))
+    for rollout in rollouts_of(stopping(), world).values():
+        assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 1, 9, 3)
+
+
+def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been() -> None:
+    """Aborted after every few tokens, written to JSON, and read again, each time with another client."""
+    expected = rollouts_of(stopping(), world_of())
+    groups = [PromptGroup.opened(prompt, SAMPLING, world_of(), step=1, run_seed=5) for prompt in PROMPTS]
+    finished: dict[tuple[int, int], Rollout] = {}
+    rounds = 0
+    while any(group.unfinished for group in groups):
+        rounds += 1
+        world = world_of(delay_s=lambda seed: 0.002 * (seed % 3))
+        groups = [
+            PromptGroup.from_json(json.loads(json.dumps(group.as_json())), prompt, SAMPLING, world)
+            for group, prompt in zip(groups, PROMPTS, strict=True)
+        ]
+        engine = stopping(max_running=5, abort_after=7)
+        episodes = [episode for group in groups for episode in group.unfinished]
+        Scheduler(cast(Any, engine)).run(
+            episodes, lambda episode: finished.update({key_of(episode): episode.rollout()})
+        )
+    assert rounds > 3
+    assert without_versions(finished) == without_versions(expected)
+
+
+def key_of(episode: Episode) -> tuple[int, int]:
+    return episode.prompt.prompt_id, episode.sample_index
+
+
+def without_versions(rollouts: dict[tuple[int, int], Rollout]) -> dict[tuple[int, int], Any]:
+    return {key: (r.turns, r.end) for key, r in rollouts.items()}
