@@ -45,24 +45,35 @@ class AgentRun:
         self._reward = 0.0  # since the last observation
         self._metrics: dict[str, float] = {}
         self._num_malformed = 0
+        self._failure: EnvironmentFailure | None = None  # all answers from then on
         self._is_closed = False
 
     # What the episode asks
 
     async def ask(self, action: Action | None) -> Answer:
-        """Give the policy's action, None for the reset, and return what the agent then says."""
+        """Give the policy's action, None for the reset, and return what the agent then says, or why it has failed."""
+        if self._failure is None and self._process is None:
+            self._failure = await self._repeat()
+        if self._failure is None:
+            answer = await self._observe(action)
+            if isinstance(answer, Observation):
+                return answer
+            self._failure = answer
+        return self._failure
+
+    async def _repeat(self) -> EnvironmentFailure | None:
+        """Start the command, and go through the log."""
         try:
-            if self._process is None:
-                await self._begin()
-                for earlier, said in self._log:
-                    again = await self._observe(earlier)
-                    if isinstance(again, EnvironmentFailure):
-                        return again
-                    if not _is_same(again, said):
-                        return _failure("the agent does not repeat itself: run again, it made another call")
-            return await self._observe(action)
+            await self._begin()
         except OSError as error:
             return _failure(f"the agent cannot be started: {error.strerror}")
+        for earlier, said in self._log:
+            again = await self._observe(earlier)
+            if isinstance(again, EnvironmentFailure):
+                return again
+            if not _is_same(again, said):
+                return _failure("the agent does not repeat itself: run again, it made another call")
+        return None
 
     async def close(self) -> None:
         """End the run, if it has not ended."""
@@ -122,10 +133,10 @@ class AgentRun:
 
     def _reply(self, action: Action) -> None:
         assert self._open_call is not None, "an action answers a call"
-        self._branches.add(action)
-        reply = Reply(number=self._num_replies, action=action)
-        self._num_replies += 1
         call, waiting = self._open_call
+        reply = Reply(number=self._num_replies, action=call.cut(action))
+        self._branches.add(reply.action)
+        self._num_replies += 1
         self._open_call = None
         while waiting.done() and not self._calls.empty():  # the agent has hung up, perhaps to call again
             again, waiting = self._calls.get_nowait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from spmdrl.conversation import Action, Message
@@ -24,6 +24,12 @@ class Call:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
     max_tokens: int | None
+    stops: tuple[str, ...] = ()  # texts that end what the agent reads; the policy has sampled on
+
+    def cut(self, action: Action) -> Action:
+        """Return the action as this call wants to read it: without the first stop and what follows it."""
+        ends = [action.text.find(stop) for stop in self.stops if stop and stop in action.text]
+        return replace(action, text=action.text[: min(ends)]) if ends else action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,9 @@ class Form(Protocol):
         """Return the same as server-sent events: their names, if they have any, and their data."""
 
 
-def make_call(messages: Sequence[Message], tools: Sequence[dict[str, Any]], max_tokens: Any) -> Call:
+def make_call(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], max_tokens: Any, *, stops: Sequence[Any] = ()
+) -> Call:
     """Put a call together. Raises CallError when the policy cannot answer such a one."""
     if not messages:
         raise CallError("the conversation has no message")
@@ -62,7 +70,9 @@ def make_call(messages: Sequence[Message], tools: Sequence[dict[str, Any]], max_
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise CallError("two tools have the same name")
-    return Call(messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens)
+    if not all(isinstance(stop, str) for stop in stops):
+        raise CallError("stop must be a text or a list of texts")
+    return Call(messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stops=tuple(stops))
 
 
 def refuse_settings(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:

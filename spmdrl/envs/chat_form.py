@@ -23,7 +23,6 @@ from spmdrl.envs.calls import (
 # Settings that would change what the response is, and that training could not account for.
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "stop": ([], ""),
     "logprobs": (False,),
     "response_format": ({"type": "text"},),
     "functions": ([],),
@@ -36,11 +35,12 @@ class ChatForm:
     def read(self, body: dict[str, Any]) -> Call:
         """Read the body of a request. Raises CallError."""
         refuse_settings(body, _ALLOWED)
-        match body.get("messages"), body.get("tools") or []:
-            case list(messages), list(tools):
+        stop = body.get("stop") or []
+        match body.get("messages"), body.get("tools") or [], [stop] if isinstance(stop, str) else stop:
+            case list(messages), list(tools), list(stops):
                 limit = body.get("max_completion_tokens") or body.get("max_tokens")
-                return make_call(_messages(messages), [_tool(tool) for tool in tools], limit)
-        raise CallError("messages must be a list, and tools too where there are any")
+                return make_call(_messages(messages), [_tool(tool) for tool in tools], limit, stops=stops)
+        raise CallError("messages must be a list, and tools and stop too where there are any")
 
     def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the response to a request."""

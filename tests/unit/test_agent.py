@@ -186,7 +186,7 @@ def test_calls_that_cannot_be_answered_are_refused_counted_and_survived(tmp_path
         refused(400, "not a JSON object", "/chat/completions", [])
         refused(400, "surrogate", "/chat/completions", b'{"messages": "\\\\ud800"}')
         refused(400, "n = 2", "/chat/completions", asks | {"n": 2})
-        refused(400, "stop", "/chat/completions", asks | {"stop": "x"})
+        refused(400, "stop must be", "/chat/completions", asks | {"stop": [1]})
         refused(400, "image_url", "/chat/completions", {"messages": [user([{"type": "image_url"}])]})
         refused(400, "previous_response_id", "/responses", {"input": "?", "previous_response_id": "r"})
         refused(400, "NUMBER", "/reward", {"reward": True})
@@ -223,6 +223,16 @@ def status_of(url: str, key: str) -> int:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def test_a_stop_ends_what_the_agent_reads(tmp_path: Path) -> None:
+    body = """
+        answer = chat([user("?")], stop=["Observation:", "\\n\\n"])
+        assert answer["content"] == "Act", answer
+        chat([user("?"), answer, user("!")])
+    """
+    with agents(script(tmp_path, body)) as client:
+        assert episode(client, said("Act\n\nmore Observation: none"))[-1].messages == (user("!"),)
 
 
 def test_parallel_calls_are_answered_one_after_another(tmp_path: Path) -> None:
@@ -441,7 +451,7 @@ def test_the_official_client_talks_calls_tools_and_streams(tmp_path: Path) -> No
         from openai import AsyncOpenAI, NotFoundError, OpenAI
 
         asked = {{"model": "policy", "tools": [{SCHEMA!r}]}}
-        client, later = OpenAI(max_retries=0), AsyncOpenAI(max_retries=0)
+        client = OpenAI(max_retries=0)
         assert [model.id for model in client.models.list()] == ["policy"]
         messages = [{{"role": "user", "content": "2 + 3?"}}]
 
@@ -453,7 +463,11 @@ def test_the_official_client_talks_calls_tools_and_streams(tmp_path: Path) -> No
         assert (called.function.name, called.function.arguments) == ("add", '{{"a": 2, "b": 3}}')
         messages += [choice.message, {{"role": "tool", "tool_call_id": called.id, "content": "5"}}]
 
-        second = asyncio.run(later.chat.completions.create(messages=messages, **asked)).choices[0]
+        async def whole():
+            async with AsyncOpenAI(max_retries=0) as later:
+                return (await later.chat.completions.create(messages=messages, **asked)).choices[0]
+
+        second = asyncio.run(whole())
         assert (second.message.content, second.finish_reason) == ("It is 5.", "stop")
         messages += [second.message.model_dump(), {{"role": "user", "content": "sure?"}}]
 
@@ -464,11 +478,11 @@ def test_the_official_client_talks_calls_tools_and_streams(tmp_path: Path) -> No
         assert chunks[-1].usage.total_tokens == 0
         messages += [{{"role": "assistant", "content": "Very su"}}, {{"role": "user", "content": "again"}}]
 
-        async def stream():
-            async with later.chat.completions.stream(messages=messages, **asked) as stream:
+        async def streamed():
+            async with AsyncOpenAI(max_retries=0).chat.completions.stream(messages=messages, **asked) as stream:
                 return (await stream.get_final_completion()).choices[0].message.tool_calls[0]
 
-        assert asyncio.run(stream()).function.parsed_arguments is None
+        assert asyncio.run(streamed()).function.parsed_arguments is None
         try:
             client.embeddings.create(model="policy", input="?")
         except NotFoundError as error:
@@ -557,6 +571,7 @@ def test_an_agent_of_a_library_runs_as_it_is(tmp_path: Path) -> None:
     final = Action(text="", tool_calls=(ToolCall(name="final_answer", arguments={"answer": "5"}),))
     with agents(script(tmp_path, body, prelude="")) as client:
         first, second, end = episode(client, CALLS_ADD, final)
+        assert isinstance(first, Observation), first.traceback
     assert {tool["function"]["name"] for tool in first.tools} == {"add", "final_answer"}
     assert first.messages[0]["role"] == "system" and START.prompt in first.messages[-1]["content"]
     assert "5" in second.messages[-1]["content"]
