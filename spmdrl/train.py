@@ -84,8 +84,8 @@ def train(run: Launch[Config]) -> None:
             recorder.save_rollouts(step, collected)
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
             with steps.phase("batch"):  # every rank computes the same assignment
-                sequences = to_sequences(rewarded, meshes.training)
-                batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation)
+                sequences = to_sequences(rewarded, meshes.training, turn_weight=cfg.reward.turn_weight)
+                batch = build_batch(sequences, plan, meshes, **cfg.loss.weighting)
             with handover.training():
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, collected.probes, meshes)

@@ -8,6 +8,7 @@ it was given.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -220,8 +221,22 @@ class RewardedRollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """The tokens of a sequence that the policy sampled in one turn, start to end."""
+
+    number: int  # of the turn in its rollout, from 0
+    start: int
+    end: int  # the first token after them; equal to start where nothing was sampled
+    reward: float = 0.0  # what the environment gave for it, as it counts in the rollout's reward
+    state: int = 0  # 52-bit hash of what the policy read before it; equal states of a prompt group can be compared
+
+
+Place = tuple[int, int]  # of a sequence: its rollout's in the step's global order, its own among the rollout's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """One trajectory as training sees it, n tokens; every list has n entries."""
+    """One trajectory as training sees it, n tokens; every list has n entries, except for the turns."""
 
     index: int  # place of its rollout in the step's global order
     part: int = 0  # place among the trajectories of its rollout
@@ -230,6 +245,21 @@ class Sequence:
     rollout_logprobs: tuple[float, ...]  # nats, 0 outside loss_mask
     reward: float  # of the whole rollout
     baseline_reward: float = math.nan  # of its prompt's greedy response; nan where there is none
+    turns: tuple[TurnSpan, ...] = ()  # in order; none in fine-tuning
+    earned: float = 0.0  # the rewards of the turns of the parts before this one
+
+    @property
+    def place(self) -> Place:
+        """The place of its rollout, and its own among the rollout's."""
+        return self.index, self.part
+
+    @property
+    def read_spans(self) -> list[tuple[int, int]]:
+        """Where the tokens are, start to end, that followed one turn and came before the next: what the environment
+        said. None where nothing is trained."""
+        if not any(self.loss_mask):
+            return []
+        return [(before.end, after.start) for before, after in itertools.pairwise(self.turns)]
 
 
 FILLING = -1  # the index of a sequence that only fills up a micro-batch
@@ -254,7 +284,13 @@ class MicroBatch:
     returns: Tensor | None = None  # [T] float32, what the critic learns; both are None without one
     mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
     chosen: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for other losses
-    sequence_index: tuple[int, ...] = ()  # [S] place of each sequence in the step's global order, or FILLING
+    # [T] float32, what the cross entropy of a token that the environment put in counts in the global loss, 0 elsewhere;
+    # None where the policy does not learn to predict its environment.
+    environment_weights: Tensor | None = None
+    sequence_index: tuple[int, ...] = ()  # [S] place of each sequence's rollout in the step's global order, or FILLING
+    sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
+    turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
+    earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
@@ -262,6 +298,16 @@ class MicroBatch:
             value = getattr(self, field.name)
             if isinstance(value, Tensor) and field.name != "cu_seqlens" and value.shape != tokens:
                 raise ValueError(f"{field.name} is {list(value.shape)} but token_ids is {list(tokens)}")
+
+    @property
+    def places(self) -> list[Place]:
+        """Places of its sequences, [S]; the index of filling is FILLING."""
+        return list(zip(self.sequence_index, self.sequence_part, strict=True))
+
+    @property
+    def predicted(self) -> Tensor:
+        """[T] bool: the tokens whose log-probabilities are computed."""
+        return self.loss_mask if self.environment_weights is None else self.loss_mask | (self.environment_weights != 0)
 
     @property
     def seqlens(self) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.formula import Estimator
-from spmdrl.algo.segments import discounted_sums, sequence_of_token
+from spmdrl.algo.segments import discounted_sums, on_tokens, sequence_of_token, sequence_sums
 
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward
 
@@ -84,6 +84,52 @@ def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
     )
     expected = _row_sums(with_i[None] * ascending[:, None, :], dim=2).squeeze(2)
     return torch.empty_like(rewards).scatter(1, order, (expected - mean) / (std + EPS))
+
+
+def gigpo(
+    rewards: Tensor,
+    *,
+    turn_rewards: Tensor,
+    turn_rollouts: Tensor,
+    turn_states: Tensor,
+    discount: float,
+    step_weight: float,
+    divide_by_std: bool,
+) -> Tensor:
+    """A_E + step_weight A_S of each turn, [N]: GiGPO, arXiv:2505.10978, equations 3, 6, 7 and 8.
+
+    A_E is `grpo` of the rollouts' rewards [P, G]. A_S is the same of the turns' returns, within each set of turns that
+    began in the same state of the same prompt group, whichever rollouts they belong to; a state that was met once has
+    0. A turn's return is the sum over later turns k, itself included, of discount^(k - t) r_k, where r is turn_rewards
+    [N], and a rollout's last turn has the rest of its reward too.
+
+    turn_rollouts [N] int64 are places in the flat rewards, ascending, with the turns of each in order; turn_states [N]
+    int64 are equal where states are.
+    """
+    num_rollouts = rewards.numel()
+    counts = torch.bincount(turn_rollouts, minlength=num_rollouts)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    rest = rewards.flatten() - sequence_sums(turn_rewards, offsets)
+    has_turns = counts > 0
+    earned = turn_rewards.index_add(0, offsets[1:][has_turns] - 1, rest[has_turns])
+    to_go = discounted_sums(earned, torch.ones_like(earned, dtype=torch.bool), offsets, decay=discount)
+    groups = torch.stack([turn_rollouts // rewards.shape[1], turn_states], dim=1)
+    of_steps = _within(groups, to_go, divide_by_std=divide_by_std)
+    return grpo(rewards, divide_by_std=divide_by_std).flatten()[turn_rollouts] + step_weight * of_steps
+
+
+def _within(groups: Tensor, values: Tensor, *, divide_by_std: bool) -> Tensor:
+    """`grpo` of values [N] within sets of any size: those with the same row of groups, [N, k]. Alone: 0."""
+    _, group, sizes = groups.unique(dim=0, return_inverse=True, return_counts=True)
+    order = group.argsort(stable=True)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    # As in `_shifted`: equal values must have exactly 0.
+    shifted = values[order] - on_tokens(values[order][offsets[:-1]], offsets, len(values))
+    centred = shifted - on_tokens(sequence_sums(shifted, offsets) / sizes, offsets, len(values))
+    if divide_by_std:
+        std = (sequence_sums(centred.square(), offsets) / (sizes - 1).clamp(min=1)).sqrt()
+        centred = centred / (on_tokens(std, offsets, len(values)) + EPS)
+    return torch.empty_like(values).scatter(0, order, centred)
 
 
 def remax(rewards: Tensor, *, greedy_rewards: Tensor) -> Tensor:
@@ -231,6 +277,14 @@ ESTIMATORS: dict[str, Estimator] = {
         source="arXiv:2508.10751",
         when="To keep exploring: a group that has one right answer in k counts as solved.",
         settings={"k": 4},
+    ),
+    "gigpo": Estimator(
+        function=gigpo,
+        text="A_E + step_weight A_S: `grpo` of the rewards, and `grpo` of the turns' returns, sum over k >= t of "
+        "discount^(k - t) r_k, among the group's turns that began in the same state",
+        source="arXiv:2505.10978",
+        when="Episodes of many turns (`[environment]`) whose rollouts meet the same states again.",
+        settings={"discount": 0.95, "step_weight": 1.0, "divide_by_std": True},
     ),
 }
 # What is known of a function of the user's before it is loaded.

@@ -26,7 +26,8 @@ class Formula:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator(Formula):
-    """An advantage estimator: rewards [P, G] of groups, or token_rewards [T], to advantages of the same shape."""
+    """An advantage estimator: rewards [P, G] of groups, or token_rewards [T], to advantages of the same shape; or
+    rewards [P, G] with those of N turns to advantages of the turns, [N]."""
 
     whiten: bool = False  # over the global batch, unless the user says otherwise
     smallest_group: int = 2  # rollouts: fewer leave nothing to compare a reward with
@@ -35,6 +36,11 @@ class Estimator(Formula):
     def per_token(self) -> bool:
         """True for an estimator of tokens, which takes token_rewards; others take the rewards of groups."""
         return "token_rewards" in self.needs
+
+    @property
+    def per_turn(self) -> bool:
+        """True for an estimator of turns, which takes their states."""
+        return "turn_states" in self.needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

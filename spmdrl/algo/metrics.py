@@ -144,10 +144,11 @@ class TokenValue:
     """A number about one token, and where that token is."""
 
     value: float
-    sequence_index: int  # place of its sequence in the step's global order
+    sequence_index: int  # place of its rollout in the step's global order
     position: int  # its place in the sequence, from 0
     token_ids: tuple[int, ...]  # some of the tokens before it, and itself, the last
     rollout_logprob: float  # nats
+    sequence_part: int = 0  # place of its sequence among those of its rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +164,10 @@ class Worst:
         return abs(self.tokens[0].value) if self.tokens else 0.0
 
 
-def _size_then_place(token: TokenValue) -> tuple[float, int, int]:
+def _size_then_place(token: TokenValue) -> tuple[float, int, int, int]:
     """Sort by size, the greatest first, nan before all others."""
     size = math.inf if math.isnan(token.value) else abs(token.value)
-    return -size, token.sequence_index, token.position
+    return -size, token.sequence_index, token.sequence_part, token.position
 
 
 def _nan_or(choose: Callable[[float, float], float], one: float, other: float) -> float:

@@ -32,12 +32,15 @@ def _known_loss(name: str) -> str:
 class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
     """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `opo`, `remax` (which samples one
-    more response for each prompt, greedily) or `pass_at_k`, see `docs/algorithms.md`; or a function of yours,
-    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
+    more response for each prompt, greedily), `pass_at_k` or `gigpo` (of episodes), see `docs/algorithms.md`; or a
+    function of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     divide_by_std: bool | None = None
-    """`grpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
+    """`grpo` and `gigpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """`reinforce_plus_plus` and `gae` only: discount of a later reward for each token before it. Unset: 1."""
+    """Discount of a later reward: `reinforce_plus_plus` and `gae` for each token before it, unset 1; `gigpo` for each
+    turn before it, unset 0.95."""
+    step_weight: NonNegative | None = None
+    """`gigpo` only: weight of the comparison of turns that began in the same state. Unset: 1."""
     gae_lambda: Fraction | None = None
     """`gae` only: 1 relies on the rewards, 0 on the critic's value one token later. Unset: 0.95."""
     k: Count | None = None
@@ -122,6 +125,9 @@ class LossConfig(Section):
     Unset: `entropy_coef` is fixed."""
     entropy_coef_change: Positive | None = None
     """`entropy_target_nats` only: the change of `entropy_coef` after a step. Unset: 0.005."""
+    environment_coef: NonNegative = 0.0
+    """Weight of the cross entropy of what the environment says after each turn but a trajectory's last, averaged over
+    those tokens (ECHO, arXiv:2605.24517). 0: the policy does not learn to predict its environment."""
     updates_per_step: Count = 1
     """Optimizer steps on each step's rollouts, each on its own share of the prompts."""
     stop_kl_nats: Positive | None = None
@@ -132,6 +138,11 @@ class LossConfig(Section):
     def settings(self) -> dict[str, Any]:
         """The keyword arguments of the loss function."""
         return dict(self.params) if self.formula is None else with_defaults(self, self.formula.settings)
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """Settings that say what a token counts in the loss of its mini-batch."""
+        return {"aggregation": self.aggregation, "environment_coef": self.environment_coef}
 
     @property
     def choice(self) -> dict[str, Any]:

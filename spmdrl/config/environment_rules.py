@@ -50,3 +50,19 @@ def attempts_need_items(cfg: Config) -> Iterator[str]:
             'environment.source.kind = "reasoning_gym" needs items of reasoning-gym, but a source of data or eval has '
             "another kind; use one kind for all"
         )
+
+
+@rule(Config)
+def turns_need_an_environment(cfg: Config) -> Iterator[str]:
+    if cfg.environment is not None:
+        return
+    if cfg.advantage.formula.per_turn:
+        yield (
+            f'advantage.estimator = "{cfg.advantage.estimator}" compares the turns of episodes, but without '
+            '[environment] a rollout is one response; add [environment], or set estimator = "grpo"'
+        )
+    if cfg.loss.environment_coef > 0:
+        yield (
+            f"loss.environment_coef = {cfg.loss.environment_coef:g} weighs what an environment says, but there is "
+            "none; add [environment] or remove it"
+        )

@@ -93,6 +93,11 @@ class RewardConfig(Section):
     kl_horizon: Count | None = None
     """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
 
+    @property
+    def turn_weight(self) -> float:
+        """Factor of the rewards that an environment gives for turns; 0 without a term of them."""
+        return sum(term.weight for term in self.terms if isinstance(term, EnvironmentReward))
+
 
 @rule(RewardConfig)
 def overlong_penalty_needs_overlong_tokens(reward: RewardConfig) -> Iterator[str]:

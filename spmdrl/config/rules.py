@@ -70,7 +70,7 @@ def kl_counts_once(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def sequence_losses_need_sequence_advantages(cfg: Config) -> Iterator[str]:
-    if _is_per_sequence(cfg) and cfg.advantage.formula.per_token:
+    if _is_per_sequence(cfg) and (cfg.advantage.formula.per_token or cfg.advantage.formula.per_turn):
         yield (
             f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but '
             f'advantage.estimator = "{cfg.advantage.estimator}" gives each its own; change one of them'

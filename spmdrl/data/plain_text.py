@@ -75,7 +75,10 @@ class PlainText:
         return _changed(message, lambda text: self._broken(text, mark, pattern, ids))
 
     def _broken(self, text: str, mark: str, pattern: re.Pattern[str], ids: frozenset[int]) -> str:
-        broken = pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+        valid = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # no tokenizer takes half a character
+        broken = pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], valid)
         # What is left are control texts that overlap, or that only the tokenizer's normalization makes.
         pieces = [mark.join(piece) if ids & set(self._encoded(piece)) else piece for piece in broken.split(mark)]
         return mark.join(pieces)
@@ -98,11 +101,11 @@ def _one_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value with every string in it changed, but for roles, types and names of fields."""
+    """Return the value with every string in it changed, names of fields included, but for roles and types."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: part if key in ("role", "type") else _changed(part, change) for key, part in value.items()}
+        return {change(key): part if key in ("role", "type") else _changed(part, change) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_changed(part, change) for part in value]
     return value

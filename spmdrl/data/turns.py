@@ -106,6 +106,14 @@ class TurnEncoder:
         conversation = [*own, *(self._plain.marked(message, mark) for message in others)]
         return self._plain.encode(unescaped(self._text(with_ids(conversation)), [mark]), mark)
 
+    @property
+    def shows_tools(self) -> bool:
+        """False when there are tools, and prompts do not name them: some templates know none."""
+        if not (self._tools and self._has_template):
+            return not self._tools
+        shown = self._text([_QUESTION])
+        return all(tool["function"]["name"] in shown for tool in self._tools)
+
     def drops_thinking(self, role: str) -> bool:
         """Return True when the template leaves the thinking of an answer out once a message of this role follows it.
 
@@ -206,12 +214,14 @@ class TurnEncoder:
         """Find the token that ends the answer in the tail, by the tail of an answer that stands last."""
         stop = next((place for place, token in enumerate(alone) if token in self._stops), None)
         at = len(alone) if stop is None else stop
-        if tail[:at] == alone[:at] and len(tail) > at:
-            if stop is None and tail[at] in self._stops:
-                return _Tail(tail, at, begins_next=True)
-            # The token may be another one where the conversation goes on: gpt-oss has <|return|> and <|end|>.
-            if stop is not None and (tail[at] == alone[at] or tail[at] in self._plain.control_ids):
-                return _Tail(tail, at, begins_next=False)
+        goes_on = tail[:at] == alone[:at] and len(tail) > at
+        if goes_on and stop is None and tail[at] in self._stops:
+            return _Tail(tail, at, begins_next=True)
+        # The token may be another one where the conversation goes on: gpt-oss has <|return|> and <|end|>.
+        if goes_on and stop is not None and (tail[at] == alone[at] or tail[at] in self._plain.control_ids):
+            return _Tail(tail, at, begins_next=False)
+        if stop is not None:
+            raise UserError(f"{self._name} ends an answer differently once a message follows; {_ELSE}")
         names = ", ".join(repr(self._tokenizer.decode([token])) for token in sorted(self._stops))
         raise UserError(
             f"{self._name} ends an answer with none of the tokens that end a response ({names}); put the one that it "

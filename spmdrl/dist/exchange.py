@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,83 +13,151 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import gather_rows
-from spmdrl.types import Sequence
+from spmdrl.types import Place, Sequence, TurnSpan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInfo:
     """Size, place and rewards of one sequence; every rank has those of all sequences of the step."""
 
-    index: int  # place in the step's global order
+    index: int  # place of its rollout in the step's global order
+    part: int = 0  # place among the trajectories of its rollout
     num_tokens: int
     num_loss_tokens: int
+    num_read_tokens: int = 0  # those of its `read_spans`
+    num_turns: int = 0
     held_by: int  # rank of the mesh
     reward: float = 0.0
     baseline_reward: float = math.nan  # nan where there is none
+    earned: float = 0.0  # the rewards of the turns of the parts before
+
+    @property
+    def place(self) -> Place:
+        """The place of its rollout, and its own among the rollout's."""
+        return self.index, self.part
+
+    @property
+    def num_whole(self) -> int:
+        """Whole numbers that are sent for it: n tokens, n mask entries and its turns."""
+        return 2 * self.num_tokens + _TURN_WIDTH * self.num_turns
+
+
+_TURN_WIDTH = 5  # number, start, end, state, and the bits of the reward
 
 
 def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
     """Return the sizes of all ranks' sequences in their global order, on every rank."""
-    mine = [(s.index, len(s.token_ids), sum(s.loss_mask), s.reward, s.baseline_reward) for s in sequences]
-    # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 5))
-    sizes = [
-        SequenceInfo(int(index), int(num_tokens), int(num_loss_tokens), rank, reward, baseline_reward)
-        for rank, part in enumerate(everyone)
-        for index, num_tokens, num_loss_tokens, reward, baseline_reward in part.tolist()
+    mine = [
+        (
+            *s.place,
+            len(s.token_ids),
+            sum(s.loss_mask),
+            sum(end - start for start, end in s.read_spans),
+            len(s.turns),
+            s.reward,
+            s.baseline_reward,
+            s.earned,
+        )
+        for s in sequences
     ]
-    return sorted(sizes, key=lambda size: size.index)
+    # In float64 rewards arrive as they were sent, and counts are exact.
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 9))
+    infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
+    return sorted(infos, key=lambda info: info.place)
+
+
+def _info(row: list[float], rank: int) -> SequenceInfo:
+    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns = map(int, row[:6])
+    reward, baseline_reward, earned = row[6:]
+    return SequenceInfo(
+        index=index,
+        part=part,
+        num_tokens=num_tokens,
+        num_loss_tokens=num_loss_tokens,
+        num_read_tokens=num_read_tokens,
+        num_turns=num_turns,
+        held_by=rank,
+        reward=reward,
+        baseline_reward=baseline_reward,
+        earned=earned,
+    )
 
 
 def exchange(
     sequences: list[Sequence],
-    sizes: list[SequenceInfo],
-    goes_to: Mapping[int, int],
+    infos: list[SequenceInfo],
+    goes_to: Mapping[Place, int],
     mesh: DeviceMesh,
     *,
     ranks_per_share: int = 1,
 ) -> list[Sequence]:
-    """Send each sequence to all ranks of share goes_to[index]; return this rank's share, in global order.
+    """Send each sequence to all ranks of share goes_to[place]; return this rank's share, in global order.
 
     Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. There is one
-    all-to-all for integers and one for floats; `sizes` tells every rank how much each rank sends.
+    all-to-all for integers and one for floats; `infos` tells every rank how much each rank sends.
     """
-    mine, ranks = mesh.get_local_rank() // ranks_per_share, range(mesh.size())
-    in_order = sorted(sequences, key=lambda sequence: sequence.index)
-    outgoing = [[s for s in in_order if goes_to[s.index] == rank // ranks_per_share] for rank in ranks]
-    incoming = sorted(
-        (size for size in sizes if goes_to[size.index] == mine), key=lambda size: (size.held_by, size.index)
-    )
+    mine, me, ranks = mesh.get_local_rank() // ranks_per_share, mesh.get_local_rank(), range(mesh.size())
+    in_order = sorted(sequences, key=lambda sequence: sequence.place)
+    held = {info.place: info for info in infos if info.held_by == me}
+    outgoing = [[s for s in in_order if goes_to[s.place] == rank // ranks_per_share] for rank in ranks]
+    incoming = sorted((info for info in infos if goes_to[info.place] == mine), key=lambda i: (i.held_by, i.place))
 
-    def splits(width: Callable[[int], int]) -> tuple[list[int], list[int]]:
-        sent = [sum(width(len(s.token_ids)) for s in part) for part in outgoing]
-        received = [sum(width(size.num_tokens) for size in incoming if size.held_by == rank) for rank in ranks]
+    def splits(width: Callable[[SequenceInfo], int]) -> tuple[list[int], list[int]]:
+        sent = [sum(width(held[s.place]) for s in part) for part in outgoing]
+        received = [sum(width(info) for info in incoming if info.held_by == rank) for rank in ranks]
         return sent, received
 
-    # For each sequence: n tokens and n mask entries; n log-probabilities. Its reward is known already.
+    # The rewards of whole rollouts are known already.
     everything = [s for part in outgoing for s in part]
-    whole = torch.tensor([n for s in everything for n in (*s.token_ids, *s.loss_mask)], dtype=torch.int64)
+    whole = torch.tensor([n for s in everything for n in _whole_numbers(s)], dtype=torch.int64)
     fractions = torch.tensor([x for s in everything for x in s.rollout_logprobs], dtype=torch.float32)
-    whole = _all_to_all(whole, *splits(lambda n: 2 * n), mesh)
-    fractions = _all_to_all(fractions, *splits(lambda n: n), mesh)
+    whole = _all_to_all(whole, *splits(lambda info: info.num_whole), mesh)
+    fractions = _all_to_all(fractions, *splits(lambda info: info.num_tokens), mesh)
 
-    received, at_whole, at_fraction = [], 0, 0
-    for size in incoming:
-        n = size.num_tokens
-        tokens, mask = whole[at_whole : at_whole + 2 * n].view(2, n).tolist()
-        logprobs = fractions[at_fraction : at_fraction + n].tolist()
-        at_whole, at_fraction = at_whole + 2 * n, at_fraction + n
-        received.append(
-            Sequence(
-                index=size.index,
-                token_ids=tuple(tokens),
-                loss_mask=tuple(map(bool, mask)),
-                rollout_logprobs=tuple(logprobs),
-                reward=size.reward,
-                baseline_reward=size.baseline_reward,
-            )
-        )
-    return sorted(received, key=lambda sequence: sequence.index)
+    parts = whole.split([info.num_whole for info in incoming])
+    logprobs = fractions.split([info.num_tokens for info in incoming])
+    received = [
+        _sequence(info, numbers, of_tokens.tolist())
+        for info, numbers, of_tokens in zip(incoming, parts, logprobs, strict=True)
+    ]
+    return sorted(received, key=lambda sequence: sequence.place)
+
+
+def _whole_numbers(sequence: Sequence) -> Iterator[int]:
+    """Yield everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
+    yield from sequence.token_ids
+    yield from sequence.loss_mask
+    for turn in sequence.turns:
+        yield from (turn.number, turn.start, turn.end, turn.state, _bits(turn.reward))
+
+
+def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Sequence:
+    n = info.num_tokens
+    tokens, mask = whole[: 2 * n].view(2, n).tolist()
+    turns = whole[2 * n :].view(-1, _TURN_WIDTH).tolist()
+    return Sequence(
+        index=info.index,
+        part=info.part,
+        token_ids=tuple(tokens),
+        loss_mask=tuple(map(bool, mask)),
+        rollout_logprobs=tuple(logprobs),
+        reward=info.reward,
+        baseline_reward=info.baseline_reward,
+        turns=tuple(
+            TurnSpan(number=number, start=start, end=end, state=state, reward=_from_bits(reward))
+            for number, start, end, state, reward in turns
+        ),
+        earned=info.earned,
+    )
+
+
+def _bits(value: float) -> int:
+    """The bits of a float64, as a signed whole number: rewards of turns travel among the tokens, exactly."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _from_bits(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _all_to_all(values: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
+from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.agent_process import AgentProcess
 from spmdrl.envs.branches import Branches
-from spmdrl.envs.calls import Call, Reply
 from spmdrl.envs.endpoint import Endpoint, EpisodeEnded
 from spmdrl.envs.protocol import Answer, EnvironmentFailure, to_json
 

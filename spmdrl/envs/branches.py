@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdrl.conversation import Action, Message
 from spmdrl.data.turns import message_of
-from spmdrl.envs.calls import Call
+from spmdrl.envs.agent_calls import Call
 
 _APPENDED_ROLES = ("user", "tool")  # after a response; other messages are rendered with the whole conversation
 

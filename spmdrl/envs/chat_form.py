@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from spmdrl.conversation import Message
-from spmdrl.envs.calls import (
+from spmdrl.envs.agent_calls import (
     MODEL,
     ROLES,
     Call,

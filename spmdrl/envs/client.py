@@ -82,9 +82,11 @@ class EnvironmentClient:
         return OpenEnvironment(held, keeper, functools.partial(self._release, keeper))
 
     def close(self) -> None:
-        """Kill the processes. What is asked gets the failure "closed"."""
+        """End the processes. What is asked gets the failure "closed"."""
         for keeper in self._keepers:
-            keeper.close()
+            keeper.stop()
+        for keeper in self._keepers:
+            keeper.join()
 
     def _release(self, keeper: Keeper) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from spmdrl.envs.calls import MODEL, Call, CallError, Form, Reply
+from spmdrl.envs.agent_calls import MODEL, Call, CallError, Form, Reply
 from spmdrl.envs.chat_form import ChatForm
 from spmdrl.envs.responses_form import ResponsesForm
 from spmdrl.types import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
-from spmdrl.envs.users_code import accepted, run
+from spmdrl.envs.calls import run
 
 
 def load(name: str, params: dict[str, Any]) -> GymnasiumMaker:
@@ -62,7 +62,7 @@ class GymnasiumEnvironment:
         self._inner = await run(self._make)
         data = {"prompt": start.prompt, "answer": start.answer, "task": start.task}
         arguments = {"seed": start.seed, "options": {**start.metadata, **data}}
-        result = await run(self._inner.reset, **accepted(self._inner.reset, arguments))
+        result = await run(user_code.call, function=self._inner.reset, columns=arguments, settings={})
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"reset must return (observation, info), and returned {type(result).__name__}")
         return Observation(messages=_messages(result[0]))

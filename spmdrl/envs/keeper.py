@@ -7,60 +7,26 @@ import json
 import math
 import os
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import EnvironmentConfig
 from spmdrl.envs.held import Held
-from spmdrl.envs.protocol import Close, EnvironmentFailure, Job, Ping, from_json, max_answer_bytes
+from spmdrl.envs.observations import from_json, max_answer_bytes
+from spmdrl.envs.protocol import Close, EnvironmentFailure, Job, Loaded, Ping
+from spmdrl.envs.sent import Sent
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
 from spmdrl.workers.process import INVALID_ANSWER, WorkerProcess, framed
 
 _PING_LIMIT_S = 1.0  # for a process that reads to say so
 _PING = 0  # its number; requests have higher ones
-_MAX_HOLDS = 1000
 _READ_BYTES = 2**18
 _THREADS_WITHOUT_SANDBOX = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A process's answer to its job."""
-
-    tools: list[dict[str, Any]]
-    unprotected: list[str]
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A request that the process is at."""
-
-    held: Held
-    closes: bool
-    deadline: float
-    left_s: float  # while the clock stands
-    num_holds: int = 0
-
-    @property
-    def waits(self) -> bool:
-        """True while the clock stands."""
-        return math.isinf(self.deadline)
-
-    def hold(self) -> None:
-        """Stop the clock: the request waits for a thread. A process that stops it all the time is not heard."""
-        self.num_holds += 1
-        if not self.waits and self.num_holds <= _MAX_HOLDS:
-            self.left_s, self.deadline = self.deadline - time.monotonic(), math.inf
-
-    def go_on(self) -> None:
-        """Let the clock run again."""
-        if self.waits:
-            self.deadline = time.monotonic() + self.left_s
 
 
 class Keeper:
@@ -80,7 +46,7 @@ class Keeper:
         self._has_ended = False
         self._held: dict[Held, None] = {}  # in the order in which they were opened
         self._changed: dict[Held, None] = {}  # those that may have a request
-        self._in_flight: dict[int, _Sent] = {}
+        self._in_flight: dict[int, Sent] = {}
         self._num_sent = _PING
         self._pinged_until: float | None = None
         self._process: WorkerProcess | None = None
@@ -106,16 +72,17 @@ class Keeper:
         held.close()
         command()
 
-    def close(self) -> None:
-        """Kill the process. What is asked gets the failure "closed"."""
-        if self._closed.is_set():
-            return
+    def stop(self) -> None:
+        """Begin to end: the process has a moment to close its environments. What is asked gets the failure "closed"."""
         self._closed.set()
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"\0")
+        with self._lock:
+            if not self._has_ended:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._waker, b"\0")
+
+    def join(self) -> None:
+        """Wait for the end."""
         self._thread.join()
-        os.close(self._wake)
-        os.close(self._waker)
 
     # In the thread
 
@@ -135,10 +102,15 @@ class Keeper:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._forget_process().kill()
+            process = self._forget_process()
+            with contextlib.suppress(OSError):  # it has ended by itself
+                process.socket.shutdown(socket.SHUT_WR)
+            process.end()
         self._selector.close()
         with self._lock:
             self._has_ended = True
+            os.close(self._wake)
+            os.close(self._waker)
         self._obey()
         for held in self._held:
             held.close()
@@ -170,6 +142,8 @@ class Keeper:
         for held, command in commands:
             self._held[held] = self._changed[held] = None
             command()
+            if held.is_closed and not held.is_in_process:
+                del self._held[held]
 
     def _send_ready(self) -> None:
         """Send what may be sent: first what is played again, then what was in a dying process, alone, then the rest."""
@@ -204,7 +178,7 @@ class Keeper:
             return
         held.is_in_process = True
         closes = isinstance(request, Close)
-        self._in_flight[self._num_sent] = _Sent(held, closes, time.monotonic() + self._limit_s, self._limit_s)
+        self._in_flight[self._num_sent] = Sent(held, closes, time.monotonic() + self._limit_s, self._limit_s)
         self._to_send += content
 
     def _wait(self) -> None:
@@ -269,8 +243,11 @@ class Keeper:
         if "waits" in answer:
             sent.hold() if answer["waits"] else sent.go_on()
             return
-        del self._in_flight[number]
         held = sent.held
+        if not sent.closes and "observation" not in answer:
+            reason, traceback = (_text(answer[name], most) for name, most in (("failure", 500), ("traceback", 20_000)))
+            held.fail(EnvironmentFailure(kind="error", reason=reason, traceback=traceback))
+        del self._in_flight[number]
         self._changed[held] = None
         if sent.closes:
             held.is_in_process = False
@@ -280,9 +257,6 @@ class Keeper:
                 held.take(from_json(answer["observation"]))
             except ValueError as error:
                 held.fail(EnvironmentFailure(kind="error", reason=f"{INVALID_ANSWER}: {error}"))
-        else:
-            reason, traceback = (_text(answer[name], most) for name, most in (("failure", 500), ("traceback", 20_000)))
-            held.fail(EnvironmentFailure(kind="error", reason=reason, traceback=traceback))
 
     def _check_clocks(self) -> None:
         """Look for requests past their time limit; if there are, make sure that they themselves take so long.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mcp import Client, MCPError, StdioServerParameters
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp_types import CONNECTION_CLOSED
 
 from spmdrl.envs.schema import tool_schema
@@ -90,7 +90,7 @@ class _Session:
         program, *arguments = command
         described = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
         try:
-            async with Client(described) as client:
+            async with Client(stdio_client(described)) as client:
                 self.client.set_result(client)
                 await self._end.wait()
         except Exception as error:

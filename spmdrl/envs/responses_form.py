@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from spmdrl.conversation import Message
-from spmdrl.envs.calls import (
+from spmdrl.envs.agent_calls import (
     MODEL,
     ROLES,
     Call,

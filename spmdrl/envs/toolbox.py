@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.conversation import Action, Message, Observation, ToolCall
+from spmdrl.envs.calls import run
 from spmdrl.envs.schema import Schema, Signature, WrongArguments
-from spmdrl.envs.users_code import run
 
 
 class ToolError(Exception):
@@ -47,8 +47,12 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 class Toolbox:
     """The tools of an episode, by name."""
 
-    def __init__(self, tools: Iterable[Tool]) -> None:
-        """Take the tools. Raises ValueError when two have one name."""
+    def __init__(self, tools: Iterable[Tool], *, in_order: bool = False) -> None:
+        """Take the tools; calls of one action run at the same time or, for tools that share a state, `in_order`.
+
+        Raises ValueError when two have one name.
+        """
+        self._in_order = in_order
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self._tools:
@@ -57,8 +61,11 @@ class Toolbox:
         self.schemas: list[Schema] = [tool.schema for tool in self._tools.values()]
 
     async def answer(self, action: Action) -> Observation:
-        """Run an action's calls at the same time and answer them in their order; one without calls ends the episode."""
-        answers = await asyncio.gather(*(self._answer(call) for call in action.tool_calls))
+        """Run an action's calls and answer them in their order; an action without calls ends the episode."""
+        if self._in_order:
+            answers = [await self._answer(call) for call in action.tool_calls]
+        else:
+            answers = await asyncio.gather(*(self._answer(call) for call in action.tool_calls))
         messages = [message for message, _ in answers]
         if action.malformed is not None:
             # Templates take a tool's message only after a call.

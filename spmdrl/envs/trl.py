@@ -13,8 +13,8 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.envs.calls import run
 from spmdrl.envs.toolbox import Toolbox, tool_of
-from spmdrl.envs.users_code import accepted, run
 
 _NO_TOOLS = ("reset", "get_reward")
 
@@ -38,7 +38,7 @@ def _toolbox(environment: Any) -> Toolbox:
     # Of the class: looking at an instance's attributes would run its properties.
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     tools = (name for name in names if not name.startswith("_") and name not in _NO_TOOLS)
-    return Toolbox(tool_of(getattr(environment, name)) for name in tools)
+    return Toolbox((tool_of(getattr(environment, name)) for name in tools), in_order=True)
 
 
 class TrlMaker:
@@ -73,8 +73,14 @@ class TrlEnvironment:
         self._inner = await run(self._factory)
         self._toolbox = _toolbox(self._inner)
         self._reward = 0.0
-        columns = {"prompt": start.prompt, "answer": start.answer, "task": start.task, "seed": start.seed}
-        text = await run(self._inner.reset, **accepted(self._inner.reset, columns | start.metadata))
+        columns: dict[str, Any] = {
+            "prompt": start.prompt,
+            "answer": start.answer,
+            "task": start.task,
+            "seed": start.seed,
+        }
+        columns |= start.metadata
+        text = await run(user_code.call, function=self._inner.reset, columns=columns, settings={})
         if text is None:
             return Observation()
         if not isinstance(text, str):

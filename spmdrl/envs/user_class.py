@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.protocol import shown
+from spmdrl.envs.calls import run
+from spmdrl.envs.observations import shown
 
 _COLUMNS = ("prompt", "answer", "task", "metadata", "seed")  # what a reset may take, by keyword
 
@@ -51,27 +51,20 @@ class ClassEnvironment:
 
     async def reset(self, start: EpisodeStart) -> Observation:
         """Make the instance, and call its `reset` with what it takes of the episode's start."""
-        self._instance = await asyncio.to_thread(self._construct)
-        reset = functools.partial(user_code.call, self._instance.reset, asdict(start), {})
-        return _greeting(await _called(self._instance.reset, reset))
+        self._instance = await run(self._construct)
+        return _greeting(await run(functools.partial(user_code.call, self._instance.reset, asdict(start), {})))
 
     async def step(self, action: Action) -> Observation:
         """Call its `step` with the action, or with the action's text where the parameter is annotated `str`."""
         step = self._instance.step
         argument = action.text if _takes_text(step) else action
-        return _observation(await _called(step, functools.partial(step, argument)))
+        return _observation(await run(functools.partial(step, argument)))
 
     async def close(self) -> None:
         """Call its `close`, if it has one."""
         close = getattr(self._instance, "close", None)
         if close is not None:
-            await _called(close, close)
-
-
-async def _called(method: Callable[..., Any], call: Callable[[], Any]) -> Any:
-    """Call a method: in the loop if it is async, else in a thread, so that others go on meanwhile."""
-    result = call() if inspect.iscoroutinefunction(method) else await asyncio.to_thread(call)
-    return await result if inspect.isawaitable(result) else result
+            await run(close)
 
 
 def _greeting(result: Any) -> Observation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import os
@@ -14,12 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from spmdrl.conversation import Observation
-from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset, max_answer_bytes, to_json
+from spmdrl.envs.observations import max_answer_bytes, to_json
+from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
 from spmdrl.workers.sandbox import empty, enter
 
 PROGRAM = program("spmdrl.envs.worker")
 _MODULES = {"class": "user_class"}  # `class` cannot be imported
+_CLOSE_LIMIT_S = 1.0  # for all that is open at the end; the rank does not wait much longer
 _MAX_REASON_CHARACTERS = 500
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
@@ -54,7 +57,9 @@ async def _serve(job: Job, rank: socket.socket, unprotected: list[str]) -> None:
         while True:
             (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
             served.take(pickle.loads(await reader.readexactly(size)))
-    except (asyncio.IncompleteReadError, ConnectionError):  # the rank has closed the socket
+    except (asyncio.IncompleteReadError, ConnectionError):  # the rank says no more
+        with contextlib.suppress(BaseException):  # whatever the user's code raises: it is the end
+            await asyncio.wait_for(served.close(), _CLOSE_LIMIT_S)
         os._exit(0)
 
 
@@ -85,6 +90,11 @@ class _Environments:
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Close all environments, and what they share."""
+        await asyncio.gather(*(environment.close() for environment in self._open.values()), return_exceptions=True)
+        await self._maker.close()
 
     async def _answer(self, request: Request) -> None:
         _NUMBER.set(request.number)

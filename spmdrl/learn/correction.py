@@ -6,6 +6,7 @@ micro-batch's forward (`weigh`) depends on its own sequences only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,33 +95,43 @@ def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor
     return kept
 
 
+def kept_counts(micro_batch: MicroBatch, kept: Tensor) -> Tensor:
+    """[S, 2] float64: the rollout's index of each sequence, and its kept tokens. A rollout's sequences may lie in
+    several micro-batches, on several ranks."""
+    indices = torch.tensor(micro_batch.sequence_index, dtype=torch.float64)
+    return torch.stack([indices, sequence_sums(kept.double(), micro_batch.cu_seqlens)], dim=1)
+
+
 def batch_sums(micro_batch: MicroBatch, kept: Tensor, correction: CorrectionConfig) -> Tensor:
-    """[4] float64, to be summed over micro-batches and ranks: kept tokens, sequences that have any, and the sum and the
-    number of their weights, 0 and 0 when weights are not normalised."""
-    counts = sequence_sums(kept.double(), micro_batch.cu_seqlens)
-    sums = [counts.sum(), (counts > 0).sum().double()]
+    """[2] float64, to be summed over micro-batches and ranks: the sum and the number of the kept tokens' weights, 0 and
+    0 when weights are not normalised."""
     if not correction.batch_normalize:
-        return torch.stack([*sums, *torch.zeros(2, dtype=torch.float64)])
+        return torch.zeros(2, dtype=torch.float64)
     how = _weighting(correction)
     raw = log_weights(_old_mismatch(micro_batch), micro_batch.loss_mask, micro_batch.cu_seqlens, level=how.level)
     weights = bounded_weights(raw, mode=how.mode, low=how.low, high=how.high)
-    return torch.stack([*sums, *weight_sums(weights, kept, micro_batch.cu_seqlens, level=how.level)])
+    return torch.stack(weight_sums(weights, kept, micro_batch.cu_seqlens, level=how.level))
 
 
 def settle(
-    micro_batch: MicroBatch, kept: Tensor, global_sums: list[float], *, aggregation: str, max_response_tokens: int
+    micro_batch: MicroBatch,
+    kept: Tensor,
+    counts: Mapping[int, int],
+    global_sums: list[float],
+    *,
+    aggregation: str,
+    max_response_tokens: int,
 ) -> MicroBatch:
     """Return the micro-batch with loss weights of the kept tokens only, and with the scale of its correction weights.
 
-    `global_sums` are the `batch_sums` of the whole mini-batch.
+    `counts` are the kept tokens of all rollouts of the mini-batch, by index, and `global_sums` its `batch_sums`.
     """
-    num_tokens, num_sequences, weight_total, weight_count = global_sums
-    counts = sequence_sums(kept.double(), micro_batch.cu_seqlens)
+    weight_total, weight_count = global_sums
     per_sequence = token_weights(
-        [int(count) for count in counts.tolist()],
+        [counts.get(index, 0) for index in micro_batch.sequence_index],
         aggregation=aggregation,
-        global_loss_tokens=int(num_tokens),
-        global_sequences=int(num_sequences),
+        global_loss_tokens=sum(counts.values()),
+        global_rollouts=sum(count > 0 for count in counts.values()),
         max_response_tokens=max_response_tokens,
     )
     on_each = on_tokens(torch.tensor(per_sequence), micro_batch.cu_seqlens, len(kept))

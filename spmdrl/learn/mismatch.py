@@ -51,6 +51,7 @@ def worst_of(values: Tensor, micro_batch: MicroBatch) -> Worst:
             TokenValue(
                 value=value,
                 sequence_index=micro_batch.sequence_index[sequence] if micro_batch.sequence_index else sequence,
+                sequence_part=micro_batch.sequence_part[sequence] if micro_batch.sequence_part else 0,
                 position=position,
                 token_ids=tuple(micro_batch.token_ids[place - min(position, CONTEXT_TOKENS - 1) : place + 1].tolist()),
                 rollout_logprob=rollout_logprob,

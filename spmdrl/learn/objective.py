@@ -33,6 +33,8 @@ class Objective:
     peaks: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T] >= 0, to be maximised
     worst: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T]; the greatest in size are reported
     weights: dict[str, Tensor] = field(default_factory=dict)  # [T] >= 0, whose effective sample size is reported
+    # Per-token values [T], to be averaged over other tokens than the loss tokens: those where the second is True, [T].
+    elsewhere: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class ObjectiveFunction(Protocol):
@@ -44,7 +46,8 @@ class ObjectiveFunction(Protocol):
 
 
 class PolicyObjective:
-    """Corrected policy loss + kl_coef KL(policy || reference) - entropy_coef entropy, per token."""
+    """Corrected policy loss + kl_coef KL(policy || reference) - entropy_coef entropy, per loss token; and the cross
+    entropy of what environments said, where that has weights."""
 
     def __init__(
         self,
@@ -84,9 +87,16 @@ class PolicyObjective:
             means[f"update/{self._loss.kl_estimator}_ref_nats"] = kl.detach()
         if entropy_coef := self._coefficients.get(ENTROPY, self._loss.entropy_coef):
             per_token = per_token - entropy_coef * outputs.entropy
+        loss_sum, elsewhere = weighted_sum(per_token, micro_batch.loss_weights), {}
+        if (weights := micro_batch.environment_weights) is not None:
+            said = weights != 0
+            cross_entropy = sft_loss(logprobs, said)
+            loss_sum = loss_sum + weighted_sum(cross_entropy, weights)
+            elsewhere["loss/environment_nats"] = cross_entropy.detach(), said
         return Objective(
-            loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
+            loss_sum=loss_sum,
             means=means,
+            elsewhere=elsewhere,
             peaks={"update/ratio_max_deviation": (policy.ratio.detach() - 1).abs()},
             worst={"mismatch/max_abs_nats": drift.mismatch},
             weights={

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.algo.loss import PolicyLoss
 from spmdrl.config import Config, LossConfig
-from spmdrl.types import MicroBatch, UserError
+from spmdrl.types import MicroBatch, TurnSpan, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
 # The loss of logprobs [T] and entropy [T], both with grad, and the other columns of their micro-batch.
@@ -118,4 +118,8 @@ def example_micro_batch(cfg: Config) -> MicroBatch:
         advantages=values,
         old_logprobs=values - 2.0,
         ref_logprobs=values - 2.0 if cfg.has_reference else None,
+        sequence_index=(0, 1),
+        sequence_part=(0, 0),
+        turns=((TurnSpan(number=0, start=1, end=2),), (TurnSpan(number=0, start=1, end=3),)),
+        earned=(0.0, 0.0),
     )

@@ -168,4 +168,6 @@ def _reduced(result: Objective, micro_batch: MicroBatch) -> Metrics:
     metrics: Metrics = {name: Mean(total, count) for name, total in zip(names, sums, strict=False)}
     metrics |= {name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)}
     metrics |= {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
+    for name, (values, where) in result.elsewhere.items():
+        metrics[name] = Mean(float(torch.where(where, values, 0.0).sum()), float(where.sum()))
     return metrics | {name: effective_fraction(weights, loss_mask) for name, weights in result.weights.items()}

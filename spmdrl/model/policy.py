@@ -24,8 +24,8 @@ from spmdrl.types import MicroBatch
 class TokenLogprobs:
     """The policy's result for each token of a micro-batch; entry t is about token t.
 
-    Both are 0 outside loss_mask, and for the first token of a sequence: the head computes what is needed, and nothing
-    of prompts or filling.
+    Both are 0 for tokens that are not `predicted`, and for the first token of a sequence: the head computes what is
+    needed, and nothing of prompts or filling.
     """
 
     logprobs: Tensor  # [T] float32, nats
@@ -34,7 +34,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _PredictingRows:
-    """The rows of this rank's chunk that predict a loss token. There may be none; the head computes all the same."""
+    """The rows of this rank's chunk that predict a wanted token. There may be none; the head computes all the same."""
 
     hidden: Tensor  # [N, D], output of the last layer
     rows: Tensor  # [N] int64, places of the rows in the chunk
@@ -49,7 +49,7 @@ class PackedModel(nn.Module):
     parallelism every rank takes the whole micro-batch, computes its own chunk, and returns the values of all tokens.
 
     It takes micro-batches on the host, and itself copies to the device what it computes with: how long sequences are,
-    and which rows predict loss tokens, is then known without waiting for the device.
+    and which rows predict wanted tokens, is then known without waiting for the device.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class PackedModel(nn.Module):
         self.context = context
         self.context_style: Style = context_style
 
-    def _predict(self, micro_batch: MicroBatch) -> _PredictingRows:
-        """Run the layers on this rank's chunk."""
+    def _predict(self, micro_batch: MicroBatch, wanted: Tensor) -> _PredictingRows:
+        """Run the layers on this rank's chunk; `wanted` [T] bool are the tokens to predict."""
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
         # Before the layers: a copy from the host may wait for all that the device has to do.
-        found = predicting_rows(micro_batch.loss_mask, micro_batch.positions, chunk)
+        found = predicting_rows(wanted, micro_batch.positions, chunk)
         rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
         hidden = self.model.base_model(
             input_ids=self._on_device(micro_batch.token_ids[chunk]).unsqueeze(0),
@@ -110,7 +110,7 @@ class PackedModel(nn.Module):
 
 
 class Policy(PackedModel):
-    """The policy: its forward pass gives each loss token's logprob given the tokens before it in its own sequence."""
+    """The policy: its forward pass gives each predicted token's logprob given those before it in its own sequence."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Policy(PackedModel):
         self.token_logprobs = operators_of(kernel).token_logprobs
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Compute logprobs and entropy of the loss tokens."""
-        head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch)
+        """Compute logprobs and entropy of the `predicted` tokens."""
+        head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch, micro_batch.predicted)
         logprobs, entropy = self.token_logprobs(
             predicting.hidden,
             own_weight(head.weight),
@@ -175,5 +175,5 @@ class Critic(PackedModel):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Compute values [T] float32, in units of the reward; 0 outside loss_mask."""
-        predicting = self._predict(micro_batch)
+        predicting = self._predict(micro_batch, micro_batch.loss_mask)
         return self._per_token(self.value_head(predicting.hidden).squeeze(-1), predicting)

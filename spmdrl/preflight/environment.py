@@ -9,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, SftConfig
+from spmdrl.config import Config, Section, SftConfig
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.envs.open import Environments, open_environments
 from spmdrl.rollout.episode import start_of
+from spmdrl.rollout.world import parser_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,18 @@ def open_environment(cfg: Config | SftConfig, exits: ExitStack) -> TriedEnvironm
     """Start the environment's processes until `exits` closes. Raises UserError when it cannot be loaded."""
     if isinstance(cfg, SftConfig) or cfg.environment is None or cfg.debug.load_rollouts is not None:
         return TriedEnvironment()
+    _require_settings(cfg.environment)
     client = exits.enter_context(open_environments(cfg.environment))
     return TriedEnvironment(client, client.tools)
+
+
+def _require_settings(section: Section) -> None:
+    """Read every setting: one that is missing, which the user is told about, must not surprise a process."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Section):
+                _require_settings(inner)
 
 
 def environment_problems(
@@ -45,6 +56,7 @@ def environment_problems(
     """
     if isinstance(cfg, SftConfig) or cfg.environment is None or environment.client is None:
         return
+    yield from parser_problems(cfg)
     (prompt,) = prompts.take(0, 1)
     greeting = environment.client.check(start_of(prompt, cfg.run.seed))
     roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}

@@ -21,7 +21,7 @@ from spmdrl.algo.seeds import uniform
 from spmdrl.learn.learner import Learner
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, disk_errors_explained, from_bytes, read_header, read_tensors
-from spmdrl.types import FILLING, MiniBatch
+from spmdrl.types import FILLING, MiniBatch, Place
 
 NUM_PROJECTIONS = 8
 _BITS = 24  # random bits in one value of `uniform`
@@ -66,7 +66,7 @@ class Fingerprint:
 class StepFingerprint:
     """The fingerprint of one step on one rank."""
 
-    advantages: Mapping[int, Tensor]  # [n] float32 for each trained sequence, by its index in the step's global order
+    advantages: Mapping[Place, Tensor]  # [n] float32 for each trained sequence, by its place in the step's global order
     weights: Mapping[str, str]  # digests of its parts before the step, by "learner/parameter"
     gradients: Mapping[str, Fingerprint]  # its parts as the optimizer gets them, by "learner/update/parameter"
     numbers: Mapping[str, float]  # losses and gradient norms over all ranks, by metric
@@ -75,7 +75,7 @@ class StepFingerprint:
         """Write a file; it gets its final name once it is complete. Raises UserError if it cannot be written."""
         unfinished = path.with_suffix(".unfinished")
         tensors = {
-            "index": torch.tensor(list(self.advantages), dtype=torch.int64),
+            "places": torch.tensor(list(self.advantages), dtype=torch.int64).view(-1, 2),
             "num_tokens": torch.tensor([len(x) for x in self.advantages.values()], dtype=torch.int64),
             "advantages": torch.cat([torch.empty(0), *self.advantages.values()]),
             "gradients": torch.tensor(
@@ -96,7 +96,7 @@ class StepFingerprint:
         digests = from_bytes(tensors["digests"])
         parts = tensors["advantages"].split(tensors["num_tokens"].tolist())
         return cls(
-            advantages=dict(zip(tensors["index"].tolist(), parts, strict=True)),
+            advantages=dict(zip(map(tuple, tensors["places"].tolist()), parts, strict=True)),
             weights=digests["weights"],
             gradients={
                 name: Fingerprint(saved_digest, squared_norm, tuple(projections))
@@ -151,16 +151,16 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[int, Tensor]:
-    """Return the advantages of each sequence's loss tokens, by the sequence's index."""
-    advantages: dict[int, Tensor] = {}
+def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[Place, Tensor]:
+    """Return the advantages of each sequence's loss tokens, by the sequence's place."""
+    advantages: dict[Place, Tensor] = {}
     for micro_batch in (micro_batch for mini_batch in mini_batches for micro_batch in mini_batch):
         assert micro_batch.advantages is not None
         seqlens = micro_batch.seqlens
         masks, values = micro_batch.loss_mask.split(seqlens), micro_batch.advantages.split(seqlens)
-        for index, mask, value in zip(micro_batch.sequence_index, masks, values, strict=True):
-            if index != FILLING:
-                advantages[index] = value[mask]
+        for place, mask, value in zip(micro_batch.places, masks, values, strict=True):
+            if place[0] != FILLING:
+                advantages[place] = value[mask]
     return advantages
 
 
@@ -208,16 +208,16 @@ def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [values[name] for values in of_ranks if name in values] for name in names}
 
 
-def advantages_of_all(fingerprints: Sequence[StepFingerprint]) -> dict[int, Tensor]:
+def advantages_of_all(fingerprints: Sequence[StepFingerprint]) -> dict[Place, Tensor]:
     """Merge the advantages of all ranks; ranks that train on the same sequences have the same."""
-    return {index: advantages for one in fingerprints for index, advantages in one.advantages.items()}
+    return {place: advantages for one in fingerprints for place, advantages in one.advantages.items()}
 
 
-def _largest_difference(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float:
+def _largest_difference(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float:
     """Return the largest absolute difference of any token; infinite if the tokens themselves differ."""
-    if {index: x.shape for index, x in one.items()} != {index: x.shape for index, x in other.items()}:
+    if {place: x.shape for place, x in one.items()} != {place: x.shape for place, x in other.items()}:
         return math.inf
-    return max((float((x - other[index]).abs().max()) for index, x in one.items() if x.numel()), default=0.0)
+    return max((float((x - other[place]).abs().max()) for place, x in one.items() if x.numel()), default=0.0)
 
 
 def _relative_distance(parts: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> float:

@@ -33,6 +33,7 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
             "worst_tokens": [
                 {
                     "sequence_index": token.sequence_index,
+                    **({"sequence_part": token.sequence_part} if token.sequence_part else {}),
                     "position": token.position,
                     "token_id": token.token_ids[-1],
                     "token": tokenizer.decode(token.token_ids[-1:]),

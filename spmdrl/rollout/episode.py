@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -141,8 +141,8 @@ class Episode:
             self._fail(answer)
             return
         try:
-            self._take(answer)
-        except UserError as error:  # the chat template refuses the messages
+            self._welcome(answer) if self.greeting is None else self._go_on(answer)
+        except UserError as error:  # the template refuses these messages
             self._fail(EnvironmentFailure(kind="error", reason=str(error)))
 
     def rollout(self) -> Rollout:
@@ -191,16 +191,6 @@ class Episode:
             num_tokens=len(self.response.token_ids),
         )
 
-    def _take(self, observation: Observation) -> None:
-        if self.greeting is None:
-            self._welcome(observation)
-            return
-        self._finish_turn(self._action(), observation)
-        if (end := self._end_after(observation)) is not None:
-            self._finish(end)
-        else:
-            self._read(observation)
-
     def _welcome(self, greeting: Observation) -> None:
         self.greeting = greeting
         if greeting.done:
@@ -215,10 +205,16 @@ class Episode:
     def _greeted(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Return the prompt's tokens with what the environment says first."""
         assert self.world is not None
-        own = self.prompt.messages
-        if not own:  # a raw prompt, which no template has rendered
+        if not self.prompt.messages:  # a raw prompt, which no template has rendered
             return self.prompt.token_ids + self.world.encoder.appended(messages, after=())
-        return self.world.encoder.rendered([*own, *messages], num_prompt_messages=len(own))
+        return self._rendered(self._opening(), self.world.encoder)
+
+    def _go_on(self, observation: Observation) -> None:
+        self._finish_turn(self._action(), observation)
+        if (end := self._end_after(observation)) is not None:
+            self._finish(end)
+        else:
+            self._read(observation)
 
     def _end_after(self, observation: Observation) -> EpisodeEnd | None:
         assert self.world is not None
@@ -240,7 +236,7 @@ class Episode:
         if self.world.cfg.history == "append" or not self.prompt.messages:
             self._begin_turn(encoder.appended(observation.messages, after=self.turns[-1].response.token_ids))
             return
-        rendered = encoder.rendered(self._conversation(), num_prompt_messages=len(self.prompt.messages))
+        rendered = self._rendered(self._conversation(), encoder)
         if rendered[: len(so_far)] == so_far:
             self._begin_turn(rendered[len(so_far) :])
         else:  # the template has rewritten what came before
@@ -255,7 +251,7 @@ class Episode:
         if kept:
             said = encoder.appended(observation.messages, after=kept[-1].response.token_ids)
         else:
-            said = encoder.rendered(observation.messages)
+            said = self._rendered(observation.messages, encoder)
         if self.trajectories[-1]:
             self.trajectories = (*self.trajectories, ())
         self._begin_turn(Trajectory(turns=kept).token_ids + said)
@@ -271,12 +267,27 @@ class Episode:
 
     def _conversation(self) -> list[Message]:
         """The whole conversation so far, as messages."""
-        messages = [*self.prompt.messages, *(self.greeting.messages if self.greeting else ())]
+        messages = self._opening()
         for turn in self.turns:
             if turn.action is not None:
                 messages.append(message_of(turn.action))
             messages += turn.observation.messages if turn.observation is not None else ()
         return messages
+
+    def _opening(self) -> list[Message]:
+        """The messages before the first response; a user's greeting continues the prompt's last message, as many
+        templates refuse two messages of one role in a row."""
+        own, greeting = list(self.prompt.messages), list(self.greeting.messages if self.greeting else ())
+        if own and greeting and own[-1]["role"] == greeting[0]["role"]:
+            last, first = own.pop(), greeting.pop(0)
+            return [*own, last | {"content": f"{last['content']}{first['content']}"}, *greeting]
+        return [*own, *greeting]
+
+    def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> tuple[int, ...]:
+        """Render a conversation; only messages that are wholly the prompt's may spell control tokens."""
+        pairs = zip(messages, self.prompt.messages, strict=False)
+        num_own = sum(message == own for message, own in pairs)
+        return encoder.rendered(messages, num_prompt_messages=num_own)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:
         """Tokens that fit into the trajectory after these: everything after the prompt counts."""

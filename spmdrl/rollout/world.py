@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.tool_calls import action_of, parse
+from spmdrl.data.tool_calls import Parser, action_of, parse
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.envs.open import Environments
 from spmdrl.rollout.episode import World
+
+FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang
 
 
 def open_world(
@@ -27,6 +31,25 @@ def open_world(
             tools=client.tools,
             stop_token_ids=stop_token_ids,
         ),
-        action_of=functools.partial(action_of, tokenizer, parser=parse, stop_token_ids=stop_token_ids),
+        action_of=functools.partial(
+            action_of, tokenizer, parser=_parser(cfg, client.tools), stop_token_ids=stop_token_ids
+        ),
         run_seed=cfg.run.seed,
     )
+
+
+def parser_problems(cfg: Config) -> Iterator[str]:
+    """Yield a sentence when the parser of tool calls is none that there is."""
+    if cfg.environment is not None and cfg.environment.tool_parser != FALLBACK:
+        from spmdrl.engine.sglang import tool_calls  # which imports SGLang
+
+        yield from tool_calls.parser_problems(cfg.environment.tool_parser)
+
+
+def _parser(cfg: Config, tools: Sequence[dict[str, Any]]) -> Parser:
+    assert cfg.environment is not None
+    if cfg.environment.tool_parser == FALLBACK:
+        return parse
+    from spmdrl.engine.sglang import tool_calls  # which imports SGLang
+
+    return tool_calls.parser_named(cfg.environment.tool_parser, tools)

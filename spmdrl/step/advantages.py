@@ -1,4 +1,4 @@
-"""Advantages: rewards, compared within prompt groups or credited token by token, and what a critic learns from them.
+"""Advantages: rewards, compared within prompt groups or credited by turn or token, and what a critic learns from them.
 
 Every rank gathers the rewards of the whole step and computes all groups, so that nothing depends on which rank sampled
 a rollout or trains on it. Ranks of a share hold the same micro-batches and compute the same: collectives are over the
@@ -29,10 +29,12 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.learn.policy_loss import example_micro_batch
 from spmdrl.step.batch import Batch
+from spmdrl.step.turns import on_turns, rewards_by_turn, turn_columns, turn_rows
 from spmdrl.types import FILLING, MicroBatch, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
-# The columns of a micro-batch that an estimator of tokens can ask for, next to token_rewards.
+TURNS_SHOWN = 4  # the first ones of a rollout, which have metrics of their own
+# The columns of a micro-batch that an estimator of tokens can ask for, next to token_rewards and those of its turns.
 TOKEN_COLUMNS = ("rewards", "rollout_logprobs", "loss_mask", "cu_seqlens", "positions", "token_ids")
 
 
@@ -46,10 +48,12 @@ class _Penalised:
 
     @property
     def token_rewards(self) -> Tensor:
-        """[T] float64: the penalty at each loss token, plus the rollout's reward at the last one."""
+        """[T] float64: the penalty at each loss token, plus each turn's reward at the turn's last one, plus the rest of
+        the rollout's reward at the sequence's last one, with what the parts after it earn."""
         micro_batch = self.micro_batch
-        rewards = _rounded(micro_batch.rewards)
-        return with_final_rewards(self.penalty, rewards, micro_batch.loss_mask, micro_batch.cu_seqlens)
+        of_turns, earned = rewards_by_turn(micro_batch)
+        rest = _rounded(micro_batch.rewards) - earned
+        return with_final_rewards(self.penalty, rest, micro_batch.loss_mask, micro_batch.cu_seqlens) + of_turns
 
 
 def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float], meshes: Meshes) -> Batch:
@@ -62,16 +66,18 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
     kl_coef = coefficients.get(KL_IN_REWARD, cfg.reward.kl_coef)
     parts = [_penalised(micro_batch, cfg.reward.kl_estimator, kl_coef) for micro_batch in batch.micro_batches]
     estimator = _estimator(cfg.advantage)
-    estimate = _by_token if estimator.per_token else _by_group
-    columns, of_sequences, reported = estimate(parts, estimator, cfg, meshes.data)
+    estimate = _by_token if estimator.per_token else _by_turn if estimator.per_turn else _by_group
+    columns, of_rollouts, reported = estimate(parts, estimator, cfg, meshes.data)
     completed = [_completed(part, column, cfg) for part, column in zip(parts, columns, strict=True)]
     metrics = [reported, *(_reward_metrics(part, cfg) for part in parts)]
+    if cfg.environment is not None:
+        metrics += [_turn_metrics(micro_batch) for micro_batch in completed]
     if cfg.has_critic:
         metrics += [_critic_metrics(micro_batch) for micro_batch in completed]
     return replace(
         batch.with_micro_batches(completed),
         metrics=merge_all([batch.metrics, *metrics]) if meshes.speaks_for_data else batch.metrics,
-        advantages=of_sequences,
+        advantages=of_rollouts,
     )
 
 
@@ -153,10 +159,8 @@ def _rounded(rewards: Tensor) -> Tensor:
 def _by_group(
     parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
 ) -> tuple[list[Tensor], dict[int, float], Metrics]:
-    """Advantages [T] float64 of each part, those of all sequences by index, and metrics: one for each rollout."""
-    sequences = _gathered([_reward_rows(part, cfg) for part in parts], mesh)
-    assert torch.equal(sequences[:, 0], torch.arange(len(sequences)).double()), "a sequence is missing, or there twice"
-    _, rewards, num_tokens, greedy = (column.view(-1, cfg.rollout.group_size) for column in sequences.T.contiguous())
+    """Advantages [T] float64 of each part, those of all rollouts by index, and metrics: one for each rollout."""
+    rewards, num_tokens, greedy = _of_groups(parts, cfg, mesh)
     columns = _group_columns(rewards, num_tokens) | {"greedy_rewards": greedy[:, 0]}
     advantages, reported = _estimated(estimator, cfg.advantage, columns)
     if cfg.advantage.whitens:
@@ -170,24 +174,73 @@ def _by_group(
     return on_tokens_of_parts, dict(enumerate(advantages.flatten().tolist())), _named(metrics)
 
 
+def _by_turn(
+    parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
+) -> tuple[list[Tensor], dict[int, float], Metrics]:
+    """Advantages [T] float64 of each part, their means over the loss tokens of all rollouts by index, and no metrics:
+    one for each turn."""
+    rewards, _, _ = _of_groups(parts, cfg, mesh)
+    rows = _gathered([turn_rows(part.micro_batch) for part in parts], mesh)
+    turn_rollouts, numbers, num_tokens, turn_rewards, turn_states = rows.T.contiguous()
+    columns = {
+        "rewards": rewards,
+        "turn_rewards": turn_rewards,
+        "turn_rollouts": turn_rollouts.long(),
+        "turn_states": turn_states.long(),
+    }
+    advantages, _ = _estimated(estimator, cfg.advantage, columns)
+    if cfg.advantage.whitens:
+        advantages = whiten(advantages, moments(advantages, num_tokens))
+    keys = zip(turn_rollouts.long().tolist(), numbers.long().tolist(), strict=True)
+    of_turns = dict(zip(keys, advantages.tolist(), strict=True))
+    on_tokens_of_parts = [on_turns(part.micro_batch, of_turns) for part in parts]
+    return on_tokens_of_parts, _means(parts, on_tokens_of_parts, mesh), {}
+
+
 def _group_columns(rewards: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
     return {"rewards": rewards, "num_tokens": num_tokens}
 
 
+def _of_groups(parts: list[_Penalised], cfg: Config, mesh: DeviceMesh) -> Tensor:
+    """[3, P, G] float64, of all rollouts: reward with its penalties, loss tokens, the greedy reward."""
+    rows = _gathered([_reward_rows(part, cfg) for part in parts], mesh)
+    index, part_number, rewards, penalties, num_tokens, greedy = rows.T.contiguous()
+    offsets = _offsets(index, part_number)
+    firsts = offsets[:-1]
+    columns = [rewards[firsts] + sequence_sums(penalties, offsets), sequence_sums(num_tokens, offsets), greedy[firsts]]
+    return torch.stack(columns).view(3, -1, cfg.rollout.group_size)
+
+
+def _offsets(index: Tensor, part_number: Tensor) -> Tensor:
+    """[n+1] int64: where the rows of each of n rollouts begin, and their number; rows are in the step's order."""
+    firsts = torch.nonzero(part_number == 0).flatten()
+    of_row = (part_number == 0).cumsum(0) - 1
+    in_order = torch.equal(index, of_row.double())
+    assert in_order and torch.equal(part_number, (torch.arange(len(index)) - firsts[of_row]).double()), (
+        "a sequence is missing, or there twice"
+    )
+    return torch.cat([firsts, torch.tensor([len(index)])])
+
+
 def _reward_rows(part: _Penalised, cfg: Config) -> Tensor:
-    """[S, 4] float64: place in the step's order, reward with its penalties, loss tokens, the greedy reward."""
+    """[S, 6] float64: place in the step's order, reward, its penalties, loss tokens, the greedy reward."""
     micro_batch, first_tokens = part.micro_batch, part.micro_batch.cu_seqlens[:-1].long()
     rewards = micro_batch.rewards[first_tokens]
-    if cfg.reward.kl_coef > 0:
-        rewards = _rounded(rewards) + sequence_sums(part.penalty, micro_batch.cu_seqlens)
+    penalties = sequence_sums(part.penalty, micro_batch.cu_seqlens)
     num_tokens = sequence_sums(micro_batch.loss_mask.double(), micro_batch.cu_seqlens)
-    return torch.stack([_indices(micro_batch), rewards, num_tokens, micro_batch.baseline_rewards[first_tokens]], dim=1)
+    columns = [
+        _rounded(rewards) if cfg.reward.kl_coef > 0 else rewards,
+        penalties,
+        num_tokens,
+        micro_batch.baseline_rewards[first_tokens],
+    ]
+    return torch.cat([_places(micro_batch), torch.stack(columns, dim=1)], dim=1)
 
 
 def _by_token(
     parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
 ) -> tuple[list[Tensor], dict[int, float], Metrics]:
-    """Advantages [T] float64 of each part, their means over the loss tokens of all sequences by index, and metrics."""
+    """Advantages [T] float64 of each part, their means over the loss tokens of all rollouts by index, and metrics."""
     with failing_together(mesh) if cfg.advantage.is_users else nullcontext():
         estimated = [_estimated(estimator, cfg.advantage, _token_columns(part)) for part in parts]
     advantages = [column for column, _ in estimated]
@@ -195,13 +248,11 @@ def _by_token(
     if cfg.advantage.whitens:
         sums = sum_over(mesh, sum(map(moments, advantages, masks), torch.zeros(3, dtype=torch.float64)))
         advantages = [whiten(column, sums) for column in advantages]
-    rows = [_mean_rows(part.micro_batch, column) for part, column in zip(parts, advantages, strict=True)]
-    of_sequences = {int(index): mean for index, mean in _gathered(rows, mesh).tolist()}
     metrics: list[Metrics] = [
         {name: Mean.of(values[mask].tolist()) for name, values in reported.items()}
         for mask, (_, reported) in zip(masks, estimated, strict=True)
     ]
-    return advantages, of_sequences, _named(merge_all(metrics))
+    return advantages, _means(parts, advantages, mesh), _named(merge_all(metrics))
 
 
 def _token_columns(part: _Penalised) -> dict[str, Tensor]:
@@ -209,29 +260,40 @@ def _token_columns(part: _Penalised) -> dict[str, Tensor]:
     columns = {name: part.micro_batch.columns[name] for name in TOKEN_COLUMNS if name in part.micro_batch.columns}
     if part.micro_batch.values is not None:
         columns["values"] = part.micro_batch.values.double()
-    return {"token_rewards": part.token_rewards} | columns
+    return {"token_rewards": part.token_rewards} | columns | turn_columns(part.micro_batch)
 
 
 def _named(metrics: Metrics) -> Metrics:
     return {f"advantage/{name}": metric for name, metric in metrics.items()}
 
 
-def _mean_rows(micro_batch: MicroBatch, advantages: Tensor) -> Tensor:
-    """[S, 2] float64: place in the step's order, mean advantage of the loss tokens; 0 where there are none."""
+def _means(parts: list[_Penalised], advantages: list[Tensor], mesh: DeviceMesh) -> dict[int, float]:
+    """The mean advantage of the loss tokens of each of the step's rollouts, by index; 0 where there are none."""
+    rows = [_sum_rows(part.micro_batch, column) for part, column in zip(parts, advantages, strict=True)]
+    index, part_number, totals, counts = _gathered(rows, mesh).T.contiguous()
+    offsets = _offsets(index, part_number)
+    means = sequence_sums(totals, offsets) / sequence_sums(counts, offsets).clamp(min=1)
+    return dict(enumerate(means.tolist()))
+
+
+def _sum_rows(micro_batch: MicroBatch, advantages: Tensor) -> Tensor:
+    """[S, 4] float64: place in the step's order, sum of the advantages of the loss tokens, number of these."""
     mask, cu_seqlens = micro_batch.loss_mask, micro_batch.cu_seqlens
-    totals = sequence_sums(torch.where(mask, advantages, 0.0), cu_seqlens)
-    return torch.stack([_indices(micro_batch), totals / sequence_sums(mask.double(), cu_seqlens).clamp(min=1)], dim=1)
+    sums = [sequence_sums(values, cu_seqlens) for values in (torch.where(mask, advantages, 0.0), mask.double())]
+    return torch.cat([_places(micro_batch), torch.stack(sums, dim=1)], dim=1)
 
 
-def _indices(micro_batch: MicroBatch) -> Tensor:
-    return torch.tensor(micro_batch.sequence_index, dtype=torch.float64)
+def _places(micro_batch: MicroBatch) -> Tensor:
+    return torch.tensor(micro_batch.places, dtype=torch.float64)
 
 
 def _gathered(rows: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """[N, k]: the rows [S, k] of all ranks' sequences in the step's order, which their first entry is; no filling."""
+    """[N, k]: the rows of all ranks in the step's order, which their first two entries are; no filling."""
     mine = torch.cat(rows)
     everyone = torch.cat(gather_rows(mesh, mine[mine[:, 0] != FILLING]))
-    return everyone[everyone[:, 0].argsort()]
+    for column in (1, 0):
+        everyone = everyone[everyone[:, column].argsort(stable=True)]
+    return everyone
 
 
 def _completed(part: _Penalised, advantages: Tensor, cfg: Config) -> MicroBatch:
@@ -252,6 +314,18 @@ def _reward_metrics(part: _Penalised, cfg: Config) -> Metrics:
     if cfg.reward.kl_coef == 0 or not num_tokens:
         return {}
     return {f"reward/{cfg.reward.kl_estimator}_ref_nats": Mean(float(part.divergence.sum()), num_tokens)}
+
+
+def _turn_metrics(micro_batch: MicroBatch) -> Metrics:
+    """The mean advantage of the loss tokens of each of a rollout's first turns."""
+    assert micro_batch.advantages is not None
+    turn = turn_columns(micro_batch)["turn"]
+    found = {number: micro_batch.advantages[micro_batch.loss_mask & (turn == number)] for number in range(TURNS_SHOWN)}
+    return {
+        f"advantage/turn_{number}_mean": Mean(float(values.double().sum()), float(len(values)))
+        for number, values in found.items()
+        if len(values)
+    }
 
 
 def _critic_metrics(micro_batch: MicroBatch) -> Metrics:

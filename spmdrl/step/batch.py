@@ -1,7 +1,7 @@
 """Turn rewarded rollouts into this rank's packed micro-batches: exchange, balance, pack.
 
 step            every rank knows index, lengths and reward of all its sequences (`SequenceInfo`)
-  mini-batch    the rollouts behind one optimizer step: whole prompt groups
+  mini-batch    the rollouts behind one optimizer step, with all their sequences: whole prompt groups
     share       the sequences of one place on the data mesh; the cp x tp ranks at that place get the same ones
       micro-batch    sequences laid end to end within the token budget; the same number in every share
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +33,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
+from spmdrl.step.turns import turn_spans
 from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
 
@@ -43,7 +45,7 @@ class Batch:
     # fewer prompt groups than updates.
     mini_batches: list[MiniBatch]
     metrics: Metrics
-    # The advantage of every sequence of the step, on every rank, by index; its tokens' mean where they differ.
+    # The advantage of every rollout of the step, on every rank, by index; its tokens' mean where they differ.
     advantages: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -57,20 +59,24 @@ class Batch:
         return replace(self, mini_batches=[[next(in_order) for _ in mini_batch] for mini_batch in self.mini_batches])
 
 
-def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh) -> list[Sequence]:
+def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh, *, turn_weight: float = 0.0) -> list[Sequence]:
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
-    Raises TrainingDiverged on all of them when an engine has reported a log-probability that is not finite to one.
+    `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward. Raises
+    TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one.
     """
     with failing_together(mesh):
-        return [sequence for one in rewarded for sequence in _sequences_of(one)]
+        return [sequence for one in rewarded for sequence in _sequences_of(one, turn_weight)]
 
 
-def _sequences_of(rewarded: RewardedRollout) -> Iterator[Sequence]:
+def _sequences_of(rewarded: RewardedRollout, turn_weight: float) -> Iterator[Sequence]:
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained."""
-    rollout = rewarded.rollout
+    rollout, earned = rewarded.rollout, 0.0
     _require_finite_logprobs(rollout)
-    for part, trajectory in enumerate(rollout.trajectories):
+    if rewarded.outcome.failure is not None:  # the reward is 0, and so are its parts
+        turn_weight = 0.0
+    of_parts = zip(rollout.trajectories, turn_spans(rollout, turn_weight), strict=True)
+    for part, (trajectory, turns) in enumerate(of_parts):
         token_ids = trajectory.token_ids
         yield Sequence(
             index=rewarded.index,
@@ -80,7 +86,10 @@ def _sequences_of(rewarded: RewardedRollout) -> Iterator[Sequence]:
             rollout_logprobs=(0.0,) * len(token_ids) if rollout.is_masked else trajectory.logprobs,
             reward=rewarded.outcome.reward,
             baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
+            turns=turns,
+            earned=earned,
         )
+        earned += sum(turn.reward for turn in turns)
 
 
 def _require_finite_logprobs(rollout: Rollout) -> None:
@@ -93,20 +102,22 @@ def _require_finite_logprobs(rollout: Rollout) -> None:
             )
 
 
-def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggregation: str) -> Batch:
+def build_batch(
+    sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggregation: str, environment_coef: float = 0.0
+) -> Batch:
     """Give every rank the micro-batches of its share of each mini-batch.
 
     The result depends on the step's sequences and not on which rank sampled them: every rank knows all infos and
     computes the same assignment. `MicroBatch.loss_weights` hold the denominator of the whole mini-batch, as long as no
     correction rejects tokens. A step may have fewer prompt groups than planned: they are divided into mini-batches as
-    evenly as whole groups can be.
+    evenly as whole groups can be. With an `environment_coef`, what environments said has weights of its own.
     """
     place, multiple = meshes.data.get_local_rank(), meshes.model.cp.size()
     infos = gather_infos(sequences, meshes.training)
     splits = [_shares(mini_batch, plan, meshes.data.size()) for mini_batch in _mini_batches(infos, plan)]
-    place_of = {info.index: place for shares in splits for place, share in enumerate(shares) for info in share}
+    place_of = {info.place: place for shares in splits for place, share in enumerate(shares) for info in share}
     received = exchange(sequences, infos, place_of, meshes.training, ranks_per_share=meshes.ranks_per_share)
-    mine = {sequence.index: sequence for sequence in received}
+    mine = {sequence.place: sequence for sequence in received}
 
     mini_batches: list[MiniBatch] = []
     metrics: list[Metrics] = [{"batch/loss_tokens": Total(0.0)}]  # also of a step without any group
@@ -115,20 +126,25 @@ def build_batch(sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggreg
             mini_batches.append([])
             continue
         bins = _bins(shares, plan, multiple=multiple)
-        weights = _loss_weights([info for share in shares for info in share], plan, aggregation)
-        of_bins = [[mine[info.index] for info in in_bin] for in_bin in bins[place]]
-        mini_batches.append([lay_end_to_end(in_bin, weights, multiple=multiple) for in_bin in of_bins])
+        everything = [info for share in shares for info in share]
+        weights = _loss_weights(everything, plan, aggregation)
+        of_bins = [[mine[info.place] for info in in_bin] for in_bin in bins[place]]
+        environment = environment_coef / max(1, sum(info.num_read_tokens for info in everything))
+        mini_batches.append(
+            [lay_end_to_end(in_bin, weights, multiple=multiple, environment_weight=environment) for in_bin in of_bins]
+        )
         metrics.append(_packing_metrics(bins, plan, place=place))
     return Batch(mini_batches, merge_all(metrics) if meshes.speaks_for_data else {})
 
 
 def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceInfo]]:
-    """Divide the step's sequences, in their global order, into mini-batches; some may be empty."""
+    """Divide the step's sequences, in their global order, into mini-batches of whole groups; some may be empty."""
     group_size, num_updates = plan.rollouts_per_prompt, plan.updates_per_step
-    num_groups, rest = divmod(len(infos), group_size)
-    assert not rest, f"{len(infos)} sequences are not a whole number of groups of {group_size}"
+    rollouts = [list(parts) for _, parts in itertools.groupby(infos, key=lambda info: info.index)]
+    num_groups, rest = divmod(len(rollouts), group_size)
+    assert not rest, f"{len(rollouts)} rollouts are not a whole number of groups of {group_size}"
     edges = [(number * num_groups // num_updates) * group_size for number in range(num_updates + 1)]
-    return [infos[start:end] for start, end in itertools.pairwise(edges)]
+    return [list(itertools.chain(*rollouts[start:end])) for start, end in itertools.pairwise(edges)]
 
 
 def _shares(mini_batch: list[SequenceInfo], plan: Plan, num_places: int) -> list[list[SequenceInfo]]:
@@ -162,20 +178,25 @@ def _bins(shares: list[list[SequenceInfo]], plan: Plan, *, multiple: int) -> lis
 
 
 def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> dict[int, float]:
-    """The weight of one loss token of each sequence in the mini-batch's loss, by sequence index."""
-    counts = [info.num_loss_tokens for info in infos]
+    """The weight of one loss token of each rollout in the mini-batch's loss, by the rollout's index."""
+    counts: Counter[int] = Counter()
+    for info in infos:
+        counts[info.index] += info.num_loss_tokens
     weights = token_weights(
-        counts,
+        list(counts.values()),
         aggregation=aggregation,
-        global_loss_tokens=sum(counts),
-        global_sequences=sum(count > 0 for count in counts),
+        global_loss_tokens=counts.total(),
+        global_rollouts=sum(count > 0 for count in counts.values()),
         max_response_tokens=plan.max_response_tokens,
     )
-    return {info.index: weight for info, weight in zip(infos, weights, strict=True)}
+    return dict(zip(counts, weights, strict=True))
 
 
-def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1) -> MicroBatch:
-    """Make one micro-batch of these sequences; `weights` are those of their loss tokens, by sequence index.
+def lay_end_to_end(
+    sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1, environment_weight: float = 0.0
+) -> MicroBatch:
+    """Make one micro-batch of these sequences; `weights` are those of their loss tokens, by rollout index, and
+    `environment_weight` that of each token in their `read_spans`.
 
     One more sequence, which is not trained on, fills it up to a multiple of `multiple` tokens. Without any sequence the
     micro-batch is all filling: every rank must run the forward.
@@ -209,7 +230,20 @@ def lay_end_to_end(sequences: list[Sequence], weights: dict[int, float], *, mult
         rewards=per_token([sequence.reward for sequence in sequences], torch.float64),
         baseline_rewards=per_token([sequence.baseline_reward for sequence in sequences], torch.float64),
         sequence_index=tuple(sequence.index for sequence in sequences),
+        sequence_part=tuple(sequence.part for sequence in sequences),
+        turns=tuple(sequence.turns for sequence in sequences),
+        earned=tuple(sequence.earned for sequence in sequences),
+        environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
+        if environment_weight
+        else None,
     )
+
+
+def _on_read_tokens(sequence: Sequence, weight: float) -> torch.Tensor:
+    weights = torch.zeros(len(sequence.token_ids))
+    for start, end in sequence.read_spans:
+        weights[start:end] = weight
+    return weights
 
 
 def _packing_metrics(bins: list[list[list[SequenceInfo]]], plan: Plan, *, place: int) -> Metrics:

@@ -67,7 +67,7 @@ def _counted_columns(micro_batch: MicroBatch, seed: int) -> tuple[Tensor, Tensor
     assert micro_batch.old_logprobs is not None, "covariances are those of the policy before its update"
     assert micro_batch.advantages is not None, "covariances are those of log-probabilities and advantages"
     counted = _counted(micro_batch)
-    of_sequence = torch.tensor([mix(seed, index) for index in micro_batch.sequence_index])
+    of_sequence = torch.tensor([mix(seed, index + (part << 32)) for index, part in micro_batch.places])
     seeds = on_tokens(of_sequence, micro_batch.cu_seqlens, len(micro_batch.token_ids))
     return (
         micro_batch.old_logprobs.double()[counted],

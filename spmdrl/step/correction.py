@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.config.plan import looks_ahead
-from spmdrl.dist.collectives import sum_over
+from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learn.correction import batch_sums, kept_tokens, settle
+from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
 from spmdrl.step.batch import Batch
+from spmdrl.types import MicroBatch
 
 
 def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
@@ -21,18 +27,35 @@ def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
     correction = cfg.correction
     if not looks_ahead(correction):
         return batch
-    local = torch.zeros(len(batch.mini_batches), 4, dtype=torch.float64)
-    for sums, mini_batch in zip(local, batch.mini_batches, strict=True):
-        for micro_batch in mini_batch:
-            sums += batch_sums(micro_batch, kept_tokens(micro_batch, correction), correction)
+    kept = [[kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in batch.mini_batches]
+    pairs = [list(zip(*both, strict=True)) for both in zip(batch.mini_batches, kept, strict=True)]
+    local = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for sums, of_mini_batch in zip(local, pairs, strict=True):
+        for micro_batch, mask in of_mini_batch:
+            sums += batch_sums(micro_batch, mask, correction)
+    counts = _counts_by_rollout(pairs, meshes.data)
     return batch.with_micro_batches(
         settle(
             micro_batch,
-            kept_tokens(micro_batch, correction),
+            mask,
+            of_rollouts,
             global_sums,
             aggregation=cfg.loss.aggregation,
             max_response_tokens=cfg.rollout.max_response_tokens,
         )
-        for global_sums, mini_batch in zip(sum_over(meshes.data, local).tolist(), batch.mini_batches, strict=True)
-        for micro_batch in mini_batch
+        for of_rollouts, global_sums, of_mini_batch in zip(
+            counts, sum_over(meshes.data, local).tolist(), pairs, strict=True
+        )
+        for micro_batch, mask in of_mini_batch
     )
+
+
+def _counts_by_rollout(pairs: list[list[tuple[MicroBatch, Tensor]]], mesh: DeviceMesh) -> list[Counter[int]]:
+    """The kept tokens of each mini-batch's rollouts, of all ranks, by index."""
+    mine = [torch.empty(0, 3, dtype=torch.float64)]
+    for number, of_mini_batch in enumerate(pairs):
+        mine += [F.pad(kept_counts(micro_batch, mask), (1, 0), value=number) for micro_batch, mask in of_mini_batch]
+    counts: list[Counter[int]] = [Counter() for _ in pairs]
+    for number, index, count in torch.cat(gather_rows(mesh, torch.cat(mine))).long().tolist():
+        counts[number][index] += count  # filling has none
+    return counts

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from spmdrl.algo.metrics import Mean, Metrics
 from spmdrl.config import RewardConfig
+from spmdrl.step.episodes import held_out_episode_metrics
 from spmdrl.types import RewardOutcome, Rollout
 
 
@@ -25,4 +26,4 @@ def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], cfg: RewardC
     }
     for task in sorted({rollout.prompt.task for rollout, _ in outcomes}):
         metrics[f"eval/accuracy_{task}"] = accuracy([item for item in outcomes if item[0].prompt.task == task])
-    return metrics
+    return metrics | held_out_episode_metrics(rollout for rollout, _ in outcomes)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from spmdrl.algo.metrics import Mean, Metrics, Total, Values
 from spmdrl.algo.rewards import overlong_penalty
 from spmdrl.config import Config
+from spmdrl.step.episodes import episode_metrics
 from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
 
@@ -69,7 +70,7 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
         metrics[f"reward/mean_{task}"] = Mean.of(r.outcome.reward for r in rewarded if r.rollout.prompt.task == task)
     for part in sorted({name for r in rewarded for name in r.outcome.parts}):
         metrics[f"reward/part_{part}"] = Mean.of(r.outcome.parts[part] for r in rewarded if part in r.outcome.parts)
-    return metrics
+    return metrics | episode_metrics(r.rollout for r in rewarded)
 
 
 def failure_lines(step: int, rewarded: Sequence[RewardedRollout]) -> list[str]:

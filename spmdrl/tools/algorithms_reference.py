@@ -29,13 +29,15 @@ is the return it expects, and V_old the same value before the step's updates.
 """
 
 _ADVANTAGES = """\
-One number per rollout, except for `reinforce_plus_plus` and `gae`, which have one per token. `advantage.whiten` whitens
-any of them over the whole step: (A - mean) / (std + 1e-6), with the population's standard deviation over all response
-tokens of all ranks. An estimator marked "whitened" does so unless the setting is false."""
+One number per rollout, except for `reinforce_plus_plus` and `gae`, which have one per token, and `gigpo`, which has one
+per turn of an episode. `advantage.whiten` whitens any of them over the whole step: (A - mean) / (std + 1e-6), with the
+population's standard deviation over all response tokens of all ranks. An estimator marked "whitened" does so unless the
+setting is false. In an episode r_j also holds the environment's reward of a turn, at the turn's last token, and R what
+is left of the reward ([losses.md](losses.md#episodes))."""
 
 _LOSSES = """\
 Per token, before the divergence and the entropy are added. `gspo` and `gmpo` need one advantage per response: they are
-refused together with `reinforce_plus_plus` and `gae`. `kl_cov` needs `updates_per_step` above 1."""
+refused together with `reinforce_plus_plus`, `gae` and `gigpo`. `kl_cov` needs `updates_per_step` above 1."""
 
 _CRITIC = """\
 Per token, where a token's return R is V_old plus its generalized advantage (with `critic.gae_lambda`), not whitened."""

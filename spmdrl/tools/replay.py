@@ -91,7 +91,8 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
-    batch = build_batch(to_sequences(rewarded, meshes.training), plan, meshes, aggregation=cfg.loss.aggregation)
+    sequences = to_sequences(rewarded, meshes.training, turn_weight=cfg.reward.turn_weight)
+    batch = build_batch(sequences, plan, meshes, **cfg.loss.weighting)
     batch = add_logprobs(batch, learners, reference, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)

@@ -24,7 +24,7 @@ from spmdrl.workers.sandbox import Sandbox
 INVALID_ANSWER = "the worker's answer is invalid"
 _START_LIMIT_S = 300.0  # to import the user's code and its packages
 _POLL_S = 0.1  # how often a waiting thread checks whether its pool was closed
-_END_S = 2.0  # for a process that has closed its socket to end
+_END_S = 2.0  # for a process to end by itself
 _MAX_ANSWER_BYTES = 2**20
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # the only environment variables in a sandbox
@@ -115,7 +115,7 @@ class WorkerProcess:
             raise NoAnswer(INVALID_ANSWER) from None
 
     def end(self) -> str:
-        """Kill a process that has closed its socket, if it does not end by itself; returns how it ended."""
+        """Wait a moment for a process that is ending by itself, then kill it; returns how it ended."""
         deadline = time.monotonic() + _END_S
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             if time.monotonic() > deadline:

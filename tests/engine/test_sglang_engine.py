@@ -13,9 +13,14 @@ import psutil
 import pytest
 import torch
 
+from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
+from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.refit.refit import RefitMismatch
-from spmdrl.types import Request, Response
+from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.scheduler import sample
+from spmdrl.types import Prompt, Request, Response
+from tests.helpers.environments import fake_world
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import (
@@ -63,6 +68,39 @@ def sampled(count: int, num_tokens: int = 24) -> list[Request]:
     ]
 
 
+def answered(start: EpisodeStart, number: int, action: Action) -> Observation:
+    """Answer with three tokens, four times."""
+    content = f"{2 + start.seed % 20} {3 + number} {2 + len(action.text) % 20}"
+    return Observation(messages=({"role": "user", "content": content},), done=number == 3)
+
+
+def episodes(rank: Rank) -> tuple[list[int], tuple[list[Request], list[Response]]]:
+    """Sample episodes of several turns; return the turns of each, and each turn as a request and its response."""
+    source = ClassEnvironment(kind="class", name="a.py:A")
+    asked = [
+        Prompt(prompt_id=i, token_ids=ids, text="", answer=None, task="", metadata={})
+        for i, ids in enumerate(prompts(12))
+    ]
+    rollouts = sample(
+        rank.engine,
+        asked,
+        Sampling(group_size=1, temperature=TEMPERATURE, max_response_tokens=96, stop_token_ids=frozenset(range(1, 9))),
+        fake_world(answered, EnvironmentConfig(source=source)),
+        lambda rollout: rollout,
+        run_seed=5,
+        step=1,
+    )
+    requests, responses = [], []
+    for rollout in rollouts:
+        so_far: tuple[int, ...] = ()
+        for turn in rollout.turns:
+            so_far += turn.context_ids
+            requests.append(Request(prompt_ids=so_far, seed=0, max_response_tokens=1))
+            responses.append(turn.response)
+            so_far += turn.response.token_ids
+    return [len(rollout.turns) for rollout in rollouts], (requests, responses)
+
+
 def resources() -> dict[str, float]:
     """What a refit could leave behind, of this process and the engine's."""
     me = psutil.Process()
@@ -104,6 +142,9 @@ def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[
         }
 
         (found["longest"],) = answers(engine, [greedy(tuple(range(2, 2 + MAX_PROMPT)), MAX_RESPONSE)]) or [None]
+
+        found["turns"], turns = episodes(rank)
+        found["differences"].append(worst_difference(rank, *turns))
 
         whole = answers(engine, [greedy(ids, 80) for ids in prompts(8)])
         found["cuts"] = list(interrupted(rank, whole))
@@ -169,6 +210,11 @@ def test_log_probabilities_are_the_trainers_before_and_after_refits(leaders: lis
     assert leaders
     for rank in leaders:
         assert max(rank["differences"]) < 1e-5
+
+
+def test_episodes_have_turns_whose_log_probabilities_are_the_trainers(leaders: list[dict[str, Any]]) -> None:
+    for leader in leaders:
+        assert max(leader["turns"]) == 4 and sum(leader["turns"]) > 24  # the differences above are those of all turns
 
 
 def test_refits_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:

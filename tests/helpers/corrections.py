@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdrl.algo.aggregation import token_weights
 from spmdrl.config import CorrectionConfig
-from spmdrl.learn.correction import batch_sums, kept_tokens, settle
+from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
 from spmdrl.types import MicroBatch
 
 LEVELS = ("token", "sequence", "geometric")
@@ -85,6 +85,7 @@ def micro_batch_of(
         rollout_logprobs=columns["b"],
         old_logprobs=columns["o"],
         sequence_index=tuple(range(first, first + len(rows))),
+        sequence_part=(0,) * len(rows),
     )
     return micro_batch, columns["n"].double()
 
@@ -97,7 +98,7 @@ def batch(
         counts,
         aggregation=aggregation,
         global_loss_tokens=sum(counts),
-        global_sequences=sum(count > 0 for count in counts),
+        global_rollouts=sum(count > 0 for count in counts),
         max_response_tokens=MAX_RESPONSE_TOKENS,
     )
     edges = [0, *itertools.accumulate(cut)]
@@ -109,6 +110,8 @@ def settled(
 ) -> list[MicroBatch]:
     """Settle a correction as `correct` does, with one rank."""
     kept = [kept_tokens(m, correction) for m in micro_batches]
-    sums = sum(batch_sums(m, mask, correction) for m, mask in zip(micro_batches, kept, strict=True))
+    pairs = list(zip(micro_batches, kept, strict=True))
+    sums = sum(batch_sums(m, mask, correction) for m, mask in pairs).tolist()
+    rows = torch.cat([kept_counts(m, mask) for m, mask in pairs]).long().tolist()
     options = {"aggregation": aggregation, "max_response_tokens": MAX_RESPONSE_TOKENS}
-    return [settle(m, mask, sums.tolist(), **options) for m, mask in zip(micro_batches, kept, strict=True)]
+    return [settle(m, mask, dict(rows), sums, **options) for m, mask in pairs]

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
+from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.rollout.episode import World
 
 Step = Callable[[EpisodeStart, int, Action], Answer]  # (start, number of the step from 0, action) -> answer
 
@@ -18,7 +20,11 @@ class FakeEnvironments:
     """An `EnvironmentClient` whose environments are one function of the start, the number of the step, the action."""
 
     def __init__(
-        self, step: Step, *, greeting: Observation | EnvironmentFailure | None = None, delay_s: Callable[[int], float]
+        self,
+        step: Step,
+        *,
+        greeting: Observation | EnvironmentFailure | None = None,
+        delay_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         self.step, self.greeting, self.delay_s = step, greeting or Observation(), delay_s
         self.num_open = self.most_open = self.num_replayed = 0
@@ -39,6 +45,17 @@ class FakeEnvironments:
             self.num_open += 1
             self.most_open = max(self.most_open, self.num_open)
         return FakeEnvironment(self, start, len(history))
+
+
+def fake_world(step: Step, cfg: EnvironmentConfig, *, run_seed: int = 5, **client: Any) -> World:
+    """Episodes in fake environments, for tokens that stand for themselves."""
+    return World(
+        cfg=cfg,
+        client=cast(Any, FakeEnvironments(step, **client)),
+        encoder=cast(Any, FakeEncoder()),
+        action_of=lambda ids: Action(text=" ".join(map(str, ids))),
+        run_seed=run_seed,
+    )
 
 
 class FakeEnvironment:
@@ -65,6 +82,20 @@ class FakeEnvironment:
 
 class FakeEncoder:
     """A `TurnEncoder` for tokens that stand for themselves: a message is a list of numbers, written as text."""
+
+    def __init__(self, *, rewrites: bool = False) -> None:
+        """With `rewrites`, answers before the last message are replaced by one token."""
+        self._rewrites = rewrites
+
+    def rendered(self, messages: Sequence[Message], *, num_prompt_messages: int) -> tuple[int, ...]:
+        rendered: tuple[int, ...] = ()
+        for place, message in enumerate(messages):
+            numbers = tuple(int(word) for word in message["content"].split())
+            if message["role"] == "assistant":
+                rendered += (99,) if self._rewrites else numbers
+            else:
+                rendered += numbers if place == 0 else (1, *numbers, 3)
+        return rendered
 
     def appended(self, messages: Sequence[Message], *, after: tuple[int, ...]) -> tuple[int, ...]:
         return (1, *(int(word) for message in messages for word in message["content"].split()), 3)

@@ -75,6 +75,40 @@ def returns(token_rewards: Sequence[float], discount: float) -> list[float]:
     ]
 
 
+def gigpo(
+    rewards: Sequence[float],
+    turns: Sequence[Sequence[tuple[int, float]]],
+    *,
+    discount: float,
+    step_weight: float,
+    divide_by_std: bool,
+) -> list[list[float]]:
+    """One prompt group: for each of its rollouts, whose turns are (state, reward), the advantage of each turn."""
+    to_go = []
+    for reward, of_rollout in zip(rewards, turns, strict=True):
+        earned = [r for _, r in of_rollout]
+        to_go.append(returns([*earned[:-1], reward - sum(earned[:-1])], discount) if earned else [])
+
+    def compared(value: float, others: list[float]) -> float:
+        centred = value - statistics.fmean(others)
+        if len(others) == 1:
+            return 0.0
+        return centred / (statistics.stdev(others) + 1e-6) if divide_by_std else centred
+
+    return [
+        [
+            compared(rewards[i], list(rewards))
+            + step_weight
+            * compared(
+                to_go[i][t],
+                [to_go[j][k] for j, other in enumerate(turns) for k, (s, _) in enumerate(other) if s == state],
+            )
+            for t, (state, _) in enumerate(of_rollout)
+        ]
+        for i, of_rollout in enumerate(turns)
+    ]
+
+
 def gae(token_rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> list[float]:
     """Advantages of one sequence's loss tokens, as the weighted mean of n-step advantages over all n."""
     length, advantages = len(token_rewards), []

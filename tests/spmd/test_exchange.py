@@ -8,25 +8,43 @@ import math
 from spmdrl.dist.exchange import exchange, gather_infos
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.types import Sequence
+from spmdrl.types import Sequence, TurnSpan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
 
 def some_sequences(count: int) -> list[Sequence]:
-    """Every other one has a baseline."""
+    """Pairs of one rollout, with numbers that no float32 holds; every other one has a baseline."""
     baselines = [math.nan, 0.1]
-    return [dataclasses.replace(s, baseline_reward=baselines[s.index % 2]) for s in random_sequences(count)]
+    turns = [
+        TurnSpan(number=number, start=number, end=number + 1, reward=-number / 3, state=2**52 - 1 - number)
+        for number in range(3)
+    ]
+    return [
+        dataclasses.replace(
+            s,
+            index=s.index // 2,
+            part=s.index % 2,
+            baseline_reward=baselines[s.index % 2],
+            turns=tuple(turns[: s.index % 4]),
+            earned=s.index / 3,
+        )
+        for s in random_sequences(count)
+    ]
 
 
 def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Sequence]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         mesh = build_meshes(world).training
-        mine = [s for s in some_sequences(count) if holder[s.index] == world.rank]
-        sizes = gather_infos(mine, mesh)
-        assert [size.index for size in sizes] == list(range(count))
-        assert [size.held_by for size in sizes] == holder
-        return exchange(mine, sizes, dict(enumerate(receiver)), mesh)
+        mine = [s for s in some_sequences(count) if holder[number_of(s)] == world.rank]
+        infos = gather_infos(mine, mesh)
+        assert [info.place for info in infos] == [divmod(i, 2) for i in range(count)]
+        assert [info.held_by for info in infos] == holder
+        return exchange(mine, infos, {divmod(i, 2): rank for i, rank in enumerate(receiver)}, mesh)
+
+
+def number_of(sequence: Sequence) -> int:
+    return 2 * sequence.index + sequence.part
 
 
 def test_every_sequence_arrives_unchanged() -> None:
@@ -35,12 +53,13 @@ def test_every_sequence_arrives_unchanged() -> None:
     received = run_ranks(4, _exchanged, 10, holder, receiver)
     originals = some_sequences(10)
     for rank, sequences in enumerate(received):
-        assert [s.index for s in sequences] == [i for i in range(10) if receiver[i] == rank]
+        assert [number_of(s) for s in sequences] == [i for i in range(10) if receiver[i] == rank]
         for sequence in sequences:
-            original = originals[sequence.index]
+            original = originals[number_of(sequence)]
             assert sequence.token_ids == original.token_ids
             assert sequence.loss_mask == original.loss_mask
-            assert sequence.reward == original.reward
+            assert (sequence.reward, sequence.earned) == (original.reward, original.earned)
+            assert sequence.turns == original.turns
             assert math.isnan(sequence.baseline_reward) == math.isnan(original.baseline_reward)
             assert math.isnan(original.baseline_reward) or sequence.baseline_reward == original.baseline_reward
             for one, other in zip(sequence.rollout_logprobs, original.rollout_logprobs, strict=True):

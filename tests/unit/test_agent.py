@@ -18,8 +18,8 @@ import pytest
 
 from spmdrl.conversation import Action, Observation, ToolCall
 from spmdrl.envs.agent import AgentClient
+from spmdrl.envs.agent_calls import Call, CallError
 from spmdrl.envs.branches import Branches, Place
-from spmdrl.envs.calls import Call, CallError
 from spmdrl.envs.chat_form import ChatForm
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.envs.responses_form import ResponsesForm

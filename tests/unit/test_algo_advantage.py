@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ CASES: list[dict[str, Any]] = [
     {"estimator": "pass_at_k"},
 ]
 GROUP_COLUMNS = {"rewards", "num_tokens", "greedy_rewards"}
+TURN_COLUMNS = {"turn_rewards", "turn_rollouts", "turn_states"}
 REMAX = {"estimator": "remax"}  # the only one whose baseline is none of the group
 
 
@@ -240,6 +242,51 @@ def test_whitening_is_over_the_loss_tokens_of_all_ranks(cuts: list[int]) -> None
 def test_the_table_knows_each_function(name: str) -> None:
     estimator = ESTIMATORS[name]
     known = {"token_rewards", "loss_mask", "cu_seqlens", "values"} if estimator.per_token else GROUP_COLUMNS
+    known = known | TURN_COLUMNS if estimator.per_turn else known
+    assert estimator.per_turn is (name == "gigpo")
     assert set(estimator.settings) <= set(inspect.signature(estimator.function).parameters)
     assert set(estimator.needs) <= known and estimator.per_token is (name in ("gae", "reinforce_plus_plus"))
     assert AdvantageConfig(estimator=name).estimator == name
+
+
+@pytest.mark.parametrize("settings", [{}, {"divide_by_std": False}, {"discount": 1.0, "step_weight": 0.3}])
+def test_gigpo_is_its_slow_twin(settings: dict[str, Any]) -> None:
+    draw = random.Random(0)
+    rewards = [[draw.choice([0.0, 1.0]) for _ in range(4)] for _ in range(6)]
+    turns = [
+        [[(draw.randrange(3), draw.choice([0.0, 0.25])) for _ in range(draw.randrange(5))] for _ in row]
+        for row in rewards
+    ]
+    cfg = AdvantageConfig(estimator="gigpo", **settings)
+
+    def of_groups(groups: list[int]) -> Tensor:
+        rollouts = [rollout for group in groups for rollout in turns[group]]
+        flat = [(place, *turn) for place, rollout in enumerate(rollouts) for turn in rollout]
+        places, states, earned = (torch.tensor(column) for column in zip(*flat, strict=True))
+        columns = {
+            "rewards": torch.tensor([rewards[group] for group in groups], dtype=torch.float64),
+            "turn_rewards": earned.double(),
+            "turn_rollouts": places,
+            "turn_states": states,
+        }
+        return call(cfg.formula.function, columns, cfg.settings)
+
+    slow = [oracle.gigpo(row, of_group, **cfg.settings) for row, of_group in zip(rewards, turns, strict=True)]
+    expected = [advantage for group in slow for rollout in group for advantage in rollout]
+    torch.testing.assert_close(
+        of_groups(list(range(6))), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
+    # A group's advantages do not depend on the other groups, to the last bit.
+    parts = torch.cat([of_groups([group]) for group in range(6) if any(turns[group])])
+    assert torch.equal(of_groups(list(range(6))), parts)
+
+
+def test_gigpo_gives_equal_returns_from_one_state_exactly_nothing() -> None:
+    cfg = AdvantageConfig(estimator="gigpo")
+    columns = {
+        "rewards": torch.full((1, 3), 0.1, dtype=torch.float64),
+        "turn_rewards": torch.zeros(6, dtype=torch.float64),
+        "turn_rollouts": torch.tensor([0, 0, 1, 1, 2, 2]),
+        "turn_states": torch.tensor([7, 8, 7, 8, 7, 9]),
+    }
+    assert (call(cfg.formula.function, columns, cfg.settings) == 0).all()

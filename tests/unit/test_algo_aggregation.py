@@ -26,7 +26,7 @@ def local_loss(losses: list[list[float]], aggregation: str, everyone: list[list[
         [len(sequence) for sequence in losses],
         aggregation=aggregation,
         global_loss_tokens=sum(len(sequence) for sequence in everyone),
-        global_sequences=sum(len(sequence) > 0 for sequence in everyone),
+        global_rollouts=sum(len(sequence) > 0 for sequence in everyone),
         max_response_tokens=MAX_RESPONSE_TOKENS,
     )
     return sum(weight * loss for weight, sequence in zip(weights, losses, strict=True) for loss in sequence)
@@ -47,10 +47,10 @@ def test_the_four_differ() -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_sequences_without_loss_tokens_weigh_nothing(aggregation: str) -> None:
-    totals = {"global_loss_tokens": 4, "global_sequences": 1, "max_response_tokens": 8}
+    totals = {"global_loss_tokens": 4, "global_rollouts": 1, "max_response_tokens": 8}
     weights = token_weights([0, 4, 0], aggregation=aggregation, **totals)
     assert weights[0] == weights[2] == 0.0 < weights[1]
-    nothing = {"global_loss_tokens": 0, "global_sequences": 0, "max_response_tokens": 8}
+    nothing = {"global_loss_tokens": 0, "global_rollouts": 0, "max_response_tokens": 8}
     assert token_weights([0, 0], aggregation=aggregation, **nothing) == [0.0, 0.0]
 
 
@@ -63,7 +63,7 @@ def test_weights_of_a_mean_add_up_to_one(aggregation: str) -> None:
 def test_weights_survive_float32() -> None:
     """A million loss tokens: the float32 weights that a micro-batch carries still add up to one."""
     n = 1_000_003
-    totals = {"global_loss_tokens": n, "global_sequences": 1, "max_response_tokens": n}
+    totals = {"global_loss_tokens": n, "global_rollouts": 1, "max_response_tokens": n}
     weight = token_weights([n], aggregation="token_mean", **totals)[0]
     total = torch.full((n,), weight, dtype=torch.float32).sum()
     assert float(total) == pytest.approx(1.0, rel=1e-6)
@@ -71,4 +71,4 @@ def test_weights_survive_float32() -> None:
 
 def test_unknown_aggregation() -> None:
     with pytest.raises(ValueError, match="median"):
-        token_weights([1], aggregation="median", global_loss_tokens=1, global_sequences=1, max_response_tokens=1)
+        token_weights([1], aggregation="median", global_loss_tokens=1, global_rollouts=1, max_response_tokens=1)

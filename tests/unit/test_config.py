@@ -323,6 +323,52 @@ def test_rules_do_not_speak_of_settings_that_are_wrong(
     assert own.startswith(f"on the command line: {overrides[0].partition('=')[0]}"), own
 
 
+ENVIRONMENT = """
+[environment]
+max_turns = 3
+[environment.source]
+kind = "tools"
+[[environment.source.tools]]
+kind = "python"
+timeout_s = 2.0
+[[environment.source.tools]]
+kind = "function"
+function = "a:b"
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "sentence"),
+    [
+        ('kind = "tools"', 'kind = "tols"', '27: environment.source.kind: must be one of "tools", "class", "trl"'),
+        ('kind = "tools"', "", '27: environment.source.kind: must be one of "tools", "class", "trl"'),
+        ('kind = "python"', 'kind = "pyton"', '29: environment.source.tools.0.kind: must be one of "function", "pyt'),
+        ("timeout_s", "timeout", "31: environment.source.tools.0.timeout: no such setting; did you mean environment."),
+        ("= 2.0", "= -2.0", "31: environment.source.tools.0.timeout_s = -2.0: input should be greater than 0"),
+        ("= 2.0", "= 40.0", "25: environment: the python tool's timeout_s = 40 must be below step_timeout_s = 30"),
+        ('function = "a:b"', "", "32: environment.source.tools.1.function: required, not set"),
+        ("source.tools", "source.tolls", "29: environment.source.tolls: no such setting; did you mean environment.so"),
+        (ENVIRONMENT, "[environment]\nmax_turns = 3", "24: environment.source: required, not set"),
+        (ENVIRONMENT, "[environment]\nsource = 5", "25: environment.source = 5: must be a table of settings"),
+        (ENVIRONMENT, '[environment.source]\nkind = "trl"', "24: environment.source.name: required, not set"),
+    ],
+)
+def test_a_table_of_one_of_several_kinds_is_read_like_a_list_of_them(
+    tmp_path: Path, wrong: str, right: str, sentence: str
+) -> None:
+    (problem,) = problems(tmp_path, GOOD + ENVIRONMENT.replace(wrong, right))
+    assert problem.startswith(f"c.toml:{sentence}"), problem
+
+
+def test_the_kind_of_a_table_may_be_on_the_command_line(tmp_path: Path) -> None:
+    cfg = read(tmp_path, GOOD, "environment.source.kind=trl", "environment.source.name=a:b")
+    assert cfg.environment is not None and cfg.environment.source.model_dump() == {"kind": "trl", "name": "a:b"}
+    (problem,) = problems(tmp_path, GOOD, "environment.source.kind=trl", "environment.source.nam=a:b")
+    assert problem.startswith("on the command line: environment.source.nam: no such setting; did you mean environment")
+    (problem,) = problems(tmp_path, GOOD, "environment.source.kind=tlr", "environment.source.name=a:b")
+    assert problem.startswith("on the command line: environment.source.kind: must be one of")
+
+
 def test_a_misspelled_setting_is_not_missing_too(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, GOOD.replace("group_size = 2", "grup_size = 2"))
     assert "did you mean rollout.group_size?" in problem
@@ -424,6 +470,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "critic_needs_gae": ("critic.lr=1.0",),
     "critic_warmup_ends_before_the_run": ("critic.warmup_steps=3",),
     "group_size_allows_the_estimator": ("rollout.group_size=1",),
+    "turns_need_an_environment": ("advantage.estimator=gigpo", "loss.environment_coef=0.1"),
     "k_is_below_group_size": ("advantage.estimator=pass_at_k",),
     "kl_in_reward_needs_scored_baselines": ("advantage.estimator=remax", "reward.kl_coef=0.1"),
     "kl_counts_once": ("loss.kl_coef=0.1", "reward.kl_coef=0.1"),

@@ -318,6 +318,8 @@ def test_an_mcp_server_that_does_not_start_is_refused(command: tuple[str, ...]) 
 
 # Modelled on what TRL's documentation shows: state in attributes, tools with Google docstrings, a reward that is read.
 TRL = '''
+import time
+
 class Guess:
     """A number to guess."""
 
@@ -366,7 +368,9 @@ class Owned:
 
     def knock(self):
         """Knock."""
-        self.count += 1
+        count = self.count
+        time.sleep(0.05)
+        self.count = count + 1
         return self.seen
 
     async def get_reward(self) -> float:
@@ -414,6 +418,7 @@ def test_a_class_of_trls_may_own_its_reward(trl_classes: Path) -> None:
     maker = trl.load(name=f"{trl_classes}:Owned")
     greeting, knock, end = played(lambda: maker, calls(("knock", {}), ("knock", {})), calls(text="Bye."))
     assert greeting == Observation()
+    # Calls run one after the other: they share the instance.
     assert contents(knock) == ['["What is 2 + 3?", 2]'] * 2
     assert (knock.reward, end.reward, end.done) == (1.0, 0.0, True)
 
@@ -589,6 +594,7 @@ class Echo(Environment):
 app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4)
 listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
+listener.listen()
 print(listener.getsockname()[1], flush=True)
 uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 """
@@ -620,3 +626,11 @@ def test_an_openenv_server_plays_over_its_websocket(openenv_url: str) -> None:
         played(lambda: openenv.load(url=openenv_url, action="massage"), Action(text="a"))
     with pytest.raises(ConnectionError):
         played(lambda: openenv.load(url="http://127.0.0.1:9", action="message"))
+
+
+def test_kinds_load_without_torch() -> None:
+    program = (
+        "import sys; from spmdrl.envs import gymnasium, reasoning_gym, tools, trl; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -21,7 +21,7 @@ from spmdrl.types import UserError
 from tests.helpers.rewards import running, wait_for
 
 CLASSES = '''
-import asyncio, os, random, signal, socket, subprocess, sys, threading, time
+import asyncio, contextlib, os, random, signal, socket, stat, subprocess, sys, threading, time
 from pathlib import Path
 from spmdrl.envs import Action, Observation
 
@@ -56,6 +56,12 @@ class Counts:
                 if not os.path.exists(argument):
                     open(argument, "w").close()
                     os._exit(5)
+            case "say":
+                for fd in map(int, os.listdir("/proc/self/fd")):
+                    with contextlib.suppress(OSError):
+                        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                            os.write(fd, argument.encode() + b"\\n")
+                time.sleep(600)
             case "child":
                 subprocess.Popen(["sleep", argument])
                 time.sleep(600)
@@ -100,6 +106,8 @@ class Closes:
     def close(self):
         if self.place == "hang":
             time.sleep(600)
+        if self.place:
+            Path(self.place).touch()
         raise RuntimeError("not counted")
 
 class Picky:
@@ -283,7 +291,7 @@ def test_texts_are_cut_and_made_valid(counts: EnvironmentClient) -> None:
     ("told", "failure"),
     [
         ("raise", "ValueError: bad"),
-        ("exit", "SystemExit: bye"),
+        ("exit", "RuntimeError: step called sys.exit('bye')"),
         ("stop", "RuntimeError: StopIteration"),
         ("die", "the environment's process exited with code 3"),
         ("segfault", "the environment's process was killed by SIGSEGV"),
@@ -351,9 +359,19 @@ def test_who_blocks_the_loop_times_out_and_nobody_else(file: Path) -> None:
             got(future)
 
 
+@pytest.mark.parametrize("said", ["no json", "[]", "{}", '{"number": 10000}', '{"number": {}}', "[" * 50_000])
+def test_nothing_a_process_writes_stops_the_rank(counts: EnvironmentClient, said: str) -> None:
+    other, bad = counts.open(begin(seed=1)), counts.open(begin(seed=2))
+    play(other, "a"), play(bad, "a")
+    answer = failed(bad.step(act(f"say {said}")))
+    assert answer.kind == "error" and answer.reason.endswith("was killed: the worker's answer is invalid")
+    assert got(other.step(act("b"))) == play_alone(counts, 1, "a", "b")[2]
+    other.close(), bad.close()
+
+
 def test_exceptions_that_end_loops_fail_an_async_step_only(file: Path) -> None:
     with EnvironmentClient(config(file, "Async")) as client:
-        for told, failure in (("exit", "SystemExit: bye"), ("cancel", "CancelledError: ")):
+        for told, failure in (("exit", "RuntimeError: step called sys.exit('bye')"), ("cancel", "CancelledError: ")):
             environment = client.open(begin())
             play(environment)
             assert failed(environment.step(act(told))).reason == failure
@@ -489,6 +507,13 @@ def test_what_cannot_be_sent_fails(counts: EnvironmentClient) -> None:
     environment = counts.open(begin(local=lambda: None))
     assert "pickle" in failed(environment.reset()).reason
     environment.close()
+
+
+def test_what_is_open_at_the_end_is_closed(file: Path, tmp_path: Path) -> None:
+    with EnvironmentClient(config(file, "Closes")) as client:
+        for place in (tmp_path / "a", tmp_path / "b", "hang"):
+            got(client.open(begin(place=str(place))).reset())
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 def test_closing_does_not_wait_and_leaves_nothing(file: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
 from spmdrl.types import Prompt, Rollout
-from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step
+from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
 from tests.helpers.fake_engine import FakeEngine
 
 SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=300, stop_token_ids=frozenset())
@@ -33,14 +35,7 @@ def echo(start: EpisodeStart, number: int, action: Action) -> Answer:
 
 
 def world_of(step: Step = echo, *, cfg: EnvironmentConfig = CFG, delay_s: Any = lambda _: 0.0, **others: Any) -> World:
-    client = FakeEnvironments(step, delay_s=delay_s, **others)
-    return World(
-        cfg=cfg,
-        client=cast(Any, client),
-        encoder=cast(Any, FakeEncoder()),
-        action_of=lambda ids: Action(text=" ".join(map(str, ids))),
-        run_seed=5,
-    )
+    return fake_world(step, cfg, delay_s=delay_s, **others)
 
 
 def client_of(world: World) -> FakeEnvironments:
@@ -154,6 +149,40 @@ def test_a_greeting_follows_the_prompt() -> None:
     world = world_of(greeting=Observation(messages=({"role": "user", "content": "9"},)))
     for rollout in rollouts_of(stopping(), world).values():
         assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 1, 9, 3)
+
+
+def chats() -> list[Prompt]:
+    """The prompts as chats of one message."""
+    return [
+        replace(prompt, messages=({"role": "user", "content": " ".join(map(str, prompt.token_ids))},))
+        for prompt in PROMPTS
+    ]
+
+
+def test_what_a_template_does_not_rewrite_is_appended(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = rollouts_of(stopping(), world_of())
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    rendered = rollouts_of(stopping(), world_of(cfg=cfg_with(history="template")))
+    assert {key: r.trajectories for key, r in rendered.items()} == {key: r.trajectories for key, r in expected.items()}
+
+
+def test_what_a_template_rewrites_begins_a_new_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    world = replace(world_of(cfg=cfg_with(history="template")), encoder=cast(Any, FakeEncoder(rewrites=True)))
+    for rollout in rollouts_of(stopping(), world).values():
+        assert len(rollout.trajectories) == len(rollout.turns) > 1
+        for place, trajectory in enumerate(rollout.trajectories):
+            (turn,) = trajectory.turns
+            assert turn.context_ids[: len(rollout.prompt.token_ids)] == rollout.prompt.token_ids
+            assert turn.context_ids.count(99) == place  # every answer before it, as the template now writes it
+
+
+def test_a_users_greeting_continues_the_prompts_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    for rollout in rollouts_of(
+        stopping(), world_of(greeting=Observation(messages=({"role": "user", "content": " 9"},)))
+    ).values():
+        assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 9)
 
 
 def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been() -> None:

@@ -1,4 +1,4 @@
-"""Every example of docs/extending.md, and that of the README, runs as it is printed."""
+"""Every example of docs/extending.md and docs/environments.md, and that of the README, runs as it is printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "docs" / "extending.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "extending.md", ROOT / "docs" / "environments.md", ROOT / "README.md")
 SECTION = re.compile(r"^##+ (?P<title>[^\n]+)$(?P<body>.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 METRIC = re.compile(r"`((?:loss|advantage)/\w+)`")
@@ -110,4 +110,4 @@ def test_an_example_runs_as_it_is_printed(example: Example, model: Path, tmp_pat
 
 def test_the_page_shows_every_door() -> None:
     shown = "".join(example.settings for example in examples())
-    assert all(f"[{table}]" in shown for table in ("reward", "loss", "advantage", "optim", "rollout"))
+    assert all(f"[{table}]" in shown for table in ("reward", "loss", "advantage", "optim", "rollout", "environment"))

@@ -87,7 +87,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
 
 def fingerprint(gradient: torch.Tensor, advantage: float = 0.5) -> StepFingerprint:
     return StepFingerprint(
-        advantages={4: torch.full((3,), advantage), 2: torch.empty(0)},
+        advantages={(4, 0): torch.full((3,), advantage), (2, 1): torch.empty(0)},
         weights={"policy/w": "0" * 16},
         gradients={"policy/1/w": Fingerprint.of(gradient)},
         numbers={"update/loss": 0.1, "update/grad_norm": math.pi},

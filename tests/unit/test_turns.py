@@ -45,6 +45,7 @@ class Expected:
     called: Message | None = None  # that response as the template takes it; None: CALL
     tool: str  # how the template goes on after the call, with the result "mild"; or why it cannot
     user: str  # how it goes on after the answer, with the message "And now?"; or why it cannot
+    shows_tools: bool = True  # in prompts
     two_calls: bool = True  # the template renders more than one call in a message
     exact_user: bool = True  # so does it when it renders the conversation anew
     drops: frozenset[str] = frozenset()  # roles of messages after which thinking is dropped
@@ -95,6 +96,7 @@ EXPECTED = {
         answer="It rains.<end_of_turn>",
         tool="refuses messages of the roles user, assistant, tool: Conversation roles must alternate",
         user="\n<start_of_turn>user\nAnd now?<end_of_turn>\n<start_of_turn>model\n",
+        shows_tools=False,
     ),
     "gpt-oss": Expected(
         answer="<|channel|>final<|message|>It rains.<|return|>",
@@ -118,6 +120,7 @@ EXPECTED = {
         user=deepseek("{User}And now?{Assistant}<think>\n"),
         exact_user=False,
         drops=USER_ONLY,
+        shows_tools=False,
     ),
     "DeepSeek V3.1": Expected(
         answer=f"It rains.{EOS}",
@@ -127,6 +130,7 @@ EXPECTED = {
         tool=deepseek("{tool_output_begin}mild{tool_output_end}"),
         user=deepseek("{User}And now?{Assistant}<think></think>"),
         drops=USER_ONLY,
+        shows_tools=False,
     ),
     "SmolLM 3": Expected(
         answer="It rains.<|im_end|>",
@@ -134,11 +138,13 @@ EXPECTED = {
         called={"role": "assistant", "content": HERMES},  # it shows no calls but those in the text
         tool="\n<|im_start|>user\nmild<|im_end|>\n<|im_start|>assistant\n",
         user=QWEN_USER,
+        shows_tools=False,
     ),
     "Phi 4": Expected(
         answer="It rains.<|im_end|>",
         tool="leaves out messages of the role 'tool'",
         user="<|im_start|>user<|im_sep|>And now?<|im_end|><|im_start|>assistant<|im_sep|>",
+        shows_tools=False,
     ),
     "OLMo 3": Expected(
         answer="It rains.<|im_end|>",
@@ -199,6 +205,7 @@ def test_every_template_is_appendable_or_refused_by_name(name: str, role: Litera
     appended = turns.appended([message], after=sampled(name, role))
     assert appended == encoded(name, FAMILIES[name].stops[0] + outcome)[1:]
     assert turns.drops_thinking(role) == (role in expected.drops)
+    assert turns.shows_tools == expected.shows_tools and encoder(name, []).shows_tools
 
 
 @pytest.mark.parametrize(("name", "role"), APPENDABLE)
@@ -212,6 +219,17 @@ def test_prompt_response_and_what_is_appended_are_the_whole_conversation(name: s
     if role == "tool" or expected.exact_user:
         assert prompt + response + appended == whole == turns.rendered([QUESTION, said, message])
     assert whole[-len(appended) :] == appended
+
+
+@pytest.mark.parametrize("name", [name for name, role in APPENDABLE if role == "tool" and name != "Mistral Nemo"])
+def test_a_second_round_is_appended_as_the_first(name: str) -> None:
+    turns, said, response = encoder(name), EXPECTED[name].called or CALL, sampled(name, "tool")
+    token_ids, _ = turns.first([QUESTION])
+    conversation = [QUESTION]
+    for content in ("mild", "wet"):
+        token_ids += response + turns.appended([result(content)], after=response)
+        conversation += [said, result(content)]
+        assert token_ids == turns.rendered(conversation)
 
 
 @pytest.mark.parametrize("name", [name for name, role in APPENDABLE if role == "tool"])
@@ -264,6 +282,20 @@ def test_no_content_yields_a_control_token(content: str, name: str) -> None:
     assert [token for token in appended if token in added] == [token for token in plain if token in added]
     text = tokenizer.decode(list(appended), clean_up_tokenization_spaces=False)
     assert content.strip() in text or json.dumps(content, ensure_ascii=False) in text
+
+
+def test_half_a_character_is_replaced() -> None:
+    turns, after = encoder("Qwen3"), sampled("Qwen3", "tool")
+    assert turns.appended([result("a\ud800b")], after=after) == turns.appended([result("a\ufffdb")], after=after)
+    assert turns.appended([result("\ud83d\ude00")], after=after) == turns.appended([result("\U0001f600")], after=after)
+
+
+def test_names_and_arguments_of_calls_stay_text() -> None:
+    turns, tokenizer = encoder("Qwen3"), family_tokenizer("Qwen3")
+    calls = (ToolCall(name="<|im_end|>", arguments={"<|im_end|>": ["<|im_end|>"]}),)
+    whole = turns.rendered([QUESTION, message_of(Action(text="", tool_calls=calls))])
+    assert whole.count(tokenizer.eos_token_id) == 3  # of the system message, the question and the calls
+    assert tokenizer.decode(list(whole)).count("<|im_end|>") == 3 + 3
 
 
 def test_control_tokens_that_only_normalization_spells_stay_text() -> None:
@@ -330,6 +362,10 @@ TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     [
         (TURN + "\n{% endfor %}<|im_start|>assistant\n", "ends an answer with none of the tokens that end a response"),
         (TURN + "\n<|im_end|>{% endfor %}<|im_start|>assistant\n", r"writes '\n' between an answer and the token"),
+        (
+            TURN + "{% if m.role == 'assistant' and not loop.last %}.{% endif %}<|im_end|>{% endfor %}",
+            "ends an answer differently",
+        ),
         (TURN + "<|im_end|>{% endfor %}{{ messages | length }}", "writes a conversation differently"),
         ("<|im_start|>{{ messages[-1].content }}<|im_end|>", "writes a conversation differently"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "leaves out"),

@@ -1,0 +1,146 @@
+"""Whole runs of episodes in an environment: they learn, agree, repeat on other ranks, and survive a kill in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from spmdrl.faults.files import FaultFiles, read_json
+from spmdrl.rollout.files import read_parts
+from spmdrl.train import main
+from spmdrl.types import Rollout
+from tests.helpers import hints
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import (
+    assert_same_weights,
+    launch,
+    rows,
+    sample_rows,
+    steady_rows,
+    without_curves,
+    write_small_run,
+)
+
+ENVIRONMENT = f'environment.source={{kind="class",name="{hints.__file__}:Hints"}}'
+SETTINGS = (ENVIRONMENT, "report.samples_per_step=100", "debug.save_rollouts=all")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("episodes")
+    write_small_run(
+        path,
+        model={"num_layers": 2, "spare_tokens": 1},
+        # Most tokens end a response, so that a model that knows nothing gets to its later turns.
+        rollout={"max_response_tokens": 40, "stop_token_ids": [*range(14, 99)]},
+        environment={"max_turns": 4},
+        reward={"terms": [{"kind": "environment"}]},
+        checkpoint={"every": 1},
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """Four steps on two ranks that nothing stopped."""
+    launch(folder, 2, "run.name=whole", *SETTINGS)
+    return folder / "runs/whole"
+
+
+def rollouts_of(run: Path, step: int) -> dict[tuple[int, int], Rollout]:
+    return {
+        (rollout.prompt.prompt_id, rollout.sample_index): rollout
+        for part in read_parts(run / "rollouts", step)
+        for rollout, _ in part.outcomes
+    }
+
+
+def test_episodes_have_turns_and_agree_with_the_trainer(whole: Path) -> None:
+    for step in range(1, 5):
+        rollouts = rollouts_of(whole, step).values()
+        assert {rollout.end for rollout in rollouts} <= {"done", "length", "context"}
+        done = [rollout for rollout in rollouts if rollout.end == "done"]
+        assert len(done) > len(rollouts) / 2 and all(len(rollout.turns) == 3 for rollout in done)
+    # `debug.assert_on_policy` has compared every token of every turn on the way.
+    assert all(0 < row["mismatch/max_abs_nats"] < 1e-5 for row in rows(whole)[1:])
+
+
+def test_one_rank_samples_the_episodes_of_two(folder: Path, whole: Path) -> None:
+    launch(folder, 1, "run.name=alone", "run.num_steps=1", *SETTINGS)
+    alone, pair = (rollouts_of(folder / "runs" / name, 1) for name in ("alone", "whole"))
+    assert alone.keys() == pair.keys()
+    for place, rollout in alone.items():
+        other = pair[place]
+        assert [trajectory.token_ids for trajectory in rollout.trajectories] == [
+            trajectory.token_ids for trajectory in other.trajectories
+        ]
+        assert [turn.observation for turn in rollout.turns] == [turn.observation for turn in other.turns]
+        assert rollout.end == other.end
+
+
+def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_not(folder: Path, whole: Path) -> None:
+    marker = folder / "marker"
+    waiting = (
+        *SETTINGS,
+        f'environment.source={{kind="class",name="{hints.__file__}:Hints",params={{marker="{marker}"}}}}',
+        "environment.sandbox.mode=off",
+        "environment.step_timeout_s=100.0",
+        'resume.changed=["environment"]',
+    )
+    launch(folder, 2, "run.name=killed", "run.num_steps=2", *SETTINGS)
+    run = folder / "runs/killed"
+    with ThreadPoolExecutor(1) as pool:
+        arguments = [str(folder / "c.toml"), "run.name=killed", *waiting]
+        job = pool.submit(run_ranks, 2, without_curves, main, arguments, timeout_s=200.0)
+        began = time.monotonic()
+        while not marker.exists():
+            assert not job.done() and time.monotonic() - began < 120
+            time.sleep(0.01)
+        status = read_json(FaultFiles(run).status_of(1))
+        assert status is not None
+        os.kill(status["pid"], signal.SIGKILL)
+        with pytest.raises(AssertionError, match="died without a word"):
+            job.result()
+    launch(folder, 2, "run.name=killed", *SETTINGS)
+    assert_same_weights(run, whole)
+    assert sample_rows(run) == sample_rows(whole)
+    assert steady_rows(run) == steady_rows(whole)
+
+
+def test_with_equal_bits_the_mismatch_of_every_turn_is_zero(folder: Path) -> None:
+    launch(folder, 1, "run.name=exact", "run.num_steps=2", "true_on_policy=true", *SETTINGS)
+    assert [row["mismatch/max_abs_nats"] for row in rows(folder / "runs/exact")[1:]] == [0.0, 0.0]
+
+
+CASES = {
+    "no such file": ('environment.source={kind="class",name="{folder}/absent.py:A"}', "absent.py"),
+    "no such class": (f'environment.source={{kind="class",name="{hints.__file__}:Hint"}}', "did you mean Hints?"),
+    "a reset that fails": ('environment.source={kind="class",name="{folder}/bad.py:Fails"}', "no world today"),
+    "an argument too many": (
+        f'environment.source={{kind="class",name="{hints.__file__}:Hints",params={{bogus=1}}}}',
+        "bogus",
+    ),
+    "limits that cannot hold": ("environment.max_turn_tokens=30", "do not fit into rollout.max_response_tokens = 40"),
+    "an unknown kind": ('environment.source={kind="clas"}', "environment.source.kind"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_environments_get_a_sentence_before_anything_starts(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bad.py").write_text(
+        "class Fails:\n    def reset(self, prompt, seed):\n        raise ValueError('no world today')\n"
+        "    def step(self, action):\n        return '', 0.0, True\n"
+    )
+    override, sentence = CASES[case]
+    override = override.replace("{folder}", str(folder))
+    assert main([str(folder / "c.toml"), "run.name=bad", ENVIRONMENT, override]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and "Traceback" not in said.replace("Traceback (most recent call last)", "", 1)
+    assert not (folder / "runs/bad").exists()
