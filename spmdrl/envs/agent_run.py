@@ -12,7 +12,8 @@ from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.agent_process import AgentProcess
 from spmdrl.envs.branches import Branches
 from spmdrl.envs.endpoint import Endpoint, EpisodeEnded
-from spmdrl.envs.protocol import Answer, EnvironmentFailure, to_json
+from spmdrl.envs.observations import to_json
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
 
 Log = Sequence[tuple[Action | None, Observation]]  # of an episode: the reset, which has no action, and the steps
 Waiting = tuple[Call, "asyncio.Future[Reply]"]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, Observation, ToolCall
 from spmdrl.envs.agent import AgentClient
 from spmdrl.envs.agent_calls import Call, CallError
@@ -576,3 +578,17 @@ def test_an_agent_of_a_library_runs_as_it_is(tmp_path: Path) -> None:
     assert first.messages[0]["role"] == "system" and START.prompt in first.messages[-1]["content"]
     assert "5" in second.messages[-1]["content"]
     assert end.done and end.reward == 1.0
+
+
+def test_the_agent_of_the_documentation_runs(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    page = (ROOT / "docs/_agents_section.md").read_text(encoding="utf-8")
+    settings, program = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("toml", "python"))
+    command = script(tmp_path, program, prelude="")
+    written = tomllib.loads(settings)
+    table = written["environment"]
+    table["source"]["command"] = command
+    assert [term["kind"] for term in written["reward"]["terms"]] == ["environment"]
+    with AgentClient(EnvironmentConfig.model_validate(table)) as client:
+        *_, end = episode(client, said("5"), said(" 4 "))
+    assert (end.done, end.reward, end.metrics["asked"]) == (True, 1.0, 3.0)
