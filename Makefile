@@ -6,6 +6,7 @@
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
+#   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
 #   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
 
 PYTHON ?= python3
@@ -21,6 +22,13 @@ FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo 
 # Triton for its interpreter, in a folder that test-kernels alone puts on the path: SGLang, torch and transformers take
 # an installed Triton for one that has a device.
 TRITON := $(VENV)/triton
+
+# A Chromium for the tests of pages, from a package of npm: without npm and without a Chromium they are skipped.
+BROWSER := $(VENV)/browser
+CHROMIUM ?= $(if $(shell command -v npm),$(BROWSER)/chromium)
+UNPACK_BROWSER := const fs = require("fs"), zlib = require("zlib"); for (const name of [\
+  "chromium", "al2023.tar", "swiftshader.tar"]) \
+  fs.writeFileSync(name, zlib.brotliDecompressSync(fs.readFileSync("package/bin/" + name + ".br")))
 
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
@@ -50,7 +58,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
-  test-long test-floor test-gpu lint format bench bench-table bench-check docs clean
+  test-browser test-long test-floor test-gpu lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +91,13 @@ $(TRITON): constraints/triton.txt $(INSTALLED)
 	$(PIP) install --no-deps --target $@ -r $<
 	@touch $@
 
+# `npm pack` fetches the package and runs nothing of it. The libraries go with it, because servers lack them.
+$(BROWSER)/chromium: constraints/browser.txt
+	rm -rf $(@D) && mkdir -p $(@D)
+	cd $(@D) && npm pack --silent "$$(grep '^@' $(CURDIR)/$<)" && tar -xzf *.tgz
+	cd $(@D) && node -e '$(UNPACK_BROWSER)' && cat *.tar | tar -xi && rm -r package *.tgz *.tar
+	chmod +x $@
+
 # The tests are complete unless the user decided against SGLang.
 sglang-unless-light: $(INSTALLED)
 	@test -e $(LIGHT) || $(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
@@ -111,7 +126,14 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 test-e2e: $(INSTALLED) ## whole runs from the command line
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
 
-test-long: sglang-unless-light ## the tests that `make test` leaves out because they take minutes
+test-browser: $(CHROMIUM) $(INSTALLED) ## the page of tools.episodes in a real browser
+	@if test -z "$(CHROMIUM)"; then \
+	  echo "tests/browser is skipped: there is no npm to install Chromium with; CHROMIUM=FILE names one that is there"; \
+	else \
+	  set -x; CHROMIUM="$(abspath $(CHROMIUM))" $(PYTEST) tests/browser; \
+	fi
+
+test-long: sglang-unless-light test-browser ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang, which has one version

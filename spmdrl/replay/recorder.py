@@ -1,4 +1,5 @@
-"""The recorder: writes each step's rollouts and fingerprint if `debug.save_rollouts` is set, for a replay."""
+"""The recorder: writes each step's rollouts, what the trainer says about their tokens, and a fingerprint of the step if
+`debug.save_rollouts` is set; for a replay, and for the page of its episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.learner import Learner
+from spmdrl.learn.learners import POLICY
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
+from spmdrl.replay.trainer_logprobs import LogprobHook, write_trainer_logprobs
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, folder_of, write
 from spmdrl.run import Launch
@@ -29,6 +32,7 @@ class Recorder:
         save_rollouts = run.cfg.debug.save_rollouts
         self._keep_last = None if save_rollouts == "all" else save_rollouts
         self._hooks = GradientHooks(learners)
+        self._logprobs = LogprobHook(learners[POLICY].model)
         self._mesh, self._folder = run.meshes.training, run.folder.rollouts
 
     def save_rollouts(self, step: int, collected: Collected) -> None:
@@ -44,10 +48,13 @@ class Recorder:
         write(self._folder, recording, self._mesh, keep_last=self._keep_last)
 
     def save_fingerprints(self, step: int, mini_batches: Sequence[MiniBatch], updated: Metrics) -> None:
-        """Write the step's fingerprint, after its updates from these mini-batches; `updated` are their metrics."""
-        fingerprint = self._hooks.take(mini_batches, updated)
+        """Write the step's fingerprint and the trainer's log-probabilities, after its updates from these mini-batches;
+        `updated` are their metrics."""
+        fingerprint, logprobs = self._hooks.take(mini_batches, updated), self._logprobs.take(mini_batches)
+        rank = self._mesh.get_local_rank()
         with failing_together(self._mesh):
-            fingerprint.write(_path(self._folder, step, self._mesh.get_local_rank()))
+            fingerprint.write(_path(self._folder, step, rank))
+            write_trainer_logprobs(self._folder, step, rank, logprobs)
 
 
 class NoRecorder:

@@ -112,6 +112,10 @@ class RunFolder:
         """One directory per step whose rollouts were kept; optional."""
         return self.path / "rollouts"
 
+    def episodes(self, step: int) -> Path:
+        """The episodes of a step as a page, where one was written."""
+        return self.path / f"episodes-{step:08d}.html"
+
     @property
     def hf(self) -> Path:
         """The final model as a Hugging Face directory."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.metrics import TokenValue
-from spmdrl.types import RewardedRollout
+from spmdrl.types import RewardedRollout, Rollout, Turn
 
 
 def sample_rows(
     rewarded: Sequence[RewardedRollout], advantages: Mapping[int, float], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Make a row of one rollout of each group: prompt, response, reward, advantage, and a summary of its logprobs."""
+    """Make a row of one rollout of each group: prompt, response, reward, advantage, and a summary of its logprobs. With
+    an environment it also has the conversation, turn by turn."""
     groups: dict[int, dict[str, Any]] = {}
     for item in rewarded:
         prompt_id = item.rollout.prompt.prompt_id
@@ -68,4 +70,37 @@ def _row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedToken
         "mean_logprob_nats": sum(logprobs) / max(1, len(logprobs)),
         "min_logprob_nats": min(logprobs, default=0.0),
         "version": rollout.oldest_version,
+        **(_conversation(rollout, tokenizer) if _has_environment(rollout) else {}),
+    }
+
+
+def _has_environment(rollout: Rollout) -> bool:
+    return rollout.greeting is not None or rollout.failure is not None or any(turn.action for turn in rollout.turns)
+
+
+def _conversation(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "end": rollout.end,
+        "environment_failure": rollout.failure,
+        "environment_reward": rollout.environment_reward,
+        "trajectories": len(rollout.trajectories),
+        "turns": [_turn_row(turn, tokenizer, is_trained=not rollout.is_masked) for turn in rollout.turns],
+    }
+
+
+def _turn_row(turn: Turn, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool) -> dict[str, Any]:
+    """Make the row of one turn. The reward and the metrics are None where the environment did not answer."""
+    action, observation = turn.action, turn.observation
+    return {
+        "read": tokenizer.decode(turn.context_ids),
+        "written": tokenizer.decode(turn.response.token_ids),
+        "tool_calls": [dataclasses.asdict(call) for call in action.tool_calls] if action else [],
+        "malformed": action.malformed if action else None,
+        "reward": observation.reward if observation else None,
+        "metrics": dict(observation.metrics) if observation else None,
+        "tool_errors": observation.tool_errors if observation else 0,
+        "tokens_read": len(turn.context_ids),
+        "tokens_written": len(turn.response.token_ids),
+        "finish_reason": turn.response.finish_reason,
+        "trained": is_trained,
     }

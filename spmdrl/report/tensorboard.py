@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -45,14 +46,60 @@ class TensorBoard:
 
 
 def _as_markdown(sample: Mapping[str, Any]) -> str:
-    return "\n\n".join(f"**{name}**{_as_code(value)}" for name, value in sample.items())
+    values = [f"**{name}**{_as_code(value)}" for name, value in sample.items() if name != "turns"]
+    turns = [_turn_as_markdown(number, turn) for number, turn in enumerate(sample.get("turns", ()), start=1)]
+    return "\n\n".join([*values, *turns])
+
+
+def _turn_as_markdown(number: int, turn: Mapping[str, Any]) -> str:
+    """Format a turn of an episode: what the policy read and wrote, then what came of it."""
+    facts = [
+        f"{turn['tokens_read']} tokens read",
+        f"{turn['tokens_written']} written",
+        *([f"reward {turn['reward']:g}"] if turn["reward"] is not None else []),
+        *([f"tool errors {turn['tool_errors']}"] if turn["tool_errors"] else []),
+        *([] if turn["trained"] else ["not trained on"]),
+    ]
+    calls = [
+        f"**calls** {_as_inline_code(call['name'])}{_as_code(json.dumps(call['arguments'], ensure_ascii=False))}"
+        for call in turn["tool_calls"]
+    ]
+    return "\n\n".join(
+        [
+            f"#### Turn {number}: {', '.join(facts)}",
+            f"**read**{_as_code(turn['read'])}",
+            f"**wrote**{_as_code(turn['written'])}",
+            *calls,
+            *([f"**malformed call**{_as_code(turn['malformed'])}"] if turn["malformed"] else []),
+            *(
+                f"**metric** {_as_inline_code(name)} {value:g}"
+                for name, value in sorted((turn["metrics"] or {}).items())
+            ),
+        ]
+    )
 
 
 def _as_code(value: Any) -> str:
     """Format text in a fence that the text itself cannot close, and other values inline."""
-    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    text = _writable(str(value))
     if not isinstance(value, str):
         return f" {text}"
-    longest_run = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest_run + 1)
+    fence = "`" * max(3, _longest_run(text) + 1)
     return f"\n\n{fence}\n{text}\n{fence}"
+
+
+def _as_inline_code(text: str) -> str:
+    """Format a name that the policy or an environment chose, in one line."""
+    text = " ".join(_writable(text).split())
+    fence = "`" * (_longest_run(text) + 1)
+    return f"{fence} {text} {fence}"
+
+
+def _longest_run(text: str) -> int:
+    """Length of the longest run of backticks."""
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def _writable(text: str) -> str:
+    """The text with halves of surrogate pairs, which UTF-8 cannot represent, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

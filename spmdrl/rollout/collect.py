@@ -283,6 +283,8 @@ def _metrics(
             ),
             "rollout/max_staleness_steps": Max(float(max((_staleness(g, step) for g in part.kept), default=0))),
         }
+    if part.has_environments:
+        metrics["time/environment_wait_s"] = Max(part.idle_s)
     if not rules.prompts_follow_from_step:
         metrics |= {
             "rollout/kept_groups_fraction": Mean(

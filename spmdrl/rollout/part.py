@@ -133,6 +133,11 @@ class EnginePart:
         self._undecided = {prompt_id_of(group): group for group in carried if group.is_sampled}
 
     @property
+    def has_environments(self) -> bool:
+        """True when this engine's episodes have environments."""
+        return self._source.world is not None
+
+    @property
     def idle_s(self) -> float:
         """Seconds in which the engine had nothing to do but to wait for environments."""
         return self._scheduler.idle_s

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from spmdrl import train
 from spmdrl.replay.fingerprints import StepFingerprint, difference
 from spmdrl.replay.recorder import read_fingerprints
-from spmdrl.rollout.files import folder_of, read_part, recorded_steps, write_part
-from spmdrl.tools import replay
+from spmdrl.replay.trainer_logprobs import read_trainer_logprobs
+from spmdrl.rollout.files import folder_of, read_part, read_parts, recorded_steps, write_part
+from spmdrl.rollout.from_files import as_collected
+from spmdrl.tools import episodes, replay
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import without_curves, write_small_run
 
@@ -103,6 +105,27 @@ def test_what_was_changed_is_told(folder: Path) -> None:
     ((code, words),) = run_ranks(1, replayed, folder / "alone", 2)
     assert code == 1 and "step 2: different" in words
     assert "weights before the step: all" in words and "of its norm" in words
+
+
+@pytest.mark.parametrize("updates_per_step", [2, 1])  # with a pass for the old log-probabilities, and without
+def test_the_mismatch_that_is_kept_for_each_token_is_the_one_reported(folder: Path, updates_per_step: int) -> None:
+    name = f"updates-{updates_per_step}"
+    train_on(2, folder, f"run.name={name}", "run.num_steps=1", f"loss.updates_per_step={updates_per_step}")
+    trainers = read_trainer_logprobs(folder / name / "rollouts", 1, num_ranks=2)
+    parts = read_parts(folder / name / "rollouts", 1)
+    collected = as_collected(parts, group_size=parts[0].config["rollout"]["group_size"])
+    mismatch = []
+    for rollout, _ in (outcome for part in parts for outcome in part.outcomes):
+        (trajectory,) = rollout.trajectories
+        logprobs, sampled = torch.tensor(trajectory.logprobs), torch.tensor(trajectory.sampled)
+        kept = trainers[collected.index_of(rollout), trajectory.token_ids]
+        assert torch.equal(kept.isnan(), ~sampled)
+        mismatch.append((kept - logprobs)[sampled])
+    row = json.loads((folder / name / "metrics.jsonl").read_text().splitlines()[-1])
+    sizes = torch.cat(mismatch).abs()
+    assert row["mismatch/max_abs_nats"] == float(sizes.max()) > 0
+    assert row["mismatch/mean_abs_nats"] == pytest.approx(float(sizes.mean()), rel=1e-5)
+    assert episodes.main([str(folder / name), "--step", "1"]) == 0
 
 
 def test_a_step_in_which_training_diverged_does_so_again(folder: Path) -> None:

@@ -25,8 +25,18 @@ from spmdrl.report.curves import smoothed
 from spmdrl.report.files import StepRowsFile, cut_after, read_rows
 from spmdrl.report.memory import restart_host_peak
 from spmdrl.report.resources import resource_metrics
+from spmdrl.report.samples import sample_rows
 from spmdrl.tools import plot
-from spmdrl.types import UserError
+from spmdrl.types import RewardedRollout, Rollout, UserError
+from tests.helpers.rollouts import (
+    END,
+    HOSTILE,
+    byte_tokenizer,
+    chat_prompt,
+    one_turn,
+    recorded_episodes,
+    response_of,
+)
 
 NUM_STEPS = 8
 EVERYTHING = {"compressedHistograms": 0, "histograms": 0, "scalars": 0, "tensors": 0, "images": 0, "audio": 0}
@@ -474,3 +484,57 @@ def test_what_an_earlier_phase_freed_is_not_measured_as_the_next_ones() -> None:
             last.add_(1)
         peaks = {name: peak.host_bytes for name, peak in report.take_peaks().items()}
     assert peaks["update"] - peaks["save"] > 0.8 * count * block
+
+
+def row_of(rollout: Rollout) -> dict[str, Any]:
+    """The rollout's row in samples.jsonl."""
+    outcome = recorded_episodes(byte_tokenizer())[0][1]
+    (row,) = sample_rows([RewardedRollout(index=0, rollout=rollout, outcome=outcome)], {0: 0.5}, byte_tokenizer())
+    return row
+
+
+def test_a_sample_without_an_environment_is_one_response() -> None:
+    tokenizer = byte_tokenizer()
+    row = row_of(one_turn(chat_prompt(tokenizer, "1 + 1?"), response_of(tokenizer, "2")))
+    assert row["response"] == f"2{END}" and row["finish_reason"] == "stop" and row["version"] == 3
+    assert not {"turns", "end", "trajectories", "environment_failure", "environment_reward"} & row.keys()
+
+
+def test_a_sample_of_an_episode_is_a_conversation() -> None:
+    (good, _), (masked, _), (forked, _), (broken, _) = recorded_episodes(byte_tokenizer())
+    row = row_of(good)
+    assert (row["end"], row["trajectories"], row["environment_reward"]) == ("done", 1, 1.0)
+    first, second = row["turns"]
+    assert first["read"] == good.prompt.text and "<tool_call>" in first["written"]
+    assert first["tool_calls"] == [{"name": "lookup", "arguments": {"key": "Zürichsee"}}]
+    assert (first["reward"], first["metrics"], first["tool_errors"], first["trained"]) == (
+        0.0,
+        {"lookups": 1.0},
+        0,
+        True,
+    )
+    assert "A lake.\tCity:  Zürich" in second["read"] and second["written"] == f"It is Zürich 🏔.{END}"
+    assert second["tokens_written"] == len(good.responses[1].token_ids)
+    assert [turn["trained"] for turn in row_of(masked)["turns"]] == [False, False]
+    assert row_of(masked)["turns"][0]["tool_errors"] == 1
+    assert row_of(forked)["trajectories"] == 2 and len(row_of(forked)["turns"]) == 2
+    (turn,) = row_of(broken)["turns"]
+    assert turn["reward"] is None and turn["metrics"] is None and "no JSON" in turn["malformed"]
+    assert row_of(broken)["environment_failure"] == f"RuntimeError: {HOSTILE}"
+    json.dumps(row)
+
+
+def test_tensorboard_shows_an_episode_as_a_conversation_that_cannot_end_its_code(folder: RunFolder) -> None:
+    row = row_of(recorded_episodes(byte_tokenizer())[0][0])
+    (call,) = row["turns"][0]["tool_calls"]
+    call["name"], call["arguments"] = "look`up`\n# Heading", {"key": "```\n# Heading"}
+    row["turns"][1]["written"] = "````\n<b>"
+    with Report(ReportConfig(console="plain"), folder, num_steps=1, active=True) as report:
+        report.step(1, {"reward/mean": 1.0}, samples=[row], histograms={})
+    (text,) = read_events(folder).Tensors("samples/text_summary")
+    words = text.tensor_proto.string_val[0].decode()
+    assert "#### Turn 1: 58 tokens read, 101 written, reward 0\n" in words
+    assert "#### Turn 2: 43 tokens read, 20 written, reward 1\n" in words
+    assert "**calls** `` look`up` # Heading ``" in words and "\n# Heading" not in words
+    assert "**wrote**\n\n`````\n````\n<b>\n`````" in words
+    assert "**metric** ` lookups ` 1" in words

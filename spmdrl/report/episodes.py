@@ -1,0 +1,227 @@
+"""The episodes of a step as one HTML page that needs nothing else: no server, no network.
+
+The page is `page/episodes.html` with its style sheet and its program in place. The data are JSON in a block that is no
+program, and the program puts them into the page as text only. A content security policy admits that one program by its
+digest, so nothing that a policy or an environment writes can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.conversation import Message, Observation
+from spmdrl.report.pieces import TokenTexts, Writer, writers_of_context
+from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Trajectory, Turn
+
+Said = Sequence[tuple[str, Writer]]  # texts in the order of a conversation, and who wrote them
+
+_DIGITS = 6  # of a log-probability in nats, after the point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A rollout to show."""
+
+    rollout: Rollout
+    outcome: RewardOutcome
+    # Of each trajectory: the trainer's log-probability minus the engine's for each of its n tokens, in nats, nan where
+    # there is none; None where the run kept none.
+    mismatch: Sequence[Sequence[float] | None]
+
+
+class _Vocabulary:
+    """Tokens as the page's data have them. Each text is written once, and tokens refer to it by its place."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts = TokenTexts(tokenizer)
+        self._special = set(tokenizer.all_special_ids)
+        self._place_of: dict[str, int] = {}
+
+    @property
+    def strings(self) -> list[str]:
+        """The texts, in their places."""
+        return list(self._place_of)
+
+    def tokens(self, token_ids: Sequence[int], pieces: Sequence[str]) -> dict[str, Any]:
+        """Describe tokens, whose texts are the pieces."""
+        return {
+            "ids": list(token_ids),
+            "pieces": [self._place_of.setdefault(piece, len(self._place_of)) for piece in pieces],
+            "special": [place for place, token in enumerate(token_ids) if token in self._special],
+        }
+
+
+def episodes_page(
+    episodes: Iterable[Episode], tokenizer: PreTrainedTokenizerBase, *, run: str, step: int, shows_mismatch: bool
+) -> str:
+    """Write the page. `shows_mismatch` is False when the run kept no log-probabilities of the trainer."""
+    vocabulary = _Vocabulary(tokenizer)
+    groups: dict[int, dict[str, Any]] = {}
+    for episode in sorted(episodes, key=lambda one: (one.rollout.prompt.prompt_id, one.rollout.sample_index)):
+        prompt = episode.rollout.prompt
+        group = groups.setdefault(
+            prompt.prompt_id,
+            {
+                "prompt_id": prompt.prompt_id,
+                "task": prompt.task,
+                "prompt": _question(prompt),
+                "answer": prompt.answer,
+                "rollouts": [],
+            },
+        )
+        group["rollouts"].append(_rollout(episode, vocabulary))
+    data = {
+        "run": run,
+        "step": step,
+        "shows_mismatch": shows_mismatch,
+        "groups": list(groups.values()),
+        "strings": vocabulary.strings,
+    }
+    return _assembled(data, title=f"{run}, step {step}")
+
+
+def _question(prompt: Prompt) -> str:
+    """The prompt in short: its last message, or all of it where there are none."""
+    texts = _texts(prompt.messages[-1:])
+    return " ".join(texts) or prompt.text
+
+
+def _rollout(episode: Episode, vocabulary: _Vocabulary) -> dict[str, Any]:
+    rollout, outcome = episode.rollout, episode.outcome
+    trajectories = zip(rollout.trajectories, episode.mismatch, strict=True)
+    # A later trajectory begins with the conversation so far.
+    said = [*_by("prompt", rollout.prompt.messages), *_said(rollout.greeting)]
+    shown = []
+    for trajectory, mismatch in trajectories:
+        shown.append(_trajectory(trajectory, mismatch, said, vocabulary))
+        for turn in trajectory.turns:
+            said += [(turn.action.text, "policy")] if turn.action else []
+            said += _said(turn.observation)
+    return {
+        "sample_index": rollout.sample_index,
+        "seed": str(rollout.seed),  # 63 bits are more than a number of JavaScript holds
+        "end": rollout.end,
+        "reward": outcome.reward,
+        "reward_parts": outcome.parts,
+        "reward_failure": outcome.failure,
+        "environment_failure": rollout.failure,
+        "is_trained": not (rollout.is_masked or rollout.is_baseline),
+        "is_baseline": rollout.is_baseline,
+        "num_sampled": rollout.num_sampled,
+        "trajectories": shown,
+    }
+
+
+def _trajectory(
+    trajectory: Trajectory, mismatch: Sequence[float] | None, said: Said, vocabulary: _Vocabulary
+) -> list[dict[str, Any]]:
+    """Describe the turns of a trajectory, before which this had been said."""
+    turns, begin = [], 0
+    for turn in trajectory.turns:
+        begin += len(turn.context_ids)
+        end = begin + len(turn.response.token_ids)
+        of_response = mismatch[begin:end] if mismatch is not None else ()
+        turns.append(
+            {
+                "context": _context(turn.context_ids, said, vocabulary),
+                "response": _response(turn.response, of_response, vocabulary),
+                **_turn(turn),
+            }
+        )
+        begin, said = end, _said(turn.observation)
+    return turns
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    action, observation = turn.action, turn.observation
+    return {
+        "finish_reason": turn.response.finish_reason,
+        "tool_calls": [
+            {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            for call in (action.tool_calls if action else ())
+        ],
+        "malformed": action.malformed if action else None,
+        "observation": observation
+        and {
+            "reward": observation.reward,
+            "done": observation.done,
+            "metrics": dict(observation.metrics),
+            "tool_errors": observation.tool_errors,
+        },
+    }
+
+
+def _context(token_ids: Sequence[int], said: Said, vocabulary: _Vocabulary) -> dict[str, Any]:
+    pieces = vocabulary.texts.pieces(token_ids)
+    writers = writers_of_context(pieces, said)
+    return {**vocabulary.tokens(token_ids, pieces), "writers": "".join(writer[0] for writer in writers)}
+
+
+def _said(observation: Observation | None) -> list[tuple[str, Writer]]:
+    return _by("environment", observation.messages) if observation else []
+
+
+def _by(writer: Writer, messages: Iterable[Message]) -> list[tuple[str, Writer]]:
+    return [(text, writer) for text in _texts(messages)]
+
+
+def _texts(messages: Iterable[Message]) -> list[str]:
+    """The texts in the messages, whose contents are texts or lists of parts."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents for part in ([content] if isinstance(content, str) else content or ())]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _response(response: Response, mismatch: Sequence[float], vocabulary: _Vocabulary) -> dict[str, Any]:
+    return {
+        **vocabulary.tokens(response.token_ids, vocabulary.texts.pieces(response.token_ids)),
+        "logprobs": [_number(logprob, _DIGITS) for logprob in response.logprobs],
+        "mismatch": [_number(nats, _DIGITS + 3) for nats in mismatch],
+        "spans": [[span.version, span.num_tokens] for span in response.spans],
+    }
+
+
+def _number(value: float, digits: int) -> float | None:
+    """The number as JSON can hold it."""
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _assembled(data: dict[str, Any], *, title: str) -> str:
+    """Put style, program and data into the page."""
+    folder = files("spmdrl.report") / "page"
+    page, style, program = (
+        (folder / f"episodes.{suffix}").read_text(encoding="utf-8") for suffix in ("html", "css", "js")
+    )
+    # ASCII, and without the characters that could end the block or begin a comment in it.
+    written = json.dumps(_finite(data), separators=(",", ":"))
+    for character in "<>&":
+        written = written.replace(character, f"\\u{ord(character):04x}")
+    parts = {"TITLE": html.escape(title), "STYLE": style, "PROGRAM": program, "DATA": written}
+    parts |= {"STYLE-DIGEST": _digest(style), "PROGRAM-DIGEST": _digest(program)}
+    # One pass over the page: nothing is looked for in what was put in.
+    head, *rest = page.split("{{")
+    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in rest))
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
