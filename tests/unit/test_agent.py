@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import socket
-import subprocess
-import sys
 import time
 import tomllib
 import urllib.error
@@ -148,18 +148,16 @@ def test_a_program_that_hangs_is_a_timeout_and_nothing_of_it_is_left(tmp_path: P
 
 def test_programs_die_with_the_rank(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    body = f"open({str(pids)!r}, 'w').write(str(os.getpid())); chat([user('?')])"
-    rank = tmp_path / "rank.py"
-    rank.write_text(
-        "import os, signal, sys\n"
-        "from tests.helpers.agents import START, agents\n"
-        f"client = agents({script(tmp_path, body)!r})\n"
-        "client.open(START).reset().result()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run([sys.executable, str(rank)], env={**os.environ, "PYTHONPATH": path}, check=False)
-    assert ended.returncode == -9
+    command = script(tmp_path, f"open({str(pids)!r}, 'w').write(str(os.getpid())); chat([user('?')])")
+
+    def rank() -> None:
+        agents(command).open(START).reset().result()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     wait_until(lambda: not is_alive(pids.read_text()))
 
 
@@ -481,10 +479,12 @@ def test_the_official_client_talks_calls_tools_and_streams(tmp_path: Path) -> No
         messages += [{{"role": "assistant", "content": "Very su"}}, {{"role": "user", "content": "again"}}]
 
         async def streamed():
-            async with AsyncOpenAI(max_retries=0).chat.completions.stream(messages=messages, **asked) as stream:
-                return (await stream.get_final_completion()).choices[0].message.tool_calls[0]
+            async with AsyncOpenAI(max_retries=0) as later:
+                chunks = await later.chat.completions.create(messages=messages, stream=True, **asked)
+                return [chunk.choices[0].delta.tool_calls async for chunk in chunks]
 
-        assert asyncio.run(streamed()).function.parsed_arguments is None
+        (again,), nothing = asyncio.run(streamed())
+        assert (again.index, again.id, again.function.name, nothing) == (0, "c0003x000", "add", None)
         try:
             client.embeddings.create(model="policy", input="?")
         except NotFoundError as error:
