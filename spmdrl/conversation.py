@@ -27,6 +27,9 @@ class Action:
     text: str  # without special tokens; calls that were parsed are left out
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: str | None = None  # why something that begins like a call is none
+    is_cut: bool = False  # it ends where an agent's own limit of tokens was reached
+    num_context_tokens: int = field(default=0, compare=False)  # before the response
+    num_tokens: int = field(default=0, compare=False)  # in the response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,10 @@ class Observation:
     metrics: Mapping[str, float] = field(default_factory=dict)  # averaged over episodes: environment/NAME
     tool_errors: int = 0  # calls that failed
     state: str | None = None  # names the state, for step groups; None: the messages do
+    # What follows is for agents, which say with each call what the conversation is.
+    branch: tuple[int, int] | None = None  # the messages follow this trajectory's first so many turns; None: the last
+    tools: tuple[dict[str, Any], ...] | None = None  # schemas of what can be called from now on; None: as for everyone
+    max_tokens: int | None = None  # of the next response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

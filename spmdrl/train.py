@@ -19,7 +19,7 @@ run `rollout/serve.py`, and the loop here sees a sampler whose engines are elsew
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from spmdrl import checkpoint
@@ -28,6 +28,7 @@ from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import start_engine
+from spmdrl.envs.open import open_environments
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
@@ -119,9 +120,20 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
+        *_environment_lines(cfg),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]
+
+
+def _environment_lines(cfg: Config) -> Iterator[str]:
+    """Yield the tools that the policy is shown, and what their sandbox cannot stop."""
+    if cfg.environment is None:
+        return
+    with open_environments(cfg.environment) as environments:
+        names = ", ".join(tool["function"]["name"] for tool in environments.tools) or "none"
+        yield f'environment "{cfg.environment.source.kind}", reset with the first prompt; tools: {names}'
+        yield from (f"environment.sandbox: {sentence}" for sentence in environments.unprotected)
 
 
 def _switches(cfg: Config) -> Sequence[str]:

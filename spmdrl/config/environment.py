@@ -88,13 +88,29 @@ class OpenEnvEnvironment(Section):
     """Name of the action's field that gets the response's text."""
 
 
+class AgentEnvironment(Section):
+    kind: Literal["agent"]
+    """A program of yours that calls the policy through an OpenAI-compatible server; each run of it is an episode. It
+    needs `pip install "spmdrl[endpoint]"`. See `docs/environments.md`."""
+    command: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """The program with its arguments. It runs in a temporary directory, so arguments that name a file become absolute
+    paths; `{prompt}` becomes the prompt's text."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the server on 127.0.0.1. 0 takes any free one, which several engines on one machine need."""
+    max_open: Count = 32
+    """Runs of the program on each rank at once; other episodes begin later."""
+    gives_answer: bool = False
+    """Let the program read the reference answer, to reward itself."""
+
+
 EnvironmentSource = Annotated[
     ToolsEnvironment
     | ClassEnvironment
     | TrlEnvironment
     | GymnasiumEnvironment
     | ReasoningGymEnvironment
-    | OpenEnvEnvironment,
+    | OpenEnvEnvironment
+    | AgentEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -128,6 +144,11 @@ class EnvironmentConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     """Permissions of the environment processes."""
 
+    @property
+    def max_open(self) -> int | None:
+        """The episodes that a rank may have open at once; None without a limit."""
+        return self.source.max_open if isinstance(self.source, AgentEnvironment) else None
+
 
 @rule(EnvironmentConfig)
 def programs_end_before_the_step(environment: EnvironmentConfig) -> Iterator[str]:
@@ -152,8 +173,17 @@ def programs_need_a_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
 
 @rule(EnvironmentConfig)
 def connections_need_no_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
-    if environment.sandbox.mode != "off" and isinstance(environment.source, OpenEnvEnvironment):
+    if environment.sandbox.mode != "off" and isinstance(environment.source, OpenEnvEnvironment | AgentEnvironment):
         yield (
-            f'source.kind = "openenv" opens connections, which sandbox.mode = "{environment.sandbox.mode}" does not '
-            'let it; set sandbox.mode = "off"'
+            f'source.kind = "{environment.source.kind}" opens connections, which sandbox.mode = '
+            f'"{environment.sandbox.mode}" does not let it; set sandbox.mode = "off"'
+        )
+
+
+@rule(EnvironmentConfig)
+def agents_keep_their_own_history(environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.history == "template" and isinstance(environment.source, AgentEnvironment):
+        yield (
+            'history = "template" renders conversations anew, but with source.kind = "agent" each call says what the '
+            'conversation is; set history = "append"'
         )

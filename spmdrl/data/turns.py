@@ -19,6 +19,7 @@ from spmdrl.data.plain_text import PlainText, free_characters, texts_in, unescap
 from spmdrl.data.tokenizer import Messages, TemplateRefusal, encode_prompt, render, uses_template
 from spmdrl.types import UserError
 
+_MAX_OTHERS = 64  # sets of tools beside the environment's own
 _QUESTION: Message = {"role": "user", "content": "question"}
 _ANSWER: Message = {"role": "assistant", "content": "answer"}
 _OTHER_TEMPLATE = "put another chat_template.jinja into model.path"
@@ -58,6 +59,18 @@ class TurnEncoder:
         self._plain = PlainText(tokenizer)
         self._surroundings = f"{tokenizer.chat_template}{json.dumps(self._tools, ensure_ascii=False)}"
         self._name = f"the chat template of {tokenizer.name_or_path}"
+        self._others: dict[str, TurnEncoder] = {}  # by their tools, as JSON
+
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> TurnEncoder:
+        """Return an encoder for other tools, which an agent may bring along."""
+        name = json.dumps(list(tools))
+        if name not in self._others:
+            if len(self._others) >= _MAX_OTHERS:  # the oldest goes
+                del self._others[next(iter(self._others))]
+            self._others[name] = TurnEncoder(
+                self._tokenizer, chat_template=self._chat_template, tools=tools, stop_token_ids=self._stops
+            )
+        return self._others[name]
 
     def first(self, messages: str | Messages) -> tuple[tuple[int, ...], str]:
         """Return a prompt's token ids and their text, with the tools and the generation prompt, as `encode_prompt`."""

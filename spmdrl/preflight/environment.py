@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config, Section, SftConfig
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.envs.client import EnvironmentClient
+from spmdrl.envs.open import Environments, open_environments
 from spmdrl.rollout.episode import start_of
 from spmdrl.rollout.world import parser_problems
 
@@ -21,7 +21,7 @@ from spmdrl.rollout.world import parser_problems
 class TriedEnvironment:
     """The environment of a run, open as long as it is being checked."""
 
-    client: EnvironmentClient | None = None  # None: the run has none
+    client: Environments | None = None  # None: the run has none
     tools: Sequence[dict[str, Any]] = ()  # schemas of what the policy can call
 
 
@@ -30,7 +30,7 @@ def open_environment(cfg: Config | SftConfig, exits: ExitStack) -> TriedEnvironm
     if isinstance(cfg, SftConfig) or cfg.environment is None or cfg.debug.load_rollouts is not None:
         return TriedEnvironment()
     _require_settings(cfg.environment)
-    client = exits.enter_context(EnvironmentClient(cfg.environment))
+    client = exits.enter_context(open_environments(cfg.environment))
     return TriedEnvironment(client, client.tools)
 
 
@@ -60,8 +60,7 @@ def environment_problems(
     (prompt,) = prompts.take(0, 1)
     greeting = environment.client.check(start_of(prompt, cfg.run.seed))
     roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}
-    answers = "tool" if environment.tools else "user"
-    encoder = TurnEncoder(
-        tokenizer, chat_template=cfg.data.chat_template, tools=environment.tools, stop_token_ids=stop_token_ids
-    )
+    tools = environment.tools if greeting.tools is None else greeting.tools
+    answers = "tool" if tools else "user"
+    encoder = TurnEncoder(tokenizer, chat_template=cfg.data.chat_template, tools=tools, stop_token_ids=stop_token_ids)
     yield from encoder.problems({*(roles & {"system"}), answers}, history=cfg.environment.history)

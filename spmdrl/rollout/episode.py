@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.data.turns import TurnEncoder, message_of
-from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
+from spmdrl.envs.open import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn, UserError
@@ -42,12 +42,12 @@ class World:
     """The parts that the episodes of a run share: environments, and the translation between these and the policy."""
 
     cfg: EnvironmentConfig
-    client: EnvironmentClient
+    client: Environments
     encoder: TurnEncoder
     action_of: Callable[[tuple[int, ...]], Action]  # reads a response
     run_seed: int
 
-    def open(self, episode: Episode) -> OpenEnvironment:
+    def open(self, episode: Episode) -> OpenEpisode:
         """Open the episode's environment; it repeats what the episode has seen of it before it goes on."""
         history = [
             (turn.action, turn.observation)
@@ -75,7 +75,7 @@ class Episode:
     end: EpisodeEnd = "abort"
     failure: str | None = None
     awaited: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
-    _environment: OpenEnvironment | None = None
+    _environment: OpenEpisode | None = None
     _began: float = 0.0  # by the monotonic clock; when it went on, in the step that it goes on in
 
     @property
@@ -127,7 +127,7 @@ class Episode:
         reason = self.response.finish_reason
         if reason == "abort":
             return
-        if self.world is None or reason == "length":
+        if self.world is None or (reason == "length" and not self._is_long_enough):
             self._finish_turn(None, None)
             self._finish("context" if self._fills_context(reason) else reason)
         else:
@@ -178,13 +178,25 @@ class Episode:
         return Trajectory(turns=turns).token_ids
 
     def _act(self) -> None:
-        assert self.world is not None and self._environment is not None
-        self.awaited = self._environment.step(self.world.action_of(self.response.token_ids))
+        assert self._environment is not None
+        self.awaited = self._environment.step(self._action())
+
+    def _action(self) -> Action:
+        """The response as its environment reads it."""
+        assert self.world is not None and self.context_ids is not None
+        return dataclasses.replace(
+            self.world.action_of(self.response.token_ids),
+            is_cut=self.response.finish_reason == "length",
+            num_context_tokens=len(self._token_ids) + len(self.context_ids),
+            num_tokens=len(self.response.token_ids),
+        )
 
     def _welcome(self, greeting: Observation) -> None:
         self.greeting = greeting
         if greeting.done:
             self._fail(EnvironmentFailure(kind="error", reason="the environment was over after its reset"))
+        elif greeting.branch is not None:
+            self._branch(greeting.branch, greeting)
         elif greeting.messages:
             self._begin_turn(self._greeted(greeting.messages))
         else:
@@ -195,15 +207,14 @@ class Episode:
         assert self.world is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
             return self.prompt.token_ids + self.world.encoder.appended(messages, after=())
-        return self._rendered(self._opening())
+        return self._rendered(self._opening(), self.world.encoder)
 
     def _go_on(self, observation: Observation) -> None:
-        assert self.world is not None
-        self._finish_turn(self.world.action_of(self.response.token_ids), observation)
+        self._finish_turn(self._action(), observation)
         if (end := self._end_after(observation)) is not None:
             self._finish(end)
         else:
-            self._read(observation.messages)
+            self._read(observation)
 
     def _end_after(self, observation: Observation) -> EpisodeEnd | None:
         assert self.world is not None
@@ -215,19 +226,39 @@ class Episode:
             return "episode_timeout"
         return None
 
-    def _read(self, messages: tuple[Message, ...]) -> None:
+    def _read(self, observation: Observation) -> None:
         """Let the policy read what the environment said."""
         assert self.world is not None
-        encoder, so_far = self.world.encoder, self._token_ids
-        if self.world.cfg.history == "append" or not self.prompt.messages:
-            self._begin_turn(encoder.appended(messages, after=self.turns[-1].response.token_ids))
+        if observation.branch is not None:
+            self._branch(observation.branch, observation)
             return
-        rendered = self._rendered(self._conversation())
+        encoder, so_far = self._encoder(observation), self._token_ids
+        if self.world.cfg.history == "append" or not self.prompt.messages:
+            self._begin_turn(encoder.appended(observation.messages, after=self.turns[-1].response.token_ids))
+            return
+        rendered = self._rendered(self._conversation(), encoder)
         if rendered[: len(so_far)] == so_far:
             self._begin_turn(rendered[len(so_far) :])
         else:  # the template has rewritten what came before
             self.trajectories = (*self.trajectories, ())
             self._begin_turn(rendered)
+
+    def _branch(self, branch: tuple[int, int], observation: Observation) -> None:
+        """Begin a trajectory with the first turns of another, as they are, or with none."""
+        index, num_turns = branch
+        kept = self.trajectories[index][:num_turns]
+        encoder = self._encoder(observation)
+        if kept:
+            said = encoder.appended(observation.messages, after=kept[-1].response.token_ids)
+        else:
+            said = self._rendered(observation.messages, encoder)
+        if self.trajectories[-1]:
+            self.trajectories = (*self.trajectories, ())
+        self._begin_turn(Trajectory(turns=kept).token_ids + said)
+
+    def _encoder(self, observation: Observation) -> TurnEncoder:
+        assert self.world is not None
+        return self.world.encoder if observation.tools is None else self.world.encoder.with_tools(observation.tools)
 
     def _begin_turn(self, context_ids: tuple[int, ...]) -> None:
         self.context_ids = context_ids
@@ -252,12 +283,11 @@ class Episode:
             return [*own, last | {"content": f"{last['content']}{first['content']}"}, *greeting]
         return [*own, *greeting]
 
-    def _rendered(self, messages: list[Message]) -> tuple[int, ...]:
+    def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> tuple[int, ...]:
         """Render a conversation; only messages that are wholly the prompt's may spell control tokens."""
-        assert self.world is not None
         pairs = zip(messages, self.prompt.messages, strict=False)
         num_own = sum(message == own for message, own in pairs)
-        return self.world.encoder.rendered(messages, num_prompt_messages=num_own)
+        return encoder.rendered(messages, num_prompt_messages=num_own)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:
         """Tokens that fit into the trajectory after these: everything after the prompt counts."""
@@ -265,9 +295,20 @@ class Episode:
         return self.sampling.max_response_tokens - after_prompt
 
     def _response_limit(self, context_ids: tuple[int, ...]) -> int:
-        limit = self.world.cfg.max_turn_tokens if self.world is not None else None
-        room = self._room(context_ids)
-        return room if limit is None else min(room, limit)
+        limits = [self._room(context_ids), self._asked_tokens]
+        limits.append(self.world.cfg.max_turn_tokens if self.world is not None else None)
+        return min(limit for limit in limits if limit is not None)
+
+    @property
+    def _asked_tokens(self) -> int | None:
+        """The limit of the next response that an agent has asked for."""
+        last = self.turns[-1].observation if self.turns else self.greeting
+        return last.max_tokens if last is not None else None
+
+    @property
+    def _is_long_enough(self) -> bool:
+        """True when the response was cut where an agent wanted it: that does not end the episode."""
+        return self._asked_tokens is not None and len(self.response.token_ids) >= self._asked_tokens
 
     def _fills_context(self, reason: str) -> bool:
         """Return True when a response was cut short because the trajectory is full, and not by its own limit."""
@@ -283,8 +324,7 @@ class Episode:
 
     def _fail(self, failure: EnvironmentFailure) -> None:
         if self.context_ids is not None:  # the policy has acted, and that is kept
-            assert self.world is not None
-            self._finish_turn(self.world.action_of(self.response.token_ids), None)
+            self._finish_turn(self._action(), None)
         self.failure = failure.reason
         self._finish("step_timeout" if failure.kind == "timeout" else "environment_error")
 

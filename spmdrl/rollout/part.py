@@ -41,6 +41,7 @@ class CollectionRules:
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
     in_order: bool = False  # nothing depends on how long environments take
+    max_open: int | None = None  # episodes of an engine that are open at once
 
     @property
     def can_be_stale(self) -> bool:
@@ -65,6 +66,7 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         steps_ahead=plan.steps_ahead,
         with_baseline=cfg.advantage.compares_with_greedy,
         in_order=cfg.run.deterministic,
+        max_open=cfg.environment.max_open if cfg.environment else None,
     )
 
 
@@ -120,7 +122,7 @@ class EnginePart:
         self.num_opened = self.tickets_end = 0
         self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
-        self._scheduler = Scheduler(place.engine, in_order=rules.in_order)
+        self._scheduler = Scheduler(place.engine, in_order=rules.in_order, max_open=rules.max_open)
         self._tickets, self._open_group = tickets, open_group
         # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
         # The engine asks for requests only as it has room. But an engine with room for every group would take all

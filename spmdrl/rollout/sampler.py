@@ -11,7 +11,7 @@ from spmdrl.config import Config, RefitConfig
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.envs.client import EnvironmentClient
+from spmdrl.envs.open import open_environments
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import World
@@ -125,7 +125,7 @@ class LocalSampler(Sampler):
 def _open_world(run: Launch[Config]) -> World | None:
     if run.cfg.environment is None:
         return None
-    client = run.enter(EnvironmentClient(run.cfg.environment))
+    client = run.enter(open_environments(run.cfg.environment))
     return open_world(run.cfg, client, run.inputs.tokenizer, run.inputs.stop_token_ids)
 
 

@@ -75,4 +75,7 @@ def observation_as_json(observation: Observation | None) -> dict[str, Any] | Non
 
 def observation_from_json(saved: Mapping[str, Any] | None) -> Observation | None:
     """Restore an observation."""
-    return None if saved is None else Observation(**{**saved, "messages": tuple(saved["messages"])})
+    if saved is None:
+        return None
+    lists = {name: tuple(saved[name]) for name in ("messages", "branch", "tools") if saved[name] is not None}
+    return Observation(**{**saved, **lists})

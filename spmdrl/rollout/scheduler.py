@@ -27,10 +27,11 @@ Wait = Callable[[Collection["Future[Any]"]], None]
 class Scheduler:
     """One engine's episodes."""
 
-    def __init__(self, engine: RolloutEngine, *, in_order: bool = False) -> None:
-        """With `in_order`, all environments that were asked are waited for each time the engine asks for requests, so
-        that which requests run together does not depend on how long an environment takes."""
-        self._engine, self._in_order = engine, in_order
+    def __init__(self, engine: RolloutEngine, *, in_order: bool = False, max_open: int | None = None) -> None:
+        """At most `max_open` episodes have begun and not finished. With `in_order`, all environments that were asked
+        are waited for each time the engine asks for requests, so that which requests run together does not depend on
+        how long an environment takes."""
+        self._engine, self._in_order, self._max_open = engine, in_order, max_open
         self._requested: list[Episode] = []  # the episode of each request, by place
         self._waiting: list[Episode] = []  # for their environments, in the order in which these were asked
         self._is_stopped = False
@@ -68,7 +69,7 @@ class Scheduler:
         while not self._is_stopped:
             if (episode := self._take_answered()) is not None:
                 episode.take_answer()
-            elif not is_empty:
+            elif not is_empty and not self._is_full:
                 try:
                     episode = next(new)
                 except StopIteration:
@@ -91,6 +92,10 @@ class Scheduler:
                 self._requested.append(episode)
                 self.num_running += 1
                 yield episode.request()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_open is not None and self.num_running + len(self._waiting) >= self._max_open
 
     def _take_answered(self) -> Episode | None:
         """Take an episode that its environment has answered."""
@@ -131,7 +136,10 @@ def sample(
         for prompt in (prompts if engine.leads else ())
     )
     episodes = (episode for group in groups for episode in group.episodes)
-    Scheduler(engine, in_order=in_order).run(episodes, lambda episode: results.append(each(episode.rollout())))
+    max_open = world.cfg.max_open if world is not None else None
+    Scheduler(engine, in_order=in_order, max_open=max_open).run(
+        episodes, lambda episode: results.append(each(episode.rollout()))
+    )
     return results
 
 

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.data.tool_calls import Parser, action_of, parse
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.envs.client import EnvironmentClient
+from spmdrl.envs.open import Environments
 from spmdrl.rollout.episode import World
 
 FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang
 
 
 def open_world(
-    cfg: Config, client: EnvironmentClient, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int]
+    cfg: Config, client: Environments, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int]
 ) -> World:
     """Put together what episodes share; `client` has the environments."""
     assert cfg.environment is not None

@@ -17,7 +17,7 @@ from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.envs.client import EnvironmentClient
+from spmdrl.envs.open import open_environments
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
@@ -53,7 +53,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
     with RewardClient(cfg.reward, held_out.tokenizer) as rewards, ExitStack() as exits:
         world = None
         if cfg.environment is not None:
-            client = exits.enter_context(EnvironmentClient(cfg.environment))
+            client = exits.enter_context(open_environments(cfg.environment))
             world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids)
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         pending = sample(

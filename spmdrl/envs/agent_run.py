@@ -1,0 +1,217 @@
+"""One episode of an agent: a run of its command, whose calls are observations and whose answers are actions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spmdrl.conversation import Action, EpisodeStart, Message, Observation
+from spmdrl.envs.agent_calls import Call, Reply
+from spmdrl.envs.agent_process import AgentProcess
+from spmdrl.envs.branches import Branches
+from spmdrl.envs.endpoint import Endpoint, EpisodeEnded
+from spmdrl.envs.observations import to_json
+from spmdrl.envs.protocol import Answer, EnvironmentFailure
+
+Log = Sequence[tuple[Action | None, Observation]]  # of an episode: the reset, which has no action, and the steps
+Waiting = tuple[Call, "asyncio.Future[Reply]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """The parts that all runs share."""
+
+    endpoint: Endpoint
+    command: tuple[str, ...]
+    variables: Mapping[str, str]  # of its environment
+    gives_answer: bool
+    limit_s: float  # between an answer and the next call
+    max_characters: int  # of a message
+
+
+class AgentRun:
+    """One run. Everything about it happens in the loop of the endpoint; its calls are answered one after another."""
+
+    def __init__(self, agent: Agent, start: EpisodeStart, log: Log) -> None:
+        """With a log it begins by repeating that; what it then says must be the same."""
+        self._agent, self._start, self._log = agent, start, log
+        self._process: AgentProcess | None = None
+        self._key: str | None = None
+        self._calls: asyncio.Queue[Waiting] = asyncio.Queue()
+        self._open_call: Waiting | None = None  # the one that the policy is answering
+        self._branches = Branches()
+        self._num_replies = 0
+        self._reward = 0.0  # since the last observation
+        self._metrics: dict[str, float] = {}
+        self._num_malformed = 0
+        self._failure: EnvironmentFailure | None = None  # all answers from then on
+        self._is_closed = False
+
+    # What the episode asks
+
+    async def ask(self, action: Action | None) -> Answer:
+        """Give the policy's action, None for the reset, and return what the agent then says, or why it has failed."""
+        if self._failure is None and self._process is None:
+            self._failure = await self._repeat()
+        if self._failure is None:
+            answer = await self._observe(action)
+            if isinstance(answer, Observation):
+                return answer
+            self._failure = answer
+        return self._failure
+
+    async def _repeat(self) -> EnvironmentFailure | None:
+        """Start the command, and go through the log."""
+        try:
+            await self._begin()
+        except OSError as error:
+            return _failure(f"the agent cannot be started: {error.strerror}")
+        for earlier, said in self._log:
+            again = await self._observe(earlier)
+            if isinstance(again, EnvironmentFailure):
+                return again
+            if not _is_same(again, said):
+                return _failure("the agent does not repeat itself: run again, it made another call")
+        return None
+
+    async def close(self) -> None:
+        """End the run, if it has not ended."""
+        self._is_closed = True
+        self._hang_up()
+        if self._process is not None:
+            await self._process.close()
+
+    # What the endpoint asks
+
+    async def answer(self, call: Call) -> Reply:
+        """Return the policy's answer to a call. Raises EpisodeEnded."""
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((call, reply))
+        return await reply
+
+    def refuse(self) -> None:
+        """Count a call that cannot be answered."""
+        self._num_malformed += 1
+
+    def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """Add to the reward of the last response."""
+        self._reward += reward
+        self._metrics |= metrics
+
+    async def _begin(self) -> None:
+        """Start the command. Raises OSError."""
+        agent = self._agent
+        self._key = agent.endpoint.admit(self)
+        variables = {"OPENAI_BASE_URL": agent.endpoint.url, "OPENAI_API_KEY": self._key}
+        self._process = await AgentProcess.start(
+            agent.command, {**agent.variables, **variables}, self._start, gives_answer=agent.gives_answer
+        )
+        if self._is_closed:  # meanwhile
+            await self.close()
+
+    async def _observe(self, action: Action | None) -> Answer:
+        """Answer the open call, and wait for the next one or for the end."""
+        if action is not None:
+            self._reply(action)
+        try:
+            async with asyncio.timeout(self._agent.limit_s):
+                call = await self._next_call()
+        except TimeoutError:
+            return EnvironmentFailure(kind="timeout", reason="timeout")
+        if call is None:
+            return self._ended(is_reset=action is None)
+        place = self._branches.place(call)
+        return Observation(
+            messages=tuple(self._cut(message) for message in place.messages),
+            # A reward before the first response has none to belong to; the first step takes it.
+            reward=0.0 if action is None else self._take_reward(),
+            branch=place.branch,
+            tools=call.tools,
+            max_tokens=call.max_tokens,
+        )
+
+    def _reply(self, action: Action) -> None:
+        assert self._open_call is not None, "an action answers a call"
+        call, waiting = self._open_call
+        reply = Reply(number=self._num_replies, action=call.cut(action))
+        self._branches.add(reply.action)
+        self._num_replies += 1
+        self._open_call = None
+        while waiting.done() and not self._calls.empty():  # the agent has hung up, perhaps to call again
+            again, waiting = self._calls.get_nowait()
+            if again != call:
+                self._calls.put_nowait((again, waiting))
+                return
+        if not waiting.done():
+            waiting.set_result(reply)
+
+    async def _next_call(self) -> Call | None:
+        """Wait for the next call of which the agent still awaits the answer; None when the command has ended."""
+        assert self._process is not None
+        while True:
+            arriving = asyncio.ensure_future(self._calls.get())
+            try:
+                await asyncio.wait({arriving, self._process.ended}, return_when=asyncio.FIRST_COMPLETED)
+                if self._process.ended.done():
+                    return None
+                self._open_call = arriving.result()
+            finally:
+                arriving.cancel()
+            call, reply = self._open_call
+            if not reply.done():
+                return call
+
+    def _ended(self, *, is_reset: bool) -> Answer:
+        """Return what the command's end means."""
+        assert self._process is not None
+        self._hang_up()
+        code, printed = self._process.ended.result(), self._process.last_lines()
+        if self._is_closed:
+            return _failure("closed")
+        if code != 0:
+            last = f": {printed.splitlines()[-1]}" if printed else ""
+            return _failure(f"the agent ended with exit code {code}{last}", printed)
+        if is_reset:
+            return _failure("the agent ended without a call of the policy", printed)
+        return Observation(reward=self._take_reward(), done=True, metrics=self._metrics | self._counts())
+
+    def _counts(self) -> dict[str, float]:
+        """The calls that were refused: this run's own, and those with no open key since an episode last ended."""
+        endpoint = self._agent.endpoint
+        refused, endpoint.num_refused = endpoint.num_refused, 0
+        return {"malformed_calls": self._num_malformed, "refused_calls": refused}
+
+    def _take_reward(self) -> float:
+        reward, self._reward = self._reward, 0.0
+        return reward
+
+    def _cut(self, message: Message) -> Message:
+        """Cut a long text that is not the agent's own instructions."""
+        if message["role"] == "system":
+            return message
+        written = to_json(Observation(messages=(message,)), self._agent.max_characters)
+        return dict(written["messages"][0])
+
+    def _hang_up(self) -> None:
+        """Refuse the calls that wait, and those that come."""
+        if self._key is not None:
+            self._agent.endpoint.dismiss(self._key)
+        waiting = [self._open_call] if self._open_call is not None else []
+        while not self._calls.empty():
+            waiting.append(self._calls.get_nowait())
+        for _, reply in waiting:
+            if not reply.done():
+                reply.set_exception(EpisodeEnded())
+
+
+def _failure(reason: str, printed: str = "") -> EnvironmentFailure:
+    return EnvironmentFailure(kind="error", reason=reason, traceback=printed)
+
+
+def _is_same(one: Answer, other: Observation) -> bool:
+    """Compare all but metrics, such as a duration."""
+    return isinstance(one, Observation) and dataclasses.replace(one, metrics={}) == dataclasses.replace(
+        other, metrics={}
+    )

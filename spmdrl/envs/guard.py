@@ -1,0 +1,70 @@
+"""Guard of one agent: starts its command, and ends whatever that has started when it ends or is to end.
+
+    python guard.py PID COMMAND...      PID is the rank's: when the rank dies, so do the command and its descendants
+
+It runs as a program of its own, so it imports nothing beyond Python. Its exit code is the command's, 128 plus the
+number after a signal, and 127 when the command cannot be started. SIGTERM ends it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CHILDREN = "/proc/thread-self/children"
+
+
+def main(rank: int, command: list[str]) -> int:
+    """Run the command to its end; returns its exit code."""
+    # Until the command's process id is known, nothing could be ended.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        library.prctl(
+            _PR_SET_CHILD_SUBREAPER, 1
+        )  # orphans, also those with a session of their own, become our children
+    if os.getppid() != rank:
+        return 128 + signal.SIGTERM
+    try:
+        child = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigmask=[])
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    signal.signal(signal.SIGTERM, lambda *_: _kill_group(child))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    # Its id cannot belong to another process before `waitpid` has collected it.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _kill_group(child)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _kill_children()
+    return code if code >= 0 else 128 - code
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when all in it have ended
+        os.killpg(group, signal.SIGKILL)
+
+
+def _kill_children() -> None:
+    """Kill what has left the group. The children of those who die become ours, until there are none."""
+    with contextlib.suppress(FileNotFoundError):  # the system does not list children
+        while children := _children():
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            for child in children:
+                os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    with open(_CHILDREN, encoding="ascii") as listed:
+        return [int(child) for child in listed.read().split()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
