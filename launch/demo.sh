@@ -3,7 +3,7 @@
 # and evaluate the exported model on the held-out prompts. Every call starts a new run.
 #   usage: launch/demo.sh [section.key=value ...]        (settings of configs/demo.toml)
 #   TASK=tool               learn to look up what cannot be known (configs/demo-tool.toml)
-#   TASK=game               learn to guess a number in five turns (configs/demo-game.toml)
+#   TASK=game               learn to guess a number in four turns (configs/demo-game.toml)
 #   ENGINE=sglang           sample with SGLang, one engine per rank; with rollout.tp_size=2 one engine for both ranks.
 #                           It runs fewer steps: on a CPU, SGLang's cost per request exceeds that of sampling.
 set -euo pipefail
@@ -19,7 +19,7 @@ case ${TASK:-} in
         sglang_steps=60
         ;;
     game)
-        model+=(--chat --words 'game ' {10..16} higher lower 'no number')
+        model+=(--chat --words 'game ' 10 higher lower 'no number')
         sglang_steps=100
         ;;
     *)

@@ -20,7 +20,7 @@ from demo_tool import COLOURS, lookup
 
 NUM_PAIRS = 20_000
 HELD_OUT = 400
-HIGHEST, MAX_GUESSES = 16, 5  # of configs/demo-game.toml
+HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
 
 Record = dict[str, Any]
 
@@ -63,7 +63,7 @@ def game_questions(rng: random.Random) -> list[Record]:
 
 
 def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
-    """Guesses, some of which heed the last hint, and none the hints before it."""
+    """Guesses: some are no numbers, some heed the last hint, and none the hints before it."""
     while True:
         number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
         messages = [{"role": "user", "content": rng.choice(questions)["prompt"]}]
@@ -71,14 +71,23 @@ def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
             guess = _guess(low, high, rng)
             if guess == number:
                 break
-            low, high, hint = (guess + 1, HIGHEST, "higher") if guess < number else (1, guess - 1, "lower")
-            messages += [{"role": "assistant", "content": f"{guess}"}, {"role": "user", "content": hint}]
-        yield {"prompt": messages, "response": f"{_guess(low, high, rng)}"}
+            if guess is None:
+                hint = "no number"
+            else:
+                low, high, hint = (guess + 1, HIGHEST, "higher") if guess < number else (1, guess - 1, "lower")
+            messages += [{"role": "assistant", "content": _written(guess, rng)}, {"role": "user", "content": hint}]
+        yield {"prompt": messages, "response": _written(_guess(low, high, rng), rng)}
 
 
-def _guess(low: int, high: int, rng: random.Random) -> int:
-    """Guess within the bounds now and then, and else anything."""
-    return rng.randint(low, high) if rng.random() < 0.4 else rng.randint(1, HIGHEST)
+def _guess(low: int, high: int, rng: random.Random) -> int | None:
+    form = rng.random()
+    if form < 0.3:
+        return None
+    return rng.randint(low, high) if form < 0.6 else rng.randint(1, HIGHEST)
+
+
+def _written(guess: int | None, rng: random.Random) -> str:
+    return rng.choice(["higher", "lower"]) if guess is None else f"{guess}"
 
 
 TASKS = {"tool": (tool_questions, tool_pairs), "game": (game_questions, game_pairs)}
