@@ -58,8 +58,8 @@ MISTAKES = [('"}}', '"}'), ("</tool_call>", ""), ("key", "name")]
 
 def game_questions(rng: random.Random) -> list[Record]:
     """Names of games, which say nothing about their numbers."""
-    names = {"".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(4000)}
-    return [{"prompt": f"game {name}"} for name in sorted(names, key=lambda name: rng.random())]
+    names = dict.fromkeys("".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(4000))
+    return [{"prompt": f"game {name}"} for name in names]
 
 
 def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
@@ -80,6 +80,7 @@ def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
 
 
 def _guess(low: int, high: int, rng: random.Random) -> int | None:
+    """Guess within the bounds, or anything, or no number."""
     form = rng.random()
     if form < 0.3:
         return None
