@@ -26,6 +26,11 @@ class Tokens:
     seqlens: list[int]
     loss_mask: Tensor
 
+    @property
+    def predicted(self) -> Tensor:
+        """The tokens whose log-probabilities are computed."""
+        return self.loss_mask
+
 
 def tokens(*seqlens: int) -> Tokens:
     positions = torch.cat([torch.arange(length) for length in seqlens])

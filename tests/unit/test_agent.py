@@ -586,7 +586,7 @@ def test_an_agent_of_a_library_runs_as_it_is(tmp_path: Path) -> None:
 
 def test_the_agent_of_the_documentation_runs(tmp_path: Path) -> None:
     pytest.importorskip("openai")
-    page = (ROOT / "docs/_agents_section.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8").split("\n## Agents\n")[1]
     settings, program = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("toml", "python"))
     command = script(tmp_path, program, prelude="")
     written = tomllib.loads(settings)

@@ -515,6 +515,10 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "environment_reward_needs_an_environment": ('reward.terms=[{kind="environment"}]',),
     "turns_fit_into_the_response": (CLASS, "environment.max_turn_tokens=3", "environment.max_turns=3"),
     "parsers_belong_to_sglang": (CLASS, "environment.tool_parser=qwen25"),
+    "agents_keep_their_own_history": (
+        'environment.source={kind="agent",command=["a"]}',
+        "environment.history=template",
+    ),
     "attempts_need_items": ('environment.source={kind="reasoning_gym"}',),
 }
 

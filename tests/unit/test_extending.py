@@ -71,7 +71,7 @@ def examples() -> list[Example]:
     found = []
     for section in SECTION.finditer("".join(page.read_text(encoding="utf-8") for page in PAGES)):
         blocks = dict(BLOCK.findall(section["body"]))
-        if blocks.keys() == {"python", "toml"}:
+        if blocks.keys() == {"python", "toml"} and FILE.search(blocks["toml"]):  # agents: tests/unit/test_agent.py
             found.append(Example(section["title"], blocks["python"], blocks["toml"], METRIC.findall(section["body"])))
     return found
 
