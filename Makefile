@@ -5,6 +5,7 @@
 #   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
+#   make demo TASK=tool                   learn to use a tool; TASK=game: to play a game of several turns
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
 #   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
 #   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
@@ -15,6 +16,7 @@ EXTRAS ?= dev
 TORCH_INDEX ?=
 ARGS ?=
 ENGINE ?=
+TASK ?=
 PARTS ?= test-unit test-spmd test-e2e
 # The oldest versions are tried with the Python of GPU machines, where there is one.
 FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON))
@@ -103,7 +105,7 @@ sglang-unless-light: $(INSTALLED)
 	@test -e $(LIGHT) || $(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
 
 demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
-	$(IN_VENV) $(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
+	$(IN_VENV) $(if $(TASK),TASK=$(TASK) )$(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
 
 test: test-unit test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
 

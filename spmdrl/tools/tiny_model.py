@@ -6,6 +6,7 @@ It needs no download, learns simple text tasks in minutes on a CPU, and runs thr
 from __future__ import annotations
 
 import argparse
+import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +17,40 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ALPHABET = string.printable.strip() + " \n"
 PAD, EOS = "<pad>", "<eos>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CALL_TOKENS = ("<tool_call>", "</tool_call>")  # not special: parsers read them
+CALL_WORDS = ('{"name": "', '", "arguments": {"', '": "', '"}}')  # what every call with one text argument is made of
+# Tools are shown as `name(parameter, ...)`: a whole schema is longer than anything else the model reads.
+CHAT_TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})"
+    "{% endfor %}<eos>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per printable ASCII character; any other character becomes <unk>."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, "<unk>", *ALPHABET])}
+def character_tokenizer(*, words: Sequence[str] = (), chat: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per printable ASCII character; any other character becomes <unk>.
+
+    Words have a token of their own too. With `chat` there are tokens of roles and tool calls, and a chat template.
+    """
+    words = [*words, *CALL_WORDS] if chat else words
+    tokens = dict.fromkeys([PAD, EOS, "<unk>", *ALPHABET, *words])  # a word may be a character
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    longest_first = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*longest_first, r"[\s\S]"])), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token="<unk>")
+    if chat:
+        fast.add_tokens(list(ROLES), special_tokens=True)
+        fast.add_tokens(list(CALL_TOKENS))
+        fast.chat_template = CHAT_TEMPLATE
+    return fast
 
 
 def save_tiny_model(
@@ -35,13 +61,16 @@ def save_tiny_model(
     head_dim: int = 32,
     max_tokens: int = 256,
     spare_tokens: int = 0,
+    words: Sequence[str] = (),
+    chat: bool = False,
     seed: int = 0,
 ) -> int:
     """Write the model and its tokenizer, and return the number of parameters.
 
-    The vocabulary has 99 tokens; unused spare tokens can make it divisible by a number of ranks.
+    The vocabulary has 99 tokens, besides words and those of a chat; unused spare tokens can make it divisible by a
+    number of ranks.
     """
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(words=words, chat=chat)
     tokenizer.add_tokens([f"<spare {number}>" for number in range(spare_tokens)])
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
@@ -74,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--spare-tokens", type=int, default=0, help="5 of them let four ranks split the vocabulary")
+    parser.add_argument("--words", nargs="+", default=[], metavar="WORD", help="texts that are one token each")
+    parser.add_argument("--chat", action="store_true", help="a chat template with tools, and its tokens")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     count = save_tiny_model(
@@ -82,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_layers=arguments.num_layers,
         max_tokens=arguments.max_tokens,
         spare_tokens=arguments.spare_tokens,
+        words=arguments.words,
+        chat=arguments.chat,
         seed=arguments.seed,
     )
     print(f"{arguments.dir}: {count:,} parameters")

@@ -1,0 +1,70 @@
+"""The demos with an environment: what `make demo TASK=...` shows, and that its files fit together."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl import sft, train
+from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import rows, sample_rows, without_curves
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("run.num_steps=1", "optim.warmup_steps=0", "rollout.prompts_per_step=8", "eval.num_prompts=8")
+
+
+def sources(table: str, path: Path, **columns: str) -> str:
+    """The setting that replaces a table's only source by a file."""
+    others = "".join(f', {name} = "{column}"' for name, column in columns.items())
+    return f'{table}.sources=[{{ kind = "jsonl", path = "{path}"{others} }}]'
+
+
+@pytest.mark.parametrize("task", ["tool", "game"])
+def test_the_files_of_a_demo_fit_together(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of the warm start, and one of what follows it, with a model whose words are characters."""
+    monkeypatch.chdir(ROOT)
+    data = tmp_path / "data"
+    subprocess.run([sys.executable, "launch/demo_data.py", task, data], check=True)
+    save_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32, max_tokens=512, chat=True)
+    answers = {} if task == "tool" else {"answer_column": ""}
+    imitate = [
+        f"configs/demo-{task}-sft.toml",
+        *(f"run.dir={tmp_path}", "run.name=sft", "run.num_steps=1", "optim.warmup_steps=0", "sft.sequences_per_step=8"),
+        *(f"model.path={tmp_path}/model", "data.max_prompt_tokens=200", "sft.max_response_tokens=80"),
+        sources("data", data / "sft.jsonl", answer_column="", response_column="response"),
+    ]
+    assert run_ranks(1, without_curves, sft.main, imitate) == [0]
+    learn = [
+        f"configs/demo-{task}.toml",
+        *(f"run.dir={tmp_path}", "run.name=rl", f"model.path={tmp_path}/sft/hf", "data.max_prompt_tokens=48"),
+        sources("data", data / "train.jsonl", **answers),
+        sources("eval", data / "held-out.jsonl", **answers),
+        *SMALL,
+    ]
+    assert run_ranks(1, without_curves, train.main, learn) == [0]
+    assert [row["step"] for row in rows(tmp_path / "rl")] == [0, 1]
+    assert sample_rows(tmp_path / "rl")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("task", ["tool", "game"])
+def test_a_tiny_model_learns_to_use_its_environment(task: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "launch/demo.sh", f"run.dir={tmp_path}", "run.name=demo"],
+        cwd=ROOT,
+        env=os.environ | {"TASK": task},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracies = [row["eval/accuracy"] for row in rows(tmp_path / "demo") if "eval/accuracy" in row]
+    assert accuracies[0] <= 0.4 and accuracies[-1] >= 0.85, accuracies
+    exported = re.search(r'^\{"eval/accuracy": ([\d.]+)', done.stdout, re.MULTILINE)
+    assert exported and float(exported[1]) == pytest.approx(accuracies[-1], abs=0.02)
