@@ -75,6 +75,7 @@ class Episode:
     end: EpisodeEnd = "abort"
     failure: str | None = None
     awaited: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
+    _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEnvironment | None = None
     _began: float = 0.0  # by the monotonic clock; when it went on, in the step that it goes on in
 
@@ -179,7 +180,8 @@ class Episode:
 
     def _act(self) -> None:
         assert self.world is not None and self._environment is not None
-        self.awaited = self._environment.step(self.world.action_of(self.response.token_ids))
+        self._action = self.world.action_of(self.response.token_ids)
+        self.awaited = self._environment.step(self._action)
 
     def _welcome(self, greeting: Observation) -> None:
         self.greeting = greeting
@@ -198,8 +200,7 @@ class Episode:
         return self._rendered(self._opening())
 
     def _go_on(self, observation: Observation) -> None:
-        assert self.world is not None
-        self._finish_turn(self.world.action_of(self.response.token_ids), observation)
+        self._finish_turn(self._action, observation)
         if (end := self._end_after(observation)) is not None:
             self._finish(end)
         else:
@@ -279,12 +280,11 @@ class Episode:
         assert self.context_ids is not None
         turn = Turn(context_ids=self.context_ids, response=self.response, action=action, observation=observation)
         self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
-        self.context_ids, self.response = None, NOT_BEGUN
+        self.context_ids, self.response, self._action = None, NOT_BEGUN, None
 
     def _fail(self, failure: EnvironmentFailure) -> None:
         if self.context_ids is not None:  # the policy has acted, and that is kept
-            assert self.world is not None
-            self._finish_turn(self.world.action_of(self.response.token_ids), None)
+            self._finish_turn(self._action, None)
         self.failure = failure.reason
         self._finish("step_timeout" if failure.kind == "timeout" else "environment_error")
 
