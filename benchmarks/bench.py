@@ -34,6 +34,11 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `copy_gb_per_s` (of a plain copy, median), `shares_of_copy` (the first over the second, N times), `digests_s` (what
   comparing them adds), or `left_out` (why); `bucket_mib`, `load_average`, `versions`. The file's own ratio is that of
   the 200m model; `notes` has the others, with their goals.
+- `episodes.py --engine torch|clock|sglang --delays-ms D ... --repeats N --threads T`: `delays_ms`, by the tool's delay:
+  `spmdrl_s` and `peer_s` (N runs each, that alternated), `ratios` (of those), `response_tokens` (of each pair),
+  `spmdrl_tokens_per_s` and `peer_tokens_per_s` (medians), `spmdrl_shares` and `peer_shares` (medians: `idle`, `waiting`
+  and `prefill` of the time, `cached` of later prompts), `episodes_of_other_tokens` (of each pair); `episodes`,
+  `max_running`, `parameters`, `load_average`, `versions`. The file's own ratio is that at 50 ms.
 - `checkpoint.py --sizes S ... --repeats N`: `sizes`, by size: `parameters`, `gb` (10^9 bytes of weights and optimizer
   state), N times each `stall_s` (what a step waits), `written_s` (until it is on disk), `torch_s` (torch's distributed
   checkpoint, waited for), `disk_s` (one file of as many bytes), `copy_s`, `work_s` and `work_while_writing_s` (a fixed

@@ -310,6 +310,38 @@ def logprob_note(output: Json) -> str:
     )
 
 
+def episodes(which: str) -> Callable[[Settings], Measurement]:
+    """Episodes with a tool of 50 ms beside a loop that waits turn by turn, on one engine, in one process."""
+
+    def measure(settings: Settings) -> Measurement:
+        options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
+        command = ["python", "benchmarks/episodes.py", "--engine", which, *options]
+        output = run(command)
+        middle = output["delays_ms"]["50"]
+        return Measurement(
+            unit="s",
+            spmdrl=middle["spmdrl_s"],
+            peer=middle["peer_s"],
+            peer_name="turn by turn",
+            commands=[" ".join(command)],
+            outputs=[output],
+            notes=[f"{delay_ms} ms: {episodes_note(found)}" for delay_ms, found in output["delays_ms"].items()],
+        )
+
+    return measure
+
+
+def episodes_note(found: Json) -> str:
+    """Tell what both loops reached with one delay."""
+    ours, theirs = found["spmdrl_shares"], found["peer_shares"]
+    return (
+        f"{found['spmdrl_tokens_per_s']:,.0f} tokens/s beside {found['peer_tokens_per_s']:,.0f}, "
+        f"{statistics.median(found['ratios']):.2f} of the time; the engine idle for {ours['idle']:.3f} of it beside "
+        f"{theirs['idle']:.3f}, and reading prompts for {ours['prefill']:.2f}; of later prompts {ours['cached']:.2f} "
+        f"were in its cache, beside {theirs['cached']:.2f}"
+    )
+
+
 def scripts(*names: str) -> tuple[str, ...]:
     """Files of this directory, with the workload."""
     return tuple(f"benchmarks/{name}.py" for name in ("workload", *names))
@@ -322,6 +354,9 @@ STEP += scripts("spmdrl_step", "trl_step", "forced_lengths", "generate_peer")
 EXACT = (*ENGINE, "spmdrl/step/batch.py", *scripts("true_on_policy"))
 REFIT = ("spmdrl/refit/*.py", "spmdrl/dist/*.py", "spmdrl/engine/sglang/*.py")
 CHECKPOINT = ("spmdrl/checkpoint/*.py", "spmdrl/dist/*.py", *scripts("checkpoint"))
+EPISODES = ("spmdrl/rollout/*.py", "spmdrl/envs/*.py", "spmdrl/data/*.py", "spmdrl/engine/*.py", "spmdrl/model/*.py")
+EPISODES += scripts("episodes", "slow_tool", "clock_engine", "engine", "generate_peer")
+SGLANG = ("spmdrl/engine/sglang/*.py", *scripts("refit"))
 LOADING = ("spmdrl/model/load.py", "spmdrl/dist/*.py", *scripts("load_memory"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -387,6 +422,23 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         goal=0.1,
         measure=checkpoint,
         code=CHECKPOINT,
+        in_readme=False,
+    ),
+    "episodes-clock": Benchmark(
+        about="128 episodes with a tool of 50 ms, a simulated engine of 8 ms a token",
+        in_readme=False,
+        goal=0.5,
+        measure=episodes("clock"),
+        code=EPISODES,
+    ),
+    "episodes": Benchmark(
+        about="128 episodes with a tool of 50 ms, torch engine", goal=0.5, measure=episodes("torch"), code=EPISODES
+    ),
+    "episodes-sglang": Benchmark(
+        about="128 episodes with a tool of 50 ms, SGLang on a CPU",
+        goal=0.5,
+        measure=episodes("sglang"),
+        code=(*EPISODES, *SGLANG),
         in_readme=False,
     ),
     "true-on-policy-fixed": Benchmark(

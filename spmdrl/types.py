@@ -134,7 +134,8 @@ class Trajectory:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens, n of them."""
-        return tuple(token for turn in self.turns for token in turn.context_ids + turn.response.token_ids)
+        parts = (part for turn in self.turns for part in (turn.context_ids, turn.response.token_ids))
+        return tuple(itertools.chain.from_iterable(parts))
 
     @property
     def sampled(self) -> tuple[bool, ...]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Message
 
+_FIELDS = ("role", "content", "type", "name")  # which nearly every message has; no control token is spelt so
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing, and that templates neither trim nor change
 
 
@@ -105,7 +106,10 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {change(key): part if key in ("role", "type") else _changed(part, change) for key, part in value.items()}
+        return {
+            key if key in _FIELDS else change(key): part if key in ("role", "type") else _changed(part, change)
+            for key, part in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_changed(part, change) for part in value]
     return value

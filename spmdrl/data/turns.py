@@ -59,6 +59,7 @@ class TurnEncoder:
         self._plain = PlainText(tokenizer)
         self._surroundings = f"{tokenizer.chat_template}{json.dumps(self._tools, ensure_ascii=False)}"
         self._name = f"the chat template of {tokenizer.name_or_path}"
+        self._ends: dict[str, tuple[int, ...]] = {}  # what follows an answer that stands last
         self._others: dict[str, TurnEncoder] = {}  # by their tools, as JSON
 
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> TurnEncoder:
@@ -208,7 +209,11 @@ class TurnEncoder:
                 raise UserError(f"{self._name} leaves out what an assistant has said; {_OTHER_TEMPLATE}")
             return self._plain.encode(rest, mark)
 
-        return self._split(behind(added, generation_prompt=True), behind([], generation_prompt=False))
+        tail = behind(added, generation_prompt=True)
+        last = json.dumps([answer, mark])
+        if last not in self._ends:
+            self._ends[last] = behind([], generation_prompt=False)
+        return self._split(tail, self._ends[last])
 
     def _split(self, tail: tuple[int, ...], alone: tuple[int, ...]) -> _Tail:
         """Find the token that ends the answer in the tail, by the tail of an answer that stands last."""

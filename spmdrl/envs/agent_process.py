@@ -32,7 +32,7 @@ class AgentProcess:
     async def start(
         cls, command: Sequence[str], variables: Mapping[str, str], start: EpisodeStart, *, gives_answer: bool
     ) -> AgentProcess:
-        """Start the command in a folder of its own, which also holds the episode's file. Raises OSError."""
+        """Start the command in a folder of its own, where the episode's file is. Raises OSError or ValueError."""
         folder = HeldFolder()
         file = Path(folder.path, "episode.json")
         try:

@@ -66,8 +66,8 @@ class AgentRun:
         """Start the command, and go through the log."""
         try:
             await self._begin()
-        except OSError as error:
-            return _failure(f"the agent cannot be started: {error.strerror}")
+        except (OSError, ValueError) as error:  # a prompt that is too long for an argument, or has a null character
+            return _failure(f"the agent cannot be started: {error}")
         for earlier, said in self._log:
             again = await self._observe(earlier)
             if isinstance(again, EnvironmentFailure):
@@ -101,7 +101,7 @@ class AgentRun:
         self._metrics |= metrics
 
     async def _begin(self) -> None:
-        """Start the command. Raises OSError."""
+        """Start the command. Raises OSError or ValueError."""
         agent = self._agent
         self._key = agent.endpoint.admit(self)
         variables = {"OPENAI_BASE_URL": agent.endpoint.url, "OPENAI_API_KEY": self._key}

@@ -66,8 +66,9 @@ class Keeper:
         with self._lock:
             if not self._has_ended:
                 self._commands.append((held, command))
-                with contextlib.suppress(BlockingIOError):  # full: it will wake up
-                    os.write(self._waker, b"\0")
+                if len(self._commands) == 1:  # else it has been woken and has not looked yet
+                    with contextlib.suppress(BlockingIOError):  # full: it will wake up
+                        os.write(self._waker, b"\0")
                 return
         held.close()
         command()

@@ -75,6 +75,7 @@ class Episode:
     end: EpisodeEnd = "abort"
     failure: str | None = None
     awaited: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
+    _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEpisode | None = None
     _began: float = 0.0  # by the monotonic clock; when it went on, in the step that it goes on in
 
@@ -179,10 +180,11 @@ class Episode:
 
     def _act(self) -> None:
         assert self._environment is not None
-        self.awaited = self._environment.step(self._action())
+        self._action = self._read_response()
+        self.awaited = self._environment.step(self._action)
 
-    def _action(self) -> Action:
-        """The response as its environment reads it."""
+    def _read_response(self) -> Action:
+        """Read the response as its environment does."""
         assert self.world is not None and self.context_ids is not None
         return dataclasses.replace(
             self.world.action_of(self.response.token_ids),
@@ -210,7 +212,7 @@ class Episode:
         return self._rendered(self._opening(), self.world.encoder)
 
     def _go_on(self, observation: Observation) -> None:
-        self._finish_turn(self._action(), observation)
+        self._finish_turn(self._action, observation)
         if (end := self._end_after(observation)) is not None:
             self._finish(end)
         else:
@@ -320,11 +322,11 @@ class Episode:
         assert self.context_ids is not None
         turn = Turn(context_ids=self.context_ids, response=self.response, action=action, observation=observation)
         self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
-        self.context_ids, self.response = None, NOT_BEGUN
+        self.context_ids, self.response, self._action = None, NOT_BEGUN, None
 
     def _fail(self, failure: EnvironmentFailure) -> None:
         if self.context_ids is not None:  # the policy has acted, and that is kept
-            self._finish_turn(self._action(), None)
+            self._finish_turn(self._action, None)
         self.failure = failure.reason
         self._finish("step_timeout" if failure.kind == "timeout" else "environment_error")
 

@@ -91,6 +91,10 @@ PROGRAMS = {
     "true_on_policy.py": Program(
         options="--repeats 1 --threads 1", keys="exact_s plain_s sampling_ratios training_ratios mismatch versions"
     ),
+    "episodes.py": Program(
+        options="--engine clock --delays-ms 0 5 --prompts 1 --max-running 4 --repeats 1 --threads 1",
+        keys="engine episodes max_running delays_ms versions",
+    ),
     "generate_peer.py": Program(
         options="--workload natural --repeats 1 --threads 1",
         keys="durations_s median_s median_us_per_token response_tokens versions",

@@ -12,6 +12,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_the_prompt_can_be_an_argument(tmp_path: Path) -> None:
     command = script(tmp_path, "chat([user(sys.argv[1])])")
     with agents([*command, "--task={prompt}"]) as client:
         assert episode(client)[0].messages == (user(f"--task={START.prompt}"),)
+        for prompt in ("\0", "x" * 2**20):
+            (answer,) = episode(client, start=replace(START, prompt=prompt))
+            assert "the agent cannot be started: " in answer.reason
 
 
 def test_a_program_that_is_run_again_goes_on_where_it_was(tmp_path: Path) -> None:
