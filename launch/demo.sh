@@ -16,11 +16,11 @@ case ${TASK:-} in
     '') ;;
     tool)
         model+=(--chat --words 'colour of ' lookup key red orange yellow green blue purple black white)
-        sglang_steps=60
+        sglang_steps=40
         ;;
     game)
         model+=(--chat --words 'game ' 10 higher lower 'no number')
-        sglang_steps=100
+        sglang_steps=120
         ;;
     *)
         echo "TASK=$TASK: set TASK=tool or TASK=game, or leave it out" >&2
