@@ -21,7 +21,7 @@ from spmdrl.types import Prompt, Request, Rollout
 POLL_S = 0.1  # how soon an engine sees what others have done
 
 T = TypeVar("T")
-Wait = Callable[[Collection["Future[Any]"]], None]
+Wait = Callable[[Collection["Future[Any]"]], object]
 
 
 class Scheduler:
@@ -36,7 +36,7 @@ class Scheduler:
         self._waiting: list[Episode] = []  # for their environments, in the order in which these were asked
         self._is_stopped = False
         self.num_running = 0  # requests
-        self.idle_s = 0.0  # the engine had nothing to run but what waited for environments
+        self.idle_s = 0.0  # the engine was kept from running by what waited for environments
 
     def run(
         self, episodes: Iterable[Episode | None], finished: Callable[[Episode], None], *, wait: Wait | None = None
@@ -100,7 +100,7 @@ class Scheduler:
     def _take_answered(self) -> Episode | None:
         """Take an episode that its environment has answered."""
         if self._in_order and self._waiting:
-            concurrent.futures.wait([_awaited(episode) for episode in self._waiting])
+            self._wait(concurrent.futures.wait)
         for place, episode in enumerate(self._waiting):
             if _awaited(episode).done():
                 return self._waiting.pop(place)
@@ -131,15 +131,19 @@ def sample(
     """Sample `group_size` rollouts of every prompt, with seeds that belong to the sample and not to the rank; return
     what `each` makes of each as soon as it is finished."""
     results: list[T] = []
-    groups = (
+    groups = [
         PromptGroup.opened(prompt, sampling, world, step=step, run_seed=run_seed)
         for prompt in (prompts if engine.leads else ())
-    )
-    episodes = (episode for group in groups for episode in group.episodes)
+    ]
+    episodes = [episode for group in groups for episode in group.episodes]
     max_open = world.cfg.max_open if world is not None else None
-    Scheduler(engine, in_order=in_order, max_open=max_open).run(
-        episodes, lambda episode: results.append(each(episode.rollout()))
-    )
+    try:
+        Scheduler(engine, in_order=in_order, max_open=max_open).run(
+            episodes, lambda episode: results.append(each(episode.rollout()))
+        )
+    finally:  # after the death of an engine everything is sampled again, in new environments
+        for group in groups:
+            group.close()
     return results
 
 

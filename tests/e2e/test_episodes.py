@@ -12,6 +12,8 @@ import pytest
 
 from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.rollout.files import read_parts
+from spmdrl.tools import replay
+from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.train import main
 from spmdrl.types import Rollout
 from tests.helpers import hints
@@ -115,6 +117,38 @@ def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_no
 def test_with_equal_bits_the_mismatch_of_every_turn_is_zero(folder: Path) -> None:
     launch(folder, 1, "run.name=exact", "run.num_steps=2", "true_on_policy=true", *SETTINGS)
     assert [row["mismatch/max_abs_nats"] for row in rows(folder / "runs/exact")[1:]] == [0.0, 0.0]
+
+
+def test_a_run_is_replayed_and_its_export_evaluated(whole: Path) -> None:
+    measured = next(row for row in reversed(rows(whole)) if "eval/reward" in row)
+    found = evaluate_export(whole)
+    assert "eval/turns" in found and found == {name: measured[name] for name in found}
+    assert set(run_ranks(2, replay.main, [str(whole), "--step", "4"], timeout_s=100.0)) == {0}
+
+
+def test_episodes_go_on_in_the_next_step_and_in_the_run_that_goes_on_apart_from_the_trainer(folder: Path) -> None:
+    """With greedy episodes to compare with, on a rank of their own; the run is stopped and goes on."""
+    apart = (
+        *SETTINGS,
+        'rollout.placement="disaggregated"',
+        "rollout.num_ranks=1",
+        "rollout.partial=true",
+        "rollout.oversample_fraction=0.5",
+        "rollout.max_staleness=3",
+        'advantage.estimator="remax"',
+        "run.deterministic=false",
+        "debug.assert_on_policy=false",
+    )
+    for num_steps in (2, 3):
+        launch(folder, 2, "run.name=apart", f"run.num_steps={num_steps}", *apart)
+    seen: set[tuple[int, int]] = set()
+    for step in (1, 2, 3):
+        rollouts = rollouts_of(folder / "runs/apart", step)
+        assert len(rollouts) == 8 * (4 + 1) and not seen & rollouts.keys()
+        seen |= rollouts.keys()
+        assert {rollout.failure for rollout in rollouts.values()} == {None}
+        assert sum(rollout.is_baseline for rollout in rollouts.values()) == 8
+    assert sum(row.get("rollout/continued_count", 0) for row in rows(folder / "runs/apart")) > 0
 
 
 CASES = {

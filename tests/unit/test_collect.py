@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,17 +23,20 @@ import spmdrl.engine.restart
 import spmdrl.rollout.collect
 from spmdrl.algo.metrics import merge_all, scalars
 from spmdrl.algo.seeds import mix, rollout_seed
+from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
+from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector
-from spmdrl.rollout.episode import Episode
+from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, UserError
 from tests.helpers import exact
+from tests.helpers.environments import fake_world
 from tests.helpers.exact import skip_where_inexact
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.models import save_llama, save_qwen3
@@ -169,6 +172,7 @@ def start(
     prompts: list[FakePrompts] | None = None,
     store: HashStore | None = None,
     revive: bool = False,
+    world: World | None = None,
 ) -> Run:
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
     meshes: list[Any] = [Mesh(ranks, rank) for rank in range(len(engines))]
@@ -184,6 +188,7 @@ def start(
                 sampling,
                 11,
                 submit or judge(),
+                world,
             ),
             rules,
             store=store if shared else None,
@@ -586,3 +591,70 @@ def test_a_death_ends_the_step_unless_it_shall_be_repaired_and_when_it_comes_too
         with pytest.raises(EngineDied):
             run.step(1)
         assert len(run.messages) == (MAX_RESTARTS if revive else 0)
+
+
+ENVIRONMENT = EnvironmentConfig(source=ClassEnvironment(kind="class", name="a:A"), max_turns=6)
+
+Episodes = dict[tuple[int, int], tuple[Any, str]]  # turns and end, by prompt_id and sample_index
+
+
+def world_of_echoes() -> World:
+    """Environments that answer after moments, two to four times."""
+
+    def echo(start: EpisodeStart, number: int, action: Action) -> Observation:
+        said = {"role": "user", "content": f"{number} {len(action.text) % 7}"}
+        return Observation(messages=(said,), done=number == 1 + start.seed % 3)
+
+    return fake_world(echo, ENVIRONMENT, delay_s=lambda seed: 0.001 * (seed % 3))
+
+
+def talker(**options: Any) -> dict[str, Any]:
+    """Options of an engine whose responses end by themselves."""
+    return {"length": lambda seed: 1 + seed % 20, "reason": "stop", **options}
+
+
+def episodes_of(run: Run, first: int, last: int) -> list[Episodes]:
+    """The episodes of each step."""
+    steps = []
+    for step in range(first, last + 1):
+        for engine in run.engines:
+            engine.version = step - 1
+        rollouts = [rollout for everyone in run.step(step) for rollout, _ in everyone.pending]
+        steps.append({(r.prompt.prompt_id, r.sample_index): (r.turns, r.end) for r in rollouts})
+    return steps
+
+
+def num_begun(run: Run, step: int) -> int:
+    """Episodes that go on in the next step."""
+    carried = [group for collector in run.collectors for group in collector._after[step].carried]
+    return sum(episode._environment is not None for group in carried for episode in group.unfinished)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_episodes_go_on_in_later_steps_and_runs_and_leave_no_environment_open(gives_up: bool) -> None:
+    rules, world = replace(PARTIAL, in_order=True), world_of_echoes()
+    run = start(rules, [FakeEngine(**talker())], sampling=LONG, world=world)
+    whole = episodes_of(run, 1, 4)
+    assert cast(Any, world.client).num_open == num_begun(run, 4) > 0
+    for stop in range(1 - gives_up, 4 - gives_up):
+        before = start(rules, [FakeEngine(**talker())], sampling=LONG, world=world_of_echoes())
+        episodes_of(before, 1, stop + gives_up)
+        resumed = world_of_echoes()
+        after = start(rules, [FakeEngine(**talker())], sampling=LONG, world=resumed)
+        after.collectors[0].restore(before.state(stop), step=stop)
+        assert episodes_of(after, stop + 1, 4) == whole[stop:]
+        assert cast(Any, resumed.client).num_open == num_begun(after, 4)
+
+
+@pytest.mark.parametrize("rules", [PLAIN, DYNAMIC, PARTIAL], ids=["plain", "dynamic", "partial"])
+def test_episodes_go_on_after_the_death_of_an_engine(rules: CollectionRules) -> None:
+    alone = episodes_of(start(rules, [FakeEngine(**talker())], sampling=LONG, world=world_of_echoes()), 1, 2)
+    for responses in (0, 7):
+        engines = [MortalEngine(responses=responses, **talker()), FakeEngine(**talker(max_running=2, tick_s=0.001))]
+        world = world_of_echoes()
+        run = start(rules, engines, sampling=LONG, world=world, revive=True)
+        survived = episodes_of(run, 1, 2)
+        assert run.restarts[0].take_count() == 1
+        assert cast(Any, world.client).num_open == num_begun(run, 2)
+        if rules != PARTIAL:  # which trains on what is finished first
+            assert survived == alone

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,12 +14,13 @@ import pytest
 from spmdrl.algo.seeds import mix, rollout_seed, turn_seed
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.engine.protocol import EngineDied
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
-from spmdrl.types import Prompt, Rollout
+from spmdrl.types import Prompt, Request, Response, Rollout
 from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
 from tests.helpers.fake_engine import FakeEngine
 
@@ -94,6 +97,27 @@ def test_answered_episodes_go_on_before_new_ones_begin() -> None:
     rollouts_of(engine, world)
     # With one slot and environments that answer at once, few are open at the same time.
     assert client_of(world).most_open < len(PROMPTS)
+
+
+def test_the_engine_is_known_to_wait_whatever_the_order() -> None:
+    for in_order in (False, True):
+        world = world_of(delay_s=lambda _: 0.01)
+        scheduler = Scheduler(cast(Any, stopping()), in_order=in_order)
+        group = PromptGroup.opened(PROMPTS[0], replace(SAMPLING, group_size=1), world, step=1, run_seed=5)
+        scheduler.run(group.episodes, lambda episode: None)
+        assert scheduler.idle_s > 0.01 * len(group.episodes[0].turns)
+
+
+def test_an_evaluation_that_ends_with_its_engine_leaves_no_environment_open() -> None:
+    class Mortal(FakeEngine):
+        def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+            yield from itertools.islice(super().generate(requests), 5)
+            raise EngineDied("killed")
+
+    world = world_of(delay_s=lambda seed: 0.001 * (seed % 3))
+    with pytest.raises(EngineDied):
+        rollouts_of(Mortal(max_running=4, length=lambda seed: 1 + seed % 20, reason="stop"), world)
+    assert client_of(world).most_open > 0 == client_of(world).num_open
 
 
 def test_an_episode_without_an_environment_is_one_response() -> None:
