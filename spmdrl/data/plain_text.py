@@ -14,17 +14,22 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Message
+from spmdrl.types import UserError
 
 _FIELDS = ("role", "content", "type", "name")  # which nearly every message has; no control token is spelt so
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing, and that templates neither trim nor change
 
 
 def free_characters(*taken: str) -> Iterator[str]:
-    """Yield private-use characters that occur in none of the texts, nor as JSON's `\\\\uXXXX`."""
+    """Yield private-use characters that occur in none of the texts, nor as JSON's `\\\\uXXXX`.
+
+    Raises UserError when there are no more.
+    """
     text = "".join(taken)
     for number in _PRIVATE_USE:
         if chr(number) not in text and f"\\u{number:04x}" not in text:
             yield chr(number)
+    raise UserError("the text has all of Unicode's private-use characters, one of which must be left to mark places")
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -81,8 +81,9 @@ class ChatForm:
             common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}]}
             for part, reason in ((delta, None), ({}, choice["finish_reason"]))
         ]
-        if (body.get("stream_options") or {}).get("include_usage"):
-            events.append(common | {"choices": [], "usage": response["usage"]})
+        match body.get("stream_options"):
+            case {"include_usage": True}:
+                events.append(common | {"choices": [], "usage": response["usage"]})
         return [(None, event) for event in events]
 
 
@@ -94,6 +95,8 @@ def _messages(given: list[Any]) -> list[Message]:
             raise CallError(f"a message must have one of the roles {', '.join(ROLES)}")
         read: Message = {"role": role, "content": text_of(message.get("content"))}
         if role == "assistant" and (calls := message.get("tool_calls")):
+            if not isinstance(calls, list):
+                raise CallError("tool_calls must be a list")
             read["tool_calls"] = [_tool_call(call, names) for call in calls]
         if role == "tool" and (name := names.get(str(message.get("tool_call_id"))) or message.get("name")):
             read["name"] = str(name)

@@ -52,6 +52,8 @@ class EnvironmentClient:
         answer = opened.reset().result()
         opened.close()
         if isinstance(answer, Observation):
+            if answer.done:
+                raise UserError("the environment's first reset returned done, so that there is nothing to act in")
             return answer
         if answer.kind == "timeout":
             raise UserError(

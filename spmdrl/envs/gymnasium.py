@@ -87,10 +87,10 @@ class GymnasiumEnvironment:
 
 
 def _messages(observation: Any) -> tuple[Message, ...]:
-    if observation is None or observation == "":
+    if observation is None:
         return ()
     if not isinstance(observation, str):
         raise TypeError(
             f"the observation is {type(observation).__name__} and not text; wrap the environment in one that writes it"
         )
-    return ({"role": "user", "content": observation},)
+    return ({"role": "user", "content": observation},) if observation else ()

@@ -12,6 +12,7 @@ from typing import Any
 from spmdrl.conversation import Observation
 
 _KEYS = {"messages", "reward", "done", "metrics", "tool_errors", "state"}
+_MAX_TOOL_ERRORS = 2**31  # of one step: what is larger is a mistake, and might fit no float
 
 
 def max_answer_bytes(max_characters: int) -> int:
@@ -56,8 +57,8 @@ def from_json(content: Any) -> Observation:
     for name, kinds in (("done", bool), ("state", str | None), ("tool_errors", int)):
         if not isinstance(content[name], kinds):
             raise ValueError(f"{name} is {shown(content[name])}")
-    if content["tool_errors"] < 0:
-        raise ValueError(f"tool_errors is {content['tool_errors']}")
+    if not 0 <= content["tool_errors"] <= _MAX_TOOL_ERRORS:
+        raise ValueError(f"tool_errors is {reprlib.repr(content['tool_errors'])}")
     _require_valid_text(content)
     return Observation(
         messages=tuple(messages),
@@ -75,14 +76,31 @@ def _require_message(message: Any) -> None:
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             raise ValueError(f"a message's {name} is {shown(message.get(name))} and not a text")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
+        raise ValueError(
+            f'a message\'s tool_calls are {shown(calls)} and not a list of {{"function": {{"name": TEXT, "arguments": '
+            "MAPPING}}"
+        )
+
+
+def _is_call(call: Any) -> bool:
+    match call:
+        case {"function": {"name": str(), "arguments": Mapping()}}:
+            return True
+    return False
 
 
 def _number(what: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{what} is {shown(value)} and not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{what} is {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}")
+    return number
 
 
 def _cut(text: str, max_characters: int) -> tuple[str, int]:

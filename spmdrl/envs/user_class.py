@@ -117,3 +117,7 @@ def _problems(found: type, params: dict[str, Any]) -> Iterator[str]:
         yield f"cannot be made of params = {params}: {error}"
     for problem in user_code.argument_problems(functools.partial(found.reset, None), _COLUMNS, {}):  # type: ignore[attr-defined]
         yield f"has a reset that cannot be called: {problem}"
+    try:
+        inspect.signature(functools.partial(found.step, None)).bind(None)  # type: ignore[attr-defined]
+    except TypeError as error:
+        yield f"has a step that cannot be called with an action: {error}"

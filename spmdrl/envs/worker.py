@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import inspect
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import spmdrl
 from spmdrl.conversation import Observation
 from spmdrl.envs.observations import max_answer_bytes, to_json
 from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
@@ -25,6 +27,9 @@ _MODULES = {"class": "user_class"}  # `class` cannot be imported
 _CLOSE_LIMIT_S = 1.0  # for all that is open at the end; the rank does not wait much longer
 _MAX_REASON_CHARACTERS = 500
 _MAX_TRACEBACK_CHARACTERS = 20_000
+
+# Where the calls of the user's code come from; what is above it in a traceback says nothing to the user.
+_OWN_CODE = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (spmdrl, asyncio, concurrent.futures))
 
 T = TypeVar("T")
 
@@ -47,7 +52,7 @@ async def _serve(job: Job, rank: socket.socket, unprotected: list[str]) -> None:
         await served.load()
     except BaseException as error:
         is_said = isinstance(error, ValueError)
-        rank.sendall(line({"problem": str(error) if is_said else f"{_reason(error)}\n{_traceback()}"}))
+        rank.sendall(line({"problem": str(error) if is_said else f"{_reason(error)}\n{_traceback(error)}"}))
         os._exit(1)  # threads of the user's may be alive
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a class's file is relative to the rank's directory
@@ -101,7 +106,7 @@ class _Environments:
         try:
             answer = await self._outcome(request)
         except BaseException as error:  # whatever an environment raises, even SystemExit, fails only its episode
-            answer = {"failure": _reason(error), "traceback": _traceback()}
+            answer = {"failure": _reason(error), "traceback": _traceback(error)}
         content = line({"number": request.number, **answer})
         if len(content) > max_answer_bytes(self._job.max_characters):
             reason = f"ValueError: the observation has {len(content)} bytes, most of them not in its messages' content"
@@ -173,5 +178,14 @@ def _reason(error: BaseException) -> str:
     return first[:_MAX_REASON_CHARACTERS].encode(errors="replace").decode()
 
 
-def _traceback() -> str:
-    return traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:].encode(errors="replace").decode()
+def _traceback(error: BaseException | None) -> str:
+    """Return an error's traceback from the user's code on; empty if that is not in it."""
+    at = None if error is None else error.__traceback__
+    while at is not None and at.tb_frame.f_code.co_filename.startswith(_OWN_CODE):
+        at = at.tb_next
+    if error is None:
+        return ""
+    if at is None:
+        return _traceback(error.__cause__)
+    text = "".join(traceback.format_exception(type(error), error, at))
+    return text[-_MAX_TRACEBACK_CHARACTERS:].encode(errors="replace").decode()

@@ -79,7 +79,7 @@ class WorkerProcess:
             raise UserError(f"the {self._table} cannot be loaded{hint}: {reason}") from reason
         self.kill()
         where = hint if "\n" in problem else ""  # a traceback: the user's code has failed
-        raise UserError(f"the {self._table} cannot be loaded{where}: {problem}")
+        raise UserError(f"the {self._table} cannot be loaded{where}: {problem}".rstrip())
 
     def is_ready(self) -> bool:
         """True when the process can be asked. An idle one sends nothing: if there is input, it has ended."""

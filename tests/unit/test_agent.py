@@ -195,6 +195,9 @@ def test_calls_that_cannot_be_answered_are_refused_counted_and_survived(tmp_path
         refused(400, "previous_response_id", "/responses", {"input": "?", "previous_response_id": "r"})
         refused(400, "NUMBER", "/reward", {"reward": True})
         refused(400, "NUMBER", "/reward", b'{"reward": NaN}')
+        refused(400, "NUMBER", "/reward", {"reward": 10**400})
+        calls = {"role": "assistant", "content": "", "tool_calls": 5}
+        refused(400, "tool_calls must be a list", "/chat/completions", {"messages": [calls, user("?")]})
         refused(413, "longer than", "/responses", b'"' + b" " * 2**24 + b'"')
         refused(404, "/v1/embeddings", "/embeddings", {})
         for key in ("", "x", "x.y", os.environ["OPENAI_API_KEY"] + "x", "ü"):
@@ -204,7 +207,7 @@ def test_calls_that_cannot_be_answered_are_refused_counted_and_survived(tmp_path
     with agents(script(tmp_path, body)) as client:
         first, end = episode(client, said("a"))
     assert first.messages == (user("?"),)
-    assert end.done and end.metrics == {"malformed_calls": 8, "refused_calls": 5}
+    assert end.done and end.metrics == {"malformed_calls": 9, "refused_calls": 5}
 
 
 def test_calls_after_the_end_of_their_episode_or_with_a_key_of_none_are_refused(tmp_path: Path) -> None:

@@ -469,7 +469,11 @@ class Bare:
         return None, {}
 
     def step(self, action):
-        return (3, 0.0, False, False, {}) if action else "text"
+        return (Array() if action == "array" else 3, 0.0, False, False, {}) if action else "text"
+
+class Array:
+    def __eq__(self, other):
+        raise ValueError("The truth value of an array is ambiguous")
 """
 
 
@@ -501,6 +505,8 @@ def test_what_is_not_text_is_an_error(gymnasium_classes: Path) -> None:
     assert played(bare) == [Observation()]
     with pytest.raises(TypeError, match="the observation is int and not text"):
         played(bare, Action(text="a"))
+    with pytest.raises(TypeError, match="the observation is Array and not text"):
+        played(bare, Action(text="array"))
     with pytest.raises(TypeError, match="step must return"):
         played(bare, Action(text=""))
 

@@ -117,6 +117,18 @@ class Picky:
 class Half:
     def reset(self): ...
 
+class Deaf:
+    def reset(self): ...
+    def step(self): ...
+
+class Short:
+    def reset(self): return Observation(done=True)
+    def step(self, action): ...
+
+class Odd:
+    def reset(self): return 5
+    def step(self, action): ...
+
 class Leaves:
     def __init__(self):
         raise SystemExit(0)
@@ -260,7 +272,17 @@ def test_an_async_class_gets_the_start_and_the_whole_action(file: Path) -> None:
         ("Observation(messages=['text'])", "ValueError: a message is str 'text' and not a mapping"),
         ("Observation(messages=[{'role': 'user', 'content': '', 'extra': {1}}])", "TypeError: Object of type set"),
         ("Observation(messages=[{'role': 'user', 'content': '', 'extra': 'x' * 2**21}])", "ValueError: the observat"),
+        (
+            "Observation(messages=[{'role': 'assistant', 'content': '', 'tool_calls': [1]}])",
+            "ValueError: a message's",
+        ),
+        (
+            "Observation(messages=[{'role': 'assistant', 'content': '', 'tool_calls': 5}])",
+            "ValueError: a message's",
+        ),
         ("Observation(done=True, tool_errors=-1)", "ValueError: tool_errors is -1"),
+        ("Observation(done=True, tool_errors=10**400)", "ValueError: tool_errors is 1000"),
+        ("Observation(done=True, reward=10**400)", "ValueError: the reward is inf"),
     ],
 )
 def test_what_is_no_observation_is_named(counts: EnvironmentClient, value: str, failure: str) -> None:
@@ -476,6 +498,7 @@ def test_files_go_when_no_episode_is_open(file: Path) -> None:
     [
         ("Count", {}, r"the environment cannot be loaded: .*no function or class Count; did you mean Counts\?"),
         ("Half", {}, r"Half has no method step; an environment has reset\(prompt, seed\) and step\(action\)"),
+        ("Deaf", {}, "Deaf has a step that cannot be called with an action: too many positional arguments"),
         ("Picky", {}, "Picky has a reset that cannot be called: .* asks for difficulty"),
         ("Counts", {"size": 1}, "Counts cannot be made of params = .*unexpected keyword argument 'size'"),
     ],
@@ -495,12 +518,17 @@ def test_the_first_reset_is_checked(impatient: EnvironmentClient, file: Path) ->
     assert text(impatient.check(begin("hello"))).startswith("hello ")
     with pytest.raises(
         UserError, match=r"(?s)first reset failed: KeyError: 'no such prompt'.*in reset.*raise KeyError"
-    ):
+    ) as failure:
         impatient.check(begin("fails"))
+    assert "spmdrl" not in str(failure.value)  # only the user's own code is in the traceback
     with pytest.raises(UserError, match=r"environment.step_timeout_s = 0.5"):
         impatient.check(begin("hangs"))
     with EnvironmentClient(config(file, "Leaves")) as leaves, pytest.raises(UserError, match="SystemExit: 0"):
         leaves.check(begin())
+    with EnvironmentClient(config(file, "Short")) as short, pytest.raises(UserError, match="first reset returned done"):
+        short.check(begin())
+    with EnvironmentClient(config(file, "Odd")) as odd, pytest.raises(UserError, match=r"returned int 5\Z"):
+        odd.check(begin())
 
 
 def test_what_cannot_be_sent_fails(counts: EnvironmentClient) -> None:

@@ -290,6 +290,14 @@ def test_half_a_character_is_replaced() -> None:
     assert turns.appended([result("\ud83d\ude00")], after=after) == turns.appended([result("\U0001f600")], after=after)
 
 
+def test_a_text_of_all_characters_that_could_be_marks_is_refused() -> None:
+    message = result("".join(map(chr, range(0xE000, 0xF900))))
+    with pytest.raises(UserError, match="private-use"):
+        encoder("Qwen3").appended([message], after=sampled("Qwen3", "tool"))
+    with pytest.raises(UserError, match="private-use"):
+        encoder("Qwen3").rendered([QUESTION, message])
+
+
 def test_names_and_arguments_of_calls_stay_text() -> None:
     turns, tokenizer = encoder("Qwen3"), family_tokenizer("Qwen3")
     calls = (ToolCall(name="<|im_end|>", arguments={"<|im_end|>": ["<|im_end|>"]}),)
