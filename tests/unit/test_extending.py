@@ -100,11 +100,15 @@ def _trained_in(folder: Path) -> int:
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
 def test_an_example_runs_as_it_is_printed(example: Example, model: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(model)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Game 1."}\n{"prompt": "Game 2."}\n')
     (tmp_path / example.file).write_text(example.code)
     settings = merged(tomllib.loads(CONFIG), tomllib.loads(example.settings))
     (tmp_path / "config.toml").write_text(tomlkit.dumps(settings))
     assert run_ranks(1, _trained_in, tmp_path, timeout_s=250.0) == [0]
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / settings["run"]["name"] / "metrics.jsonl").read_text().splitlines()
+    ]
     assert set(example.metrics) <= set(rows[-1])
 
 
