@@ -38,7 +38,6 @@ def main(verb: str, source: str, argument: str) -> None:
     """Run one of the two commands. Exits with a sentence where verifiers is not installed."""
     if importlib.util.find_spec("verifiers") is None:
         sys.exit("verifiers is not installed there; run `make setup-verifiers`, which makes .venv-verifiers")
-    sys.path.append(os.getcwd())
     environment = load(json.loads(source))
     if verb == "serve":
         serve(environment, argument)

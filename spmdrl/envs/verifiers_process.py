@@ -16,7 +16,7 @@ from spmdrl.types import UserError
 from spmdrl.workers.folders import HeldFolder
 
 _HERE = Path(__file__).parent
-_NOT_HANDED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they belong to the rank's own packages
+_NOT_HANDED_ON = ("PYTHONHOME", "VIRTUAL_ENV")  # they belong to the rank's own packages, as its PYTHONPATH does
 _LOAD_S = 600.0
 _POLL_S = 0.05
 _MAX_SHOWN_CHARACTERS = 4000  # of what a process that has failed printed
@@ -95,9 +95,13 @@ def _interpreter(source: VerifiersEnvironment) -> str:
 
 
 def _variables(python: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process in that virtual environment, whose programs, such as uv, come first."""
+    """Return the variables of a process in that virtual environment, whose programs, such as uv, come first.
+
+    Tool servers of verifiers, which are processes of their own, find modules in the working directory by the same path.
+    """
     kept = {name: value for name, value in variables.items() if name not in _NOT_HANDED_ON}
-    return kept | {"PATH": os.pathsep.join([os.path.dirname(python), kept.get("PATH", os.defpath)])}
+    path = os.pathsep.join([os.path.dirname(python), kept.get("PATH", os.defpath)])
+    return kept | {"PATH": path, "PYTHONPATH": os.getcwd()}
 
 
 def _written(source: VerifiersEnvironment) -> str:
