@@ -2,6 +2,7 @@
 #   make setup TORCH=cuda                 the versions of constraints/cuda.txt instead of constraints/cpu.txt
 #   make setup TORCH_INDEX=URL            the package index that torch, and torch alone, comes from
 #   make setup EXTRAS=dev,flash           other extras of pyproject.toml
+#   make setup-verifiers                  verifiers in .venv-verifiers, whose packages clash with those of .venv
 #   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
@@ -32,6 +33,9 @@ UNPACK_BROWSER := const fs = require("fs"), zlib = require("zlib"); for (const n
   "chromium", "al2023.tar", "swiftshader.tar"]) \
   fs.writeFileSync(name, zlib.brotliDecompressSync(fs.readFileSync("package/bin/" + name + ".br")))
 
+# An environment of its own, because its pins clash with those of SGLang.
+VERIFIERS := .venv-verifiers
+
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
 ifndef TORCH
@@ -59,7 +63,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
+.PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
   test-browser test-long test-floor test-gpu lint format bench bench-table bench-check docs clean
 
 help: ## list the targets
@@ -72,6 +76,15 @@ setup: ## install spmdrl and its tools into .venv
 
 setup-sglang: ## the same and SGLang; it needs no GPU
 	@$(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
+
+setup-verifiers: $(VERIFIERS)/.installed ## verifiers, into .venv-verifiers
+
+# The file has all that it needs, so nothing else can come, such as a torch with its CUDA packages.
+$(VERIFIERS)/.installed: constraints/verifiers.txt
+	@$(PYTHON) -c '$(CHECK_VERSION)'
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --no-deps -r $<
+	@touch $@
 
 # torch first and alone, so that TORCH_INDEX is asked for nothing else. The constraints go to every later install:
 # without them pip would replace this torch by its newest release.
@@ -134,6 +147,9 @@ test-browser: $(CHROMIUM) $(INSTALLED) ## the page of tools.episodes in a real b
 	else \
 	  set -x; CHROMIUM="$(abspath $(CHROMIUM))" $(PYTEST) tests/browser; \
 	fi
+
+test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers itself; test-long has them where it is installed
+	$(ONE_THREAD) $(PYTEST) tests/unit/test_verifiers.py
 
 test-long: sglang-unless-light test-browser ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none

@@ -103,6 +103,22 @@ class AgentEnvironment(Section):
     """Let the program read the reference answer, to reward itself."""
 
 
+class VerifiersEnvironment(Section):
+    kind: Literal["verifiers"]
+    """An environment of the package verifiers, in a virtual environment of its own (`make setup-verifiers`); each
+    episode of it calls the policy as an agent does, so this too needs `pip install "spmdrl[endpoint]"`."""
+    env: str
+    """Its taskset's id: the name of an installed package, or of a module in the working directory. The prompts come
+    from the rows that `python -m spmdrl.tools.verifiers_data` writes."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """The environment's configuration, as verifiers has it under `[env]`, such as
+    `{ taskset = { num_tasks = 10 } }`."""
+    python: str = ".venv-verifiers/bin/python"
+    """The interpreter of the virtual environment that has verifiers and the environment's packages."""
+    max_open: Count = 32
+    """Episodes on each rank at once; others begin later."""
+
+
 EnvironmentSource = Annotated[
     ToolsEnvironment
     | ClassEnvironment
@@ -110,7 +126,8 @@ EnvironmentSource = Annotated[
     | GymnasiumEnvironment
     | ReasoningGymEnvironment
     | OpenEnvEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | VerifiersEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -147,7 +164,7 @@ class EnvironmentConfig(Section):
     @property
     def max_open(self) -> int | None:
         """The episodes that a rank may have open at once; None without a limit."""
-        return self.source.max_open if isinstance(self.source, AgentEnvironment) else None
+        return self.source.max_open if isinstance(self.source, AgentEnvironment | VerifiersEnvironment) else None
 
 
 @rule(EnvironmentConfig)
@@ -173,17 +190,21 @@ def programs_need_a_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
 
 @rule(EnvironmentConfig)
 def connections_need_no_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
-    if environment.sandbox.mode != "off" and isinstance(environment.source, OpenEnvEnvironment | AgentEnvironment):
+    source = environment.source
+    if environment.sandbox.mode != "off" and isinstance(
+        source, OpenEnvEnvironment | AgentEnvironment | VerifiersEnvironment
+    ):
         yield (
-            f'source.kind = "{environment.source.kind}" opens connections, which sandbox.mode = '
+            f'source.kind = "{source.kind}" opens connections, which sandbox.mode = '
             f'"{environment.sandbox.mode}" does not let it; set sandbox.mode = "off"'
         )
 
 
 @rule(EnvironmentConfig)
 def agents_keep_their_own_history(environment: EnvironmentConfig) -> Iterator[str]:
-    if environment.history == "template" and isinstance(environment.source, AgentEnvironment):
+    source = environment.source
+    if environment.history == "template" and isinstance(source, AgentEnvironment | VerifiersEnvironment):
         yield (
-            'history = "template" renders conversations anew, but with source.kind = "agent" each call says what the '
-            'conversation is; set history = "append"'
+            f'history = "template" renders conversations anew, but with source.kind = "{source.kind}" each call says '
+            'what the conversation is; set history = "append"'
         )

@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from spmdrl.config import EnvironmentConfig
-from spmdrl.config.environment import AgentEnvironment
+from spmdrl.config.environment import AgentEnvironment, VerifiersEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.agent_run import Agent, AgentRun, Log
 from spmdrl.envs.endpoint import HOST, Endpoint
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.envs.verifiers_process import VerifiersProcess
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
 from spmdrl.workers.process import process_variables
@@ -29,33 +30,41 @@ T = TypeVar("T")
 class AgentClient:
     """Runs the command of `environment.source` for each episode, and the server that it calls.
 
-    UserError if the command does not exist or the port is not free. Close it, or use it in a `with` statement.
+    With verifiers the command asks a process that holds the environment. UserError if the command does not exist, the
+    port is not free, or the environment cannot be loaded. Close it, or use it in a `with` statement.
     """
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
         source = cfg.source
-        assert isinstance(source, AgentEnvironment)
-        command = _command(source.command)
+        assert isinstance(source, AgentEnvironment | VerifiersEnvironment)
+        variables = _agent_variables(process_variables(cfg.sandbox))
         sweep()
+        self._verifiers: VerifiersProcess | None = None
+        if isinstance(source, VerifiersEnvironment):
+            self._verifiers = VerifiersProcess(source, variables)
+            command, port, gives_answer = self._verifiers.episode_command, 0, False
+        else:
+            command, port, gives_answer = _command(source.command), source.port, source.gives_answer
         self.tools: list[dict[str, Any]] = []  # they come with each call
         self.unprotected: list[str] = []  # there is no sandbox
         self._runs: set[AgentRun] = set()  # in the loop's thread only
-        self._endpoint = Endpoint(source.port)
+        self._endpoint = Endpoint(port)
         self._agent = Agent(
             endpoint=self._endpoint,
             command=command,
-            variables=_agent_variables(process_variables(cfg.sandbox)),
-            gives_answer=source.gives_answer,
+            variables=variables,
+            gives_answer=gives_answer,
             limit_s=cfg.step_timeout_s,
             max_characters=cfg.max_observation_characters,
         )
         self._limit_s = cfg.step_timeout_s
+        self._program = f"environment.source.{'env' if self._verifiers else 'command'}"  # as messages name it
         self._loop = asyncio.new_event_loop()
         # Linux's parent-death signal arrives when the thread that started a process ends.
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
         self._thread.start()
         try:
-            self.submit(self._endpoint.start()).result()
+            self.submit(self._begin()).result()
         except BaseException:
             self._stop()
             raise
@@ -75,10 +84,10 @@ class AgentClient:
             return answer
         if answer.kind == "timeout":
             raise UserError(
-                f"environment.source.command has not called the policy within environment.step_timeout_s = "
+                f"{self._program} has not called the policy within environment.step_timeout_s = "
                 f"{self._limit_s:g} seconds; it must call {self._endpoint.url}, which it finds in OPENAI_BASE_URL"
             )
-        raise UserError(f"environment.source.command fails: {answer.reason}\n{answer.traceback}".rstrip())
+        raise UserError(f"{self._program} fails: {answer.reason}\n{answer.traceback}".rstrip())
 
     def open(
         self,
@@ -116,9 +125,16 @@ class AgentClient:
         self._runs.discard(run)
         await run.close()
 
+    async def _begin(self) -> None:
+        if self._verifiers is not None:
+            await self._verifiers.start()
+        await self._endpoint.start()
+
     async def _end(self) -> None:
         await asyncio.gather(*(run.close() for run in self._runs))
         self._runs.clear()
+        if self._verifiers is not None:
+            await self._verifiers.close()
         await self._endpoint.close()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=_END_S)  # what has been closed comes to an end by itself

@@ -23,11 +23,8 @@ def main(rank: int, command: list[str]) -> int:
     # Until the command's process id is known, nothing could be ended.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        library.prctl(
-            _PR_SET_CHILD_SUBREAPER, 1
-        )  # orphans, also those with a session of their own, become our children
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans()
     if os.getppid() != rank:
         return 128 + signal.SIGTERM
     try:
@@ -35,23 +32,30 @@ def main(rank: int, command: list[str]) -> int:
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    signal.signal(signal.SIGTERM, lambda *_: _kill_group(child))
+    signal.signal(signal.SIGTERM, lambda *_: kill_group(child))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     # Its id cannot belong to another process before `waitpid` has collected it.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _kill_group(child)
+    kill_group(child)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    _kill_children()
+    kill_children()
     return code if code >= 0 else 128 - code
 
 
-def _kill_group(group: int) -> None:
+def adopt_orphans() -> None:
+    """Let orphans of this process's descendants, also those with a session of their own, become its children."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_group(group: int) -> None:
+    """Kill a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when all in it have ended
         os.killpg(group, signal.SIGKILL)
 
 
-def _kill_children() -> None:
+def kill_children() -> None:
     """Kill what has left the group. The children of those who die become ours, until there are none."""
     with contextlib.suppress(FileNotFoundError):  # the system does not list children
         while children := _children():

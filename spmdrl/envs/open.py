@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from spmdrl.config import EnvironmentConfig
-from spmdrl.config.environment import AgentEnvironment
+from spmdrl.config.environment import AgentEnvironment, VerifiersEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.envs.protocol import Answer
@@ -48,13 +48,13 @@ class Environments(Protocol):
 
 def open_environments(cfg: EnvironmentConfig) -> AbstractContextManager[Environments]:
     """Start what the environments of a rank run in. Raises UserError when they cannot be loaded."""
-    if not isinstance(cfg.source, AgentEnvironment):
+    if not isinstance(cfg.source, AgentEnvironment | VerifiersEnvironment):
         return EnvironmentClient(cfg)
     try:
         from spmdrl.envs.agent import AgentClient
     except ImportError as error:
         raise UserError(
-            f'environment.source.kind = "agent" needs a package that cannot be imported: {error}; install it with '
-            'pip install "spmdrl[endpoint]"'
+            f'environment.source.kind = "{cfg.source.kind}" needs a package that cannot be imported: {error}; install '
+            'it with pip install "spmdrl[endpoint]"'
         ) from error
     return AgentClient(cfg)
