@@ -144,7 +144,10 @@ def count(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
         mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)
         pack = PackConfig(max_tokens_per_micro_batch=BUDGET)
         everyones = [
-            *(SequenceInfo(s.index, len(s.token_ids), sum(s.loss_mask), held_by=0) for s in mine),
+            *(
+                SequenceInfo(index=s.index, num_tokens=len(s.token_ids), num_loss_tokens=sum(s.loss_mask), held_by=0)
+                for s in mine
+            ),
             *sizes_of_others(num_ranks),
         ]
         plan = dataclasses.replace(plan_of(mine, pack, meshes, num_updates=1), rollouts_per_step=len(everyones))
@@ -177,12 +180,29 @@ def sizes_of_others(num_ranks: int) -> Iterator[SequenceInfo]:
     rng = random.Random(1)
     for index in range(ROLLOUTS_PER_RANK, num_ranks * ROLLOUTS_PER_RANK):
         prompt, response = rng.randint(1, MAX_TOKENS // 4), rng.randint(1, MAX_TOKENS * 3 // 4)
-        yield SequenceInfo(index, prompt + response, response, held_by=index // ROLLOUTS_PER_RANK)
+        yield SequenceInfo(
+            index=index,
+            num_tokens=prompt + response,
+            num_loss_tokens=response,
+            held_by=index // ROLLOUTS_PER_RANK,
+        )
 
 
 def rows_of(sizes: Iterable[SequenceInfo]) -> Tensor:
     """Sizes as ranks tell them each other, rank by rank: see `gather_infos`."""
-    rows = [(s.index, s.num_tokens, s.num_loss_tokens, s.reward, s.baseline_reward) for s in sizes]
+    rows = [
+        (
+            *s.place,
+            s.num_tokens,
+            s.num_loss_tokens,
+            s.num_read_tokens,
+            s.num_turns,
+            s.reward,
+            s.baseline_reward,
+            s.earned,
+        )
+        for s in sizes
+    ]
     return torch.tensor(rows, dtype=torch.float64)
 
 
