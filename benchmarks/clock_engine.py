@@ -26,7 +26,7 @@ class ClockEngine:
         self._woken = threading.Event()
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
-        """As `RolloutEngine.generate`."""
+        """Yield each response after the ticks that its tokens take; see `RolloutEngine.generate`."""
         source = RequestQueue(requests)
         running: list[tuple[float, int, Request]] = []  # by the time when it is finished
         while True:
@@ -44,7 +44,7 @@ class ClockEngine:
             source.ask_again()
 
     def wake_up(self) -> None:
-        """As `RolloutEngine.wake_up`."""
+        """Ask for requests soon; see `RolloutEngine.wake_up`."""
         self._woken.set()
 
     def abort(self) -> None:

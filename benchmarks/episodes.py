@@ -184,7 +184,7 @@ def prompt_of(world: World, number: int, question: str) -> Prompt:
 
 
 def world_of(cfg: EnvironmentConfig, client: EnvironmentClient, tokenizer: PreTrainedTokenizerBase) -> World:
-    """What the episodes share, as in a run."""
+    """Open the parts that the episodes share, as a run does."""
     stops = frozenset({int(tokenizer.eos_token_id)})
     return World(
         cfg=cfg,

@@ -76,7 +76,7 @@ class ReasoningGymEnvironment(Section):
     """A reasoning-gym item, tried again until the task's own scorer gives 1 or the turns are used up; the prompts come
     from a source of the same kind."""
     feedback: str = "That scores {score:g}. Try again."
-    """What the policy reads after an attempt; `{score}` is the attempt's."""
+    """Text that the policy reads after an attempt; `{score}` is the attempt's."""
 
 
 class OpenEnvEnvironment(Section):
@@ -134,7 +134,7 @@ EnvironmentSource = Annotated[
 
 class EnvironmentConfig(Section):
     source: EnvironmentSource
-    """What the policy acts in. See `docs/environments.md`."""
+    """The environment that the policy acts in. See `docs/environments.md`."""
     max_turns: Count = 16
     """Responses in an episode; after the last one it ends with `max_turns`."""
     max_turn_tokens: Count | None = None

@@ -28,7 +28,7 @@ _ELSE = f'set environment.history = "template", or {_OTHER_TEMPLATE}'
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What a template writes after an answer: the rest of its message, then the messages that follow."""
+    """The tokens that a template writes after an answer: the rest of its message, then the messages that follow."""
 
     token_ids: tuple[int, ...]
     stop: int  # place of the token that ends the answer

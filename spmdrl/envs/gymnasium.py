@@ -20,7 +20,7 @@ def load(name: str, params: dict[str, Any]) -> GymnasiumMaker:
 
 
 def _registered(name: str) -> Callable[..., Any]:
-    """What makes the environments that gymnasium has under a name."""
+    """Makes the environments that gymnasium has under a name."""
     try:
         import gymnasium
     except ImportError as error:

@@ -21,7 +21,7 @@ CORPUS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What the tokenizer of a model family adds to its vocabulary."""
+    """A model family: its template, and the tokens that its tokenizer adds."""
 
     template: str  # name of the file in tests/data/chat_templates
     stops: tuple[str, ...]  # what ends a response; the first is the EOS token

@@ -43,7 +43,7 @@ TALK = """
 
 
 def talk(start: EpisodeStart, number: int, action: Action) -> Answer:
-    """What the program above does, in this process."""
+    """The program above, in this process."""
     if number == 1 + start.seed % 3:
         return Observation(reward=number, done=True)
     text = f"{number}: {len(action.text)} characters"

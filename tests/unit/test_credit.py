@@ -1,4 +1,4 @@
-"""What a rollout of several turns and trajectories means to rewards, advantages and the loss."""
+"""Rollouts of several turns and trajectories: their rewards, advantages and loss."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def play(environment: OpenEnvironment, *texts: str) -> list[Observation]:
 
 
 def play_alone(client: EnvironmentClient, seed: int, *texts: str) -> list[Observation]:
-    """What an episode gives when nothing happens to its process."""
+    """The observations of an episode when nothing happens to its process."""
     environment = client.open(begin(seed=seed))
     answers = play(environment, *texts)
     environment.close()

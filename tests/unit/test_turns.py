@@ -38,7 +38,7 @@ HERMES = '<tool_call>\n{"name": "lookup", "arguments": {"city": "Paris"}}\n</too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What holds for a family, with the tool of these tests."""
+    """The expectations of a family, with the tool of these tests."""
 
     answer: str = "It rains."  # a response as it is sampled, with its stop token
     call: str | None = None  # a response that calls the tool; None: no message of the role "tool" can follow

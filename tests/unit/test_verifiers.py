@@ -67,7 +67,7 @@ def episode(client: AgentClient, data: dict[str, Any] | None, *actions: Action) 
 
 
 def own_rollout(folder: Path, data: dict[str, Any], answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What verifiers itself lets a model read that answers so, with the reward."""
+    """Run verifiers itself: return what a model reads that answers so, and the reward."""
     command = [PYTHON, "-P", str(HELPERS / "verifiers_rollout.py"), "verifiers_env"]
     done = subprocess.run(
         [*command, json.dumps(data), json.dumps(answers)],
