@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.conversation import EpisodeStart
+from spmdrl.workers import guard
 from spmdrl.workers.folders import HeldFolder
 
-_GUARD = Path(__file__).with_name("guard.py")
+_GUARD = Path(str(guard.__file__))
 _MAX_KEPT_BYTES = 8192  # of each of its streams
 _DRAIN_S = 1.0  # for the end of the streams of a command that has ended
 

@@ -12,8 +12,9 @@ from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.agent_process import AgentProcess
 from spmdrl.envs.branches import Branches
 from spmdrl.envs.endpoint import Endpoint, EpisodeEnded
-from spmdrl.envs.observations import to_json
+from spmdrl.envs.observations import numbers_of, to_json
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.workers.bounds import bounded
 
 Log = Sequence[tuple[Action | None, Observation]]  # of an episode: the reset, which has no action, and the steps
 Waiting = tuple[Call, "asyncio.Future[Reply]"]
@@ -96,9 +97,10 @@ class AgentRun:
         self._num_malformed += 1
 
     def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """Add to the reward of the last response."""
-        self._reward += reward
-        self._metrics |= metrics
+        """Add to the reward of the last response. Raises ValueError for what is no number within bounds."""
+        total = bounded("the reward", bounded("the reward", reward) + self._reward)
+        self._metrics = numbers_of({**self._metrics, **metrics})
+        self._reward = total
 
     async def _begin(self) -> None:
         """Start the command. Raises OSError or ValueError."""

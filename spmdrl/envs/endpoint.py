@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,7 +33,7 @@ class Desk(Protocol):
         """Count a call that cannot be answered."""
 
     def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """Add to the reward of the last response."""
+        """Add to the reward of the last response. Raises ValueError for what is no number within bounds."""
 
 
 class EpisodeEnded(Exception):
@@ -120,7 +119,10 @@ class Endpoint:
             case {"reward": int() | float() as reward, **others}:
                 metrics = others.get("metrics") or {}
                 if isinstance(metrics, dict) and all(map(_is_number, [reward, *metrics.values()])):
-                    desk.add_reward(float(reward), {name: float(value) for name, value in metrics.items()})
+                    try:
+                        desk.add_reward(reward, metrics)
+                    except ValueError as error:
+                        raise _Refusal(400, str(error)) from error
                     return web.json_response({})
         raise _Refusal(400, 'the body must be {"reward": NUMBER, "metrics": {NAME: NUMBER}}; metrics can be left out')
 
@@ -174,12 +176,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int that no float holds
-        return False
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @web.middleware

@@ -21,7 +21,7 @@ from spmdrl.envs.protocol import Close, EnvironmentFailure, Job, Loaded, Ping
 from spmdrl.envs.sent import Sent
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
-from spmdrl.workers.process import INVALID_ANSWER, WorkerProcess, framed
+from spmdrl.workers.process import INVALID_ANSWER, WorkerProcess, framed, unprotected_in
 
 _PING_LIMIT_S = 1.0  # for a process that reads to say so
 _PING = 0  # its number; requests have higher ones
@@ -246,7 +246,7 @@ class Keeper:
             return
         held = sent.held
         if not sent.closes and "observation" not in answer:
-            reason, traceback = (_text(answer[name], most) for name, most in (("failure", 500), ("traceback", 20_000)))
+            reason, traceback = (_text(answer[name]) for name in ("failure", "traceback"))
             held.fail(EnvironmentFailure(kind="error", reason=reason, traceback=traceback))
         del self._in_flight[number]
         self._changed[held] = None
@@ -321,15 +321,15 @@ def _fail(held: Iterable[Held], failure: EnvironmentFailure) -> None:
         each.fail(failure)
 
 
-def _text(value: Any, max_characters: int) -> str:
+def _text(value: Any) -> str:
     """Read a text that may be anything. Raises ValueError if it is none."""
     if not isinstance(value, str):
         raise ValueError(INVALID_ANSWER)
-    return value[:max_characters].encode(errors="replace").decode()
+    return value
 
 
 def _loaded(answer: Any) -> Loaded:
     match answer:
-        case {"unprotected": list(unprotected), "tools": list(tools)}:
-            return Loaded(tools=tools, unprotected=unprotected)
+        case {"tools": list(tools)} if all(isinstance(tool, dict) for tool in tools):
+            return Loaded(tools=tools, unprotected=unprotected_in(answer))
     raise ValueError(INVALID_ANSWER)

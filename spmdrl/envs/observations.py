@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import numbers
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.conversation import Observation
+from spmdrl.workers.bounds import bounded
 
 _KEYS = {"messages", "reward", "done", "metrics", "tool_errors", "state"}
+MAX_METRICS = 100  # of one step
+_MAX_NAME_CHARACTERS = 100
 _MAX_TOOL_ERRORS = 2**31  # of one step: what is larger is a mistake, and might fit no float
 
 
@@ -37,7 +39,7 @@ def to_json(observation: Any, max_characters: int) -> dict[str, Any]:
         "messages": messages,
         "reward": _number("the reward", observation.reward),
         "done": bool(observation.done) if observation.done in (True, False) else observation.done,  # numpy's too
-        "metrics": {name: _number(f"the metric {name}", value) for name, value in observation.metrics.items()},
+        "metrics": numbers_of(observation.metrics),
         "tool_errors": observation.tool_errors,
         "state": None if observation.state is None else _valid_text(observation.state),
     }
@@ -64,7 +66,7 @@ def from_json(content: Any) -> Observation:
         messages=tuple(messages),
         reward=_number("the reward", content["reward"]),
         done=content["done"],
-        metrics={name: _number(f"the metric {name}", value) for name, value in metrics.items()},
+        metrics=numbers_of(metrics),
         tool_errors=int(content["tool_errors"]),
         state=content["state"],
     )
@@ -94,13 +96,19 @@ def _is_call(call: Any) -> bool:
 def _number(what: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{what} is {shown(value)} and not a number")
-    try:
-        number = float(value)
-    except OverflowError:  # an int that no float holds
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}")
-    return number
+    return bounded(what, value)
+
+
+def numbers_of(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """Check metrics, which get a place among the run's own. Raises ValueError, naming what is wrong."""
+    if len(metrics) > MAX_METRICS:
+        raise ValueError(f"there are {len(metrics)} metrics, more than {MAX_METRICS}")
+    for name in metrics:
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
+            raise ValueError(
+                f"a metric's name is {shown(name)} and not printable text of at most {_MAX_NAME_CHARACTERS} characters"
+            )
+    return {name: _number(f"the metric {name}", value) for name, value in metrics.items()}
 
 
 def _cut(text: str, max_characters: int) -> tuple[str, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.faults.text import lines, one_line
 from spmdrl.workers.sandbox import Sandbox
 
 
@@ -36,11 +37,15 @@ class Maker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFailure:
-    """The reason why there is no observation."""
+    """The reason why there is no observation, in words fit to be shown, whoever said them."""
 
     kind: Literal["timeout", "error"]
-    reason: str
+    reason: str  # one line
     traceback: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", one_line(self.reason))
+        object.__setattr__(self, "traceback", lines(self.traceback))
 
 
 Answer = Observation | EnvironmentFailure

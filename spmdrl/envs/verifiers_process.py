@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spmdrl.config.environment import VerifiersEnvironment
 from spmdrl.types import UserError
+from spmdrl.workers import guard
 from spmdrl.workers.folders import HeldFolder
 
 _HERE = Path(__file__).parent
@@ -42,10 +43,10 @@ class VerifiersProcess:
     async def start(self) -> None:
         """Start it, and wait until it has loaded the environment. Raises UserError with what it printed."""
         log = Path(self._folder.path, "log")
-        guard = (sys.executable, "-I", "-S", str(_HERE / "guard.py"), str(os.getpid()))
+        guarded = (sys.executable, "-I", "-S", str(guard.__file__), str(os.getpid()))
         with log.open("wb") as printed:
             self._process = await asyncio.create_subprocess_exec(
-                *(*guard, *self._command, str(self._socket)),
+                *(*guarded, *self._command, str(self._socket)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,

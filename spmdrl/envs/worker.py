@@ -20,7 +20,8 @@ from spmdrl.conversation import Observation
 from spmdrl.envs.observations import max_answer_bytes, to_json
 from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
-from spmdrl.workers.sandbox import empty, enter
+from spmdrl.workers.remains import clear
+from spmdrl.workers.sandbox import Walls, continue_below, enter
 
 PROGRAM = program("spmdrl.envs.worker")
 _MODULES = {"class": "user_class"}  # `class` cannot be imported
@@ -39,15 +40,15 @@ def main() -> None:
     rank = connect()
     job = pickle.loads(receive(rank.makefile("rb")))  # it may read ahead, but nothing is sent before it is answered
     try:
-        unprotected = enter(job.sandbox, rank.fileno()) if job.sandbox else []
+        walls = enter(job.sandbox, rank.fileno()) if job.sandbox else continue_below(rank.fileno())
     except ValueError as error:
         rank.sendall(line({"problem": str(error)}))
         return
-    asyncio.run(_serve(job, rank, unprotected))
+    asyncio.run(_serve(job, rank, walls))
 
 
-async def _serve(job: Job, rank: socket.socket, unprotected: list[str]) -> None:
-    served = _Environments(job)
+async def _serve(job: Job, rank: socket.socket, walls: Walls) -> None:
+    served = _Environments(job, walls)
     try:
         await served.load()
     except BaseException as error:
@@ -56,7 +57,7 @@ async def _serve(job: Job, rank: socket.socket, unprotected: list[str]) -> None:
         os._exit(1)  # threads of the user's may be alive
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a class's file is relative to the rank's directory
-    rank.sendall(line({"unprotected": unprotected, "tools": served.tools}))
+    rank.sendall(line({"unprotected": walls.missing, "tools": served.tools}))
     reader, served.writer = await asyncio.open_connection(sock=rank)
     try:
         while True:
@@ -73,8 +74,8 @@ class _Environments:
 
     writer: asyncio.StreamWriter
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, walls: Walls) -> None:
+        self._job, self._walls = job, walls
         self._open: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
 
@@ -131,8 +132,11 @@ class _Environments:
             if environment is not None:
                 await environment.close()
         finally:
-            if not self._open and self._job.sandbox:
-                empty(self._job.sandbox)
+            if not self._open:
+                try:
+                    clear(self._walls)
+                except OSError:  # the rank begins another process
+                    os._exit(1)
 
     def _tell_waiting(self, number: int, waits: bool) -> None:
         self.writer.write(line({"number": number, "waits": waits}))

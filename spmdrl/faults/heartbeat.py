@@ -10,6 +10,7 @@ from typing import Any
 
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import RankStatus, has_ended, own_host, read_statuses
+from spmdrl.faults.text import printable
 from spmdrl.faults.verdict import ErrorReport, read_error
 
 BEAT_S = 5.0  # between two beats when nothing changes; shared storage must bear one from every rank
@@ -39,7 +40,7 @@ class Heartbeat:
         self._num_beats = 0
         files.log_of(rank).parent.mkdir(parents=True, exist_ok=True)
         files.statuses.mkdir(parents=True, exist_ok=True)
-        self.log = files.log_of(rank).open("a", encoding="utf-8", buffering=1)
+        self.log = files.log_of(rank).open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
 
     def update(self, **changes: Any) -> None:
         """Change fields of `status`; the watch's thread writes it to disk."""
@@ -48,7 +49,7 @@ class Heartbeat:
     def note(self, text: str) -> None:
         """Write to the rank's log."""
         with contextlib.suppress(OSError):  # a full disk has more important victims
-            self.log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            self.log.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
 
     def write(self) -> None:
         """Write the status file."""

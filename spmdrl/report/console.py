@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spmdrl.faults.text import one_line, printable
+
 STEPS_BEHIND_ETA = 20
 REFRESHES_PER_S = 2
 SIDE_BY_SIDE_WIDTH = 104
@@ -164,7 +166,7 @@ class PlainLines:
         self.message("  ".join([f"eval after step {step}", *(_pair(name, value) for name, value in scalars.items())]))
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
@@ -184,7 +186,7 @@ class LiveDisplay:
 
     def __init__(self, progress: Progress, *, title: str, console: Console) -> None:
         self._progress = progress
-        self._title = title
+        self._title = one_line(title)
         self._live = Live(self, console=console, refresh_per_second=REFRESHES_PER_S)
         self._live.start()
 
@@ -198,7 +200,7 @@ class LiveDisplay:
         self._progress.end_eval(scalars)
 
     def message(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self._progress.phase = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections import Counter
@@ -12,18 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.config import RewardConfig, RewardTerm, SandboxConfig
+from spmdrl.faults.text import lines, one_line
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.worker import PROGRAM, Job, Reply, Term
 from spmdrl.types import RewardOutcome, UserError
+from spmdrl.workers.bounds import bounded
 from spmdrl.workers.folders import sweep
-from spmdrl.workers.process import INVALID_ANSWER, NoAnswer, WorkerProcess, process_variables, sandbox_hint
+from spmdrl.workers.process import (
+    INVALID_ANSWER,
+    NoAnswer,
+    WorkerProcess,
+    process_variables,
+    sandbox_hint,
+    unprotected_in,
+)
 
 
 class RewardPool:
     """Computes rewards in `reward.num_workers` processes.
 
-    An exception, a timeout, a dead worker or a value that is not a number gives reward 0 and a `failure`; none of them
-    raises. UserError if the verifiers cannot be loaded. Close it, or use it in a `with` statement.
+    An exception, a timeout, a dead worker or a value that is no number within bounds gives reward 0 and a `failure`;
+    none of them raises. UserError if the verifiers cannot be loaded. Close it, or use it in a `with` statement.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -104,7 +112,7 @@ class RewardPool:
                 reply = worker.ask(task.item)
             except Exception as error:  # the item cannot be pickled, or no worker can be started
                 reply = Reply(parts={}, failure=f"{type(error).__name__}: {error}")
-            task.traceback = reply.traceback
+            task.traceback = lines(reply.traceback)
             task.outcome.set_result(self._weigh(reply))
         worker.kill()
 
@@ -113,11 +121,12 @@ class RewardPool:
 
     def _weigh(self, reply: Reply) -> RewardOutcome:
         if reply.failure is not None:
-            return RewardOutcome(reward=0.0, parts={}, failure=reply.failure)
+            return RewardOutcome(reward=0.0, parts={}, failure=one_line(reply.failure))
         reward = sum(self._weights[name] * part for name, part in reply.parts.items())
-        if not math.isfinite(reward):
-            return RewardOutcome(reward=0.0, parts=reply.parts, failure=f"the weighted sum of the terms is {reward}")
-        return RewardOutcome(reward=reward, parts=reply.parts)
+        try:
+            return RewardOutcome(reward=bounded("the weighted sum of the terms", reward), parts=reply.parts)
+        except ValueError as error:
+            return RewardOutcome(reward=0.0, parts=reply.parts, failure=str(error))
 
 
 @dataclass
@@ -144,7 +153,7 @@ class _Worker:
         self._names = {term.name for term in terms}
         self._process = WorkerProcess(PROGRAM, "reward", sandbox, variables, closed)
         job = Job(terms=list(terms), limit_s=limit_s, sandbox=self._process.sandbox)
-        self.unprotected = self._process.load(job, _unprotected)
+        self.unprotected = self._process.load(job, unprotected_in)
         self.is_ready, self.kill = self._process.is_ready, self._process.kill
 
     def ask(self, item: RewardItem) -> Reply:
@@ -160,17 +169,9 @@ class _Worker:
             case {"parts": {}, "failure": str(failure), "traceback": str(traceback)}:
                 return Reply(parts={}, failure=failure, traceback=traceback)
             case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._names:
-                if all(isinstance(part, float) and math.isfinite(part) for part in parts.values()):
-                    return Reply(parts=parts)
+                if all(isinstance(part, float) for part in parts.values()):
+                    return Reply(parts={name: bounded(name, part) for name, part in parts.items()})
         raise ValueError(INVALID_ANSWER)
-
-
-def _unprotected(answer: Any) -> list[str]:
-    """Read what a worker's sandbox cannot protect."""
-    match answer:
-        case {"unprotected": list(unprotected)}:
-            return unprotected
-    raise ValueError(INVALID_ANSWER)
 
 
 def _named(cfg: RewardConfig) -> list[Term]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import os
 import pickle
@@ -12,8 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spmdrl.rewards.item import RewardItem
+from spmdrl.workers.bounds import bounded
 from spmdrl.workers.channel import connect, kind_module, line, program, receive
-from spmdrl.workers.sandbox import Sandbox, empty, enter, limit_cpu
+from spmdrl.workers.remains import clear
+from spmdrl.workers.sandbox import Sandbox, continue_below, enter, limit_cpu
 
 PROGRAM = program("spmdrl.rewards.worker")
 _MAX_REASON_CHARACTERS = 200
@@ -53,7 +54,7 @@ def main() -> None:
     messages = trainer.makefile("rb")
     job = pickle.loads(receive(messages))
     try:
-        unprotected = enter(job.sandbox, trainer.fileno()) if job.sandbox else []
+        walls = enter(job.sandbox, trainer.fileno()) if job.sandbox else continue_below(trainer.fileno())
         verifiers = {term.name: _verifier(term) for term in job.terms}
     except Exception as error:
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -61,13 +62,12 @@ def main() -> None:
         return
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a function's file is relative to the trainer's directory
-    trainer.sendall(line({"unprotected": unprotected}))
+    trainer.sendall(line({"unprotected": walls.missing}))
     while message := receive(messages):
         if job.sandbox:
             limit_cpu(job.limit_s)
         reply = _reply(verifiers, message)
-        if job.sandbox:
-            empty(job.sandbox)
+        clear(walls)
         trainer.sendall(line(asdict(reply)))
 
 
@@ -92,6 +92,4 @@ def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) ->
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"the reward is not a number but {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"the reward is {value}")
-    return float(value)
+    return bounded("the reward", value)

@@ -16,7 +16,7 @@ import sys
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from spmdrl.workers.sandbox import die_with_parent
+from spmdrl.workers.kernel import signal_at_parents_end
 
 SIZE = struct.Struct("<Q")  # comes before each pickled message to a process
 
@@ -33,7 +33,7 @@ def program(module: str) -> str:
 
 def connect() -> socket.socket:
     """Tie this process's life to its rank's, and return the socket to the rank."""
-    die_with_parent()
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):  # the rank died before this process asked to die with it
         os._exit(1)
     # Only the rank ends its processes (with SIGKILL): a signal to the whole job must not fail the last answers.

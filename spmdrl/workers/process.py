@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spmdrl.config import SandboxConfig
+from spmdrl.faults.text import lines, one_line
 from spmdrl.types import UserError
 from spmdrl.workers.channel import SIZE
 from spmdrl.workers.folders import HeldFolder
@@ -79,7 +80,7 @@ class WorkerProcess:
             raise UserError(f"the {self._table} cannot be loaded{hint}: {reason}") from reason
         self.kill()
         where = hint if "\n" in problem else ""  # a traceback: the user's code has failed
-        raise UserError(f"the {self._table} cannot be loaded{where}: {problem}".rstrip())
+        raise UserError(f"the {self._table} cannot be loaded{where}: {lines(problem)}".rstrip())
 
     def is_ready(self) -> bool:
         """True when the process can be asked. An idle one sends nothing: if there is input, it has ended."""
@@ -127,6 +128,10 @@ class WorkerProcess:
         """Kill the process and those it started; returns how it ended."""
         # Its id cannot belong to another process before `wait` has collected it.
         if self._process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.terminate()  # the guard's signal to end it all: see sandbox.py
+                self._process.wait(_END_S)
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when it is already gone
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
@@ -154,6 +159,14 @@ class WorkerProcess:
             if len(received) > _MAX_ANSWER_BYTES:
                 raise ValueError(INVALID_ANSWER)
         return received
+
+
+def unprotected_in(answer: Any) -> list[str]:
+    """Read what a process says that its sandbox cannot protect. Raises ValueError if it says something else."""
+    match answer:
+        case {"unprotected": list(sentences)} if all(isinstance(sentence, str) for sentence in sentences):
+            return list(map(one_line, sentences))
+    raise ValueError(INVALID_ANSWER)
 
 
 def framed(message: object) -> bytes:

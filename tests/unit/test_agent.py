@@ -194,8 +194,11 @@ def test_calls_that_cannot_be_answered_are_refused_counted_and_survived(tmp_path
         refused(400, "image_url", "/chat/completions", {"messages": [user([{"type": "image_url"}])]})
         refused(400, "previous_response_id", "/responses", {"input": "?", "previous_response_id": "r"})
         refused(400, "NUMBER", "/reward", {"reward": True})
-        refused(400, "NUMBER", "/reward", b'{"reward": NaN}')
-        refused(400, "NUMBER", "/reward", {"reward": 10**400})
+        refused(400, "the reward is nan", "/reward", b'{"reward": NaN}')
+        refused(400, "the reward is inf", "/reward", {"reward": 10**400})
+        refused(400, "the reward is 1e+39, which is beyond", "/reward", {"reward": 1e39})
+        refused(400, "the metric m is inf", "/reward", {"reward": 0, "metrics": {"m": 10**400}})
+        refused(400, "not printable text", "/reward", {"reward": 0, "metrics": {"a" * 101: 1}})
         calls = {"role": "assistant", "content": "", "tool_calls": 5}
         refused(400, "tool_calls must be a list", "/chat/completions", {"messages": [calls, user("?")]})
         refused(413, "longer than", "/responses", b'"' + b" " * 2**24 + b'"')

@@ -2,7 +2,7 @@
 
     python guard.py PID COMMAND...      PID is the rank's: when the rank dies, so do the command and its descendants
 
-It runs as a program of its own, so it imports nothing beyond Python. Its exit code is the command's, 128 plus the
+As a program it stands alone, so it imports nothing beyond Python. Its exit code is the command's, 128 plus the
 number after a signal, and 127 when the command cannot be started. SIGTERM ends it all.
 """
 
@@ -56,17 +56,18 @@ def kill_group(group: int) -> None:
 
 
 def kill_children() -> None:
-    """Kill what has left the group. The children of those who die become ours, until there are none."""
+    """Kill this process's children. Those of the ones who die become ours, until there are none."""
     with contextlib.suppress(FileNotFoundError):  # the system does not list children
         while children := _children():
             for child in children:
                 os.kill(child, signal.SIGKILL)
             for child in children:
-                os.waitpid(child, 0)
+                with contextlib.suppress(ChildProcessError):  # a signal came in between, and it was collected then
+                    os.waitpid(child, 0)
 
 
 def _children() -> list[int]:
-    with open(_CHILDREN, encoding="ascii") as listed:
+    with open(_CHILDREN, "rb") as listed:
         return [int(child) for child in listed.read().split()]
 
 

@@ -1,0 +1,42 @@
+"""Text from outside, made fit to be shown: what a worker, an environment, an agent or the model itself has said.
+
+Whatever is shown or logged goes through here. What cannot be printed is written as Python escapes it: a text cannot
+move the cursor, begin a line of its own, reverse the order of letters, or hold half of a surrogate pair, which no file
+takes. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+MAX_LINE_CHARACTERS = 500
+MAX_TEXT_CHARACTERS = 20_000
+_CUT = " [...] "
+
+
+def one_line(text: str) -> str:
+    """Return a text as one printable line of at most `MAX_LINE_CHARACTERS`, the middle of a longer one left out."""
+    return _shortened(_escaped(_shortened(text, MAX_LINE_CHARACTERS)), MAX_LINE_CHARACTERS)
+
+
+def lines(text: str) -> str:
+    """Return the last `MAX_TEXT_CHARACTERS` of a text, with its line breaks and nothing else that is not printable."""
+    return printable(text[-MAX_TEXT_CHARACTERS:])[-MAX_TEXT_CHARACTERS:]
+
+
+def printable(text: str) -> str:
+    """Return a text of any length with its line breaks, tabs as blanks, and nothing else that is not printable."""
+    if text.isprintable():
+        return text
+    return "\n".join(map(_escaped, text.expandtabs().split("\n")))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def _shortened(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    kept = most - len(_CUT)
+    return text[: kept - kept // 3] + _CUT + text[len(text) - kept // 3 :]
