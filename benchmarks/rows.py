@@ -373,7 +373,7 @@ CHECKPOINT = ("spmdrl/checkpoint/*.py", "spmdrl/dist/*.py", *scripts("checkpoint
 EPISODES = ("spmdrl/rollout/*.py", "spmdrl/envs/*.py", "spmdrl/data/*.py", "spmdrl/engine/*.py", "spmdrl/model/*.py")
 EPISODES += scripts("episodes", "slow_tool", "clock_engine", "engine", "generate_peer")
 SGLANG = ("spmdrl/engine/sglang/*.py", *scripts("refit"))
-DATA = ("spmdrl/data/*.py", "spmdrl/config/strict.py", *scripts("data_load", "load_memory"))
+DATA = ("spmdrl/data/rows.py", "spmdrl/data/sources.py", *scripts("data_load", "load_memory"))
 LOADING = ("spmdrl/model/load.py", "spmdrl/dist/*.py", *scripts("load_memory"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
