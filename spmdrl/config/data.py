@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Section, rule
+from spmdrl.config.base import Count, NonNegative, PathText, Positive, Section, Whole, rule
 
 
 class FileData(Section):
     kind: Literal["jsonl", "parquet"]
     """File format."""
-    path: str
+    path: PathText
     """The file; relative paths are relative to the working directory."""
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
@@ -64,7 +64,7 @@ class HeldOutConfig(Section):
 
 
 class EvalConfig(HeldOutConfig):
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Whole = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
     samples_per_prompt: Count = 1
     """Responses for each prompt; accuracy is their mean."""

@@ -20,7 +20,6 @@ from spmdrl.types import UserError
 
 MAX_BYTES = 256 * 2**20  # of a file that is read as a whole; the index of a model of 10^6 tensors has 100 MB
 MAX_DEPTH = 100  # lists and objects inside each other; Python's own limit, 1,000 calls, ends programs that walk them
-_TOO_DEEP = f"is not valid JSON: it has more than {MAX_DEPTH} lists or objects inside each other"
 
 T = TypeVar("T")
 
@@ -57,18 +56,18 @@ def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Read an ordinary file of at most `max_bytes`. Raises UserError."""
     with open_file(path) as file:
         try:
-            content = file.read(max_bytes + 1)
+            content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
         except OSError as error:
             raise UserError(f"cannot read {shown(path)}: {error.strerror}") from error
-    if len(content) > max_bytes:
+    if content is None or len(content) > max_bytes:
         raise UserError(f"cannot read {shown(path)}: it has more than {max_bytes / 2**20:g} MiB")
     return content
 
 
-def read_json(path: str | Path, kind: type[T]) -> T:
+def read_json(path: str | Path, kind: type[T], *, max_bytes: int = MAX_BYTES) -> T:
     """Read a JSON file as a value of this type. Raises UserError with the file, the place in it, and what is wrong."""
     with about(path):
-        return conform(parse_json(read_bytes(path)), kind)
+        return conform(parse_json(read_bytes(path, max_bytes=max_bytes)), kind)
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def about(name: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def as_written(path: Path, by: str) -> Iterator[None]:
+def as_written(path: str | Path, by: str) -> Iterator[None]:
     """Turn the errors of taking a file's content apart into a UserError: it is not what `by` writes there."""
     try:
         yield
@@ -94,7 +93,7 @@ def as_written(path: Path, by: str) -> Iterator[None]:
         ) from error
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, *, max_depth: int = MAX_DEPTH) -> Any:
     """Parse one JSON value. Raises Malformed, also for a key that an object has twice, and for half a character."""
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -104,14 +103,16 @@ def parse_json(content: bytes | str) -> Any:
     except Malformed:
         raise
     except RecursionError as error:
-        raise Malformed(
-            f"is not valid JSON: it has more than {MAX_DEPTH} lists or objects inside each other"
-        ) from error
+        raise Malformed(_too_deep(max_depth)) from error
     except ValueError as error:
         raise Malformed(f"is not valid JSON: {error}") from error
-    if text.count("[") + text.count("{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
-        raise Malformed(_TOO_DEEP)
+    if text.count("[") + text.count("{") > max_depth and depth(value) > max_depth:
+        raise Malformed(_too_deep(max_depth))
     return value
+
+
+def _too_deep(max_depth: int) -> str:
+    return f"is not valid JSON: it has more than {max_depth} lists or objects inside each other"
 
 
 def depth(value: Any) -> int:

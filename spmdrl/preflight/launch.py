@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config, SftConfig, read_draft
+from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
@@ -35,6 +36,11 @@ def run_from_command_line(
     """
     arguments = _parse(argv)
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
+    try:
+        require_launch_environment()
+    except UserError as error:  # nothing is known of other ranks, so every process speaks for itself
+        print(list_problems("cannot start", str(error)), file=sys.stderr)
+        return EXIT_USER_ERROR
     try:
         draft = read_draft(kind, arguments.config, arguments.override)
         cfg = draft.config

@@ -7,17 +7,18 @@ spmdrl.tools.export RUN`, each holds a part of the model and writes some of its 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from spmdrl.checkpoint.places import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
+from spmdrl.config.strict import read_json
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY
@@ -69,8 +70,14 @@ def _dtype_of_run(cfg: Config | SftConfig, folder: RunFolder) -> str:
     """That of the weights which the run sampled with: where "auto" has chosen, by the devices it ran on."""
     if cfg.model.compute_dtype != "auto":
         return cfg.model.compute_dtype
-    versions: dict[str, Any] = json.loads(folder.versions.read_text(encoding="utf-8"))
-    return "bfloat16" if versions["cuda_devices"] else "float32"
+    return "bfloat16" if read_json(folder.versions, _Versions).cuda_devices else "float32"
+
+
+class _Versions(BaseModel):
+    """The part of versions.json that is read; a later version may write more."""
+
+    model_config = ConfigDict(strict=True)
+    cuda_devices: list[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

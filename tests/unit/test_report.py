@@ -191,7 +191,7 @@ def test_any_text_survives_in_samples(folder: RunFolder) -> None:
 def test_a_broken_line_in_the_middle_is_refused_by_number(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"line 2 is not JSON"):
+    with pytest.raises(UserError, match=r"line 2 is not valid JSON"):
         cut_after(path, 3)
 
 
