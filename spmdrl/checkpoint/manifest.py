@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from spmdrl.checkpoint.places import step_of
-from spmdrl.config.strict import Form, Malformed, conform, parse_json, shown
+from spmdrl.config.strict import Form, Malformed, conform, parse_own_json, shown
 
 MANIFEST, STATE, COLLECTOR, TABLE = "manifest.json", "state.json", "collector.json", ".metadata"
 NECESSARY = (STATE, TABLE)
@@ -74,7 +74,7 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Manifest:
         """Read a checkpoint's manifest. Raises BrokenManifest."""
         try:
-            content = parse_json((checkpoint / MANIFEST).read_bytes())
+            content = parse_own_json((checkpoint / MANIFEST).read_bytes())
             digest = content.pop("sha256")
         except FileNotFoundError as error:
             raise BrokenManifest(f"{MANIFEST} is missing") from error

@@ -67,7 +67,7 @@ def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 def read_json(path: str | Path, kind: type[T], *, max_bytes: int = MAX_BYTES) -> T:
     """Read a JSON file as a value of this type. Raises UserError with the file, the place in it, and what is wrong."""
     with about(path):
-        return conform(parse_json(read_bytes(path, max_bytes=max_bytes)), kind)
+        return conform(parse_own_json(read_bytes(path, max_bytes=max_bytes)), kind)
 
 
 @contextmanager
@@ -93,13 +93,29 @@ def as_written(path: str | Path, by: str) -> Iterator[None]:
         ) from error
 
 
-def parse_json(content: bytes | str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Parse one JSON value. Raises Malformed, also for a key that an object has twice, and for half a character."""
+def parse_json(content: bytes) -> Any:
+    """Parse one JSON value that others wrote. Raises Malformed, also for half a character and for a key given twice."""
+    value = _parsed(content, MAX_DEPTH)
+    try:
+        if b"\\u" in content:
+            json.dumps(value, ensure_ascii=False).encode()  # raises for an escape that is half a surrogate pair
+    except ValueError as error:
+        raise Malformed(f"is not valid JSON: {error}") from error
+    return value
+
+
+def parse_own_json(content: bytes | str) -> Any:
+    """Parse one JSON value that a run wrote. Raises Malformed.
+
+    It may be deeper than what it was made from, and hold half a character that a response or an environment said.
+    """
+    return _parsed(content, 2 * MAX_DEPTH)
+
+
+def _parsed(content: bytes | str, max_depth: int) -> Any:
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         value = json.loads(text, object_pairs_hook=_object)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # raises for an escape that is half a surrogate pair
     except Malformed:
         raise
     except RecursionError as error:

@@ -19,7 +19,7 @@ _CURE = "start the run with torchrun, or unset it for a run of one rank"
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What this machine's network knows of names, as far as a start needs it."""
+    """The names that this machine's network knows, as far as a start needs them."""
 
     interfaces: Sequence[str]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.algo.seeds import uniform
 from spmdrl.checkpoint.tensor_files import write_tensors
-from spmdrl.config.strict import as_written, parse_json
+from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.learn.learner import Learner
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, disk_errors_explained, from_bytes, read_header, read_tensors
@@ -94,7 +94,7 @@ class StepFingerprint:
     def read(cls, path: Path) -> StepFingerprint:
         """Read a file. Raises UserError if it is missing or damaged."""
         with as_written(path, "debug.save_rollouts"):
-            numbers, tensors = parse_json(read_header(path)["numbers"]), read_tensors(path)
+            numbers, tensors = parse_own_json(read_header(path)["numbers"]), read_tensors(path)
             digests = from_bytes(tensors["digests"])
             parts = tensors["advantages"].split(tensors["num_tokens"].tolist())
             return cls(

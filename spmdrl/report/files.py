@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.strict import Malformed, parse_json, read_bytes, shown
+from spmdrl.config.strict import Malformed, parse_own_json, read_bytes, shown
 from spmdrl.types import UserError
 
 Row = dict[str, Any]
@@ -91,7 +91,7 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
             break
         end += len(line)
         try:
-            row = parse_json(line)
+            row = parse_own_json(line)
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise Malformed("is no object with a step")
         except Malformed as error:

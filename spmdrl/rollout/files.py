@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.checkpoint.tensor_files import write_tensors
-from spmdrl.config.strict import as_written, parse_json
+from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.dist.collectives import failing_together
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.saved import (
@@ -134,8 +134,8 @@ def read_part(path: Path) -> Recording:
         return Recording(
             step=int(header["step"]),
             num_ranks=int(header["num_ranks"]),
-            config=parse_json(header["config"]),
-            plan=parse_json(header["plan"]),
+            config=parse_own_json(header["config"]),
+            plan=parse_own_json(header["plan"]),
             places=dict(tensors["places"].tolist()),
             outcomes=tuple(_outcomes(tensors)),
         )
@@ -169,7 +169,7 @@ def as_bytes(value: Any) -> Tensor:
 
 def from_bytes(tensor: Tensor) -> Any:
     """Decode a value that `as_bytes` encoded."""
-    return parse_json(tensor.numpy().tobytes())
+    return parse_own_json(tensor.numpy().tobytes())
 
 
 def _tensors(recording: Recording) -> dict[str, Tensor]:

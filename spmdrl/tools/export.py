@@ -20,12 +20,12 @@ from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
 from spmdrl.config.strict import read_json
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config, load_policy
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
 from spmdrl.step.export import export_hf, refuse_overwriting
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
@@ -80,6 +80,7 @@ class _Versions(BaseModel):
     cuda_devices: list[str]
 
 
+@program("cannot export")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -88,14 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
     arguments = parser.parse_args(argv)
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
-    except UserError as error:
-        if is_first:
-            print(f"cannot export: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    if is_first:
+    written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
+    if os.environ.get("RANK", "0") == "0":
         print(written)
     return 0
 
