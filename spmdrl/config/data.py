@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from spmdrl.config.base import Count, NonNegative, PathText, Positive, Section, Whole, rule
 
@@ -27,6 +28,12 @@ class FileData(Section):
     """Share of prompts from this source, relative to the other sources."""
 
 
+def _bounded_widths(template: str) -> str:
+    if re.search(r"\{[^{}]*:[^{}]*[0-9]{5}", template):
+        raise ValueError("pads a field to more than 9999 characters")
+    return template
+
+
 class ReasoningGymData(Section):
     kind: Literal["reasoning_gym"]
     """Procedurally generated tasks of the reasoning-gym package."""
@@ -34,7 +41,7 @@ class ReasoningGymData(Section):
     """Name of the reasoning-gym data set, such as `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of that data set, such as `{ min_terms = 2, max_terms = 3 }`."""
-    prompt_template: str = "{question}"
+    prompt_template: Annotated[str, AfterValidator(_bounded_widths)] = "{question}"
     """The prompt; `{question}` and every key of the item's metadata can be used, e.g. `{metadata[word]}`."""
     weight: Positive = 1.0
     """Share of prompts from this source, relative to the other sources."""

@@ -29,7 +29,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise UserError(f"model.path = {path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # transformers raises many types for bad files
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises many types for bad files; a panic in Rust is no Exception
         reason = " ".join(str(error).split())
         raise UserError(f"model.path = {path}: its tokenizer cannot be loaded: {reason}") from error
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.

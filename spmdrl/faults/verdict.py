@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,13 @@ class Requeue:
             f"stopped after step {self.step} of {self.num_steps} ({self.reason}){given_up}; run the same command "
             f"again{later} to continue"
         )
+
+
+def bear_any_text() -> None:
+    """Let the console print what its encoding does not have, by backslashes."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def list_problems(title: str, problems: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from spmdrl.config.strict import shown
-from spmdrl.faults.verdict import EXIT_USER_ERROR, list_problems
+from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
 from spmdrl.types import UserError
 
 Main = Callable[[Sequence[str] | None], int | None]
@@ -41,10 +41,3 @@ def program(what: str) -> Callable[[Main], Program]:
         return ended
 
     return decorate
-
-
-def bear_any_text() -> None:
-    """Let the console print what its encoding does not have, by backslashes."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
