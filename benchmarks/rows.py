@@ -222,6 +222,22 @@ def load_memory(settings: Settings) -> Measurement:
     )
 
 
+def data_load(settings: Settings) -> Measurement:
+    """The growth of RssAnon while a large file is opened beside its limit, for the worse of two files."""
+    command = ["python", "benchmarks/data_load.py"]
+    output = run(command)
+    worst = max(output["files"].values(), key=lambda file: file["growth_over_limit"])
+    grown = worst["peak_anon_mib"] - worst["anon_before_mib"]
+    return Measurement(
+        unit="MiB",
+        spmdrl=[grown],
+        peer=[grown / worst["growth_over_limit"]],
+        peer_name="512 MiB + 32 bytes x rows",
+        commands=[" ".join(command)],
+        outputs=[output],
+    )
+
+
 def refit(settings: Settings) -> Measurement:
     """SGLang refitted in buckets beside one call for each tensor, in one process."""
     command = ["python", "benchmarks/refit.py", "--repeats", str(settings.repeats * 3)]  # refits are short
@@ -357,6 +373,7 @@ CHECKPOINT = ("spmdrl/checkpoint/*.py", "spmdrl/dist/*.py", *scripts("checkpoint
 EPISODES = ("spmdrl/rollout/*.py", "spmdrl/envs/*.py", "spmdrl/data/*.py", "spmdrl/engine/*.py", "spmdrl/model/*.py")
 EPISODES += scripts("episodes", "slow_tool", "clock_engine", "engine", "generate_peer")
 SGLANG = ("spmdrl/engine/sglang/*.py", *scripts("refit"))
+DATA = ("spmdrl/data/rows.py", "spmdrl/data/sources.py", *scripts("data_load", "load_memory"))
 LOADING = ("spmdrl/model/load.py", "spmdrl/dist/*.py", *scripts("load_memory"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -416,6 +433,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "load-memory": Benchmark(
         about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory, code=LOADING
+    ),
+    "data-load": Benchmark(
+        about="anonymous memory while 1,000,000 rows of jsonl or 10 GB of parquet are opened",
+        goal=1.0,
+        measure=data_load,
+        code=DATA,
+        in_readme=False,
     ),
     "checkpoint": Benchmark(
         about="stall of a save, 100M parameters with AdamW",

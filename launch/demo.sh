@@ -52,7 +52,7 @@ export NPROC=${NPROC:-2} CUDA_VISIBLE_DEVICES='' HF_HUB_OFFLINE=1 TOKENIZERS_PAR
 
 echo "== 1/3 a tiny model, warm-started by supervised fine-tuning"
 if [[ -n ${TASK:-} ]]; then python launch/demo_data.py "$TASK" "runs/$config-data"; fi
-python -m spmdrl.tools.tiny_model "$dir/$name-base" "${model[@]}"
+[[ -e $dir/$name-base ]] || python -m spmdrl.tools.tiny_model "$dir/$name-base" "${model[@]}"
 MODULE=spmdrl.sft launch/local.sh "configs/$config-sft.toml" run.dir="$dir" run.name="$name-sft" \
     model.path="$dir/$name-base" "${held_out[@]}"
 

@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from spmdrl.tools.doctor import main
 
-main()
+main(sys.argv[1:])

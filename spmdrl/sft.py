@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
 from spmdrl.config import SftConfig
+from spmdrl.data.tokenizer import encode_text
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import POLICY
@@ -68,7 +69,7 @@ def to_sequence(
 ) -> TrainingSequence:
     """Prompt, response and end-of-sequence token; the last two are trained. Raises UserError when it is too long."""
     assert tokenizer.eos_token_id is not None
-    tokens = (*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id)
+    tokens = (*encode_text(tokenizer, response), tokenizer.eos_token_id)
     if len(tokens) > max_response_tokens:
         raise UserError(
             f"sft.max_response_tokens = {max_response_tokens}, but the response to prompt {prompt.prompt_id} "

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.checkpoint.places import step_of
+from pydantic import Field
 
-MANIFEST = "manifest.json"
+from spmdrl.checkpoint.places import step_of
+from spmdrl.config.strict import Form, Malformed, conform, parse_own_json, shown
+
+MANIFEST, STATE, COLLECTOR, TABLE = "manifest.json", "state.json", "collector.json", ".metadata"
+NECESSARY = (STATE, TABLE)
 _FORMAT = 1
 GLANCE_BYTES = 2**20  # `glance` hashes files up to this size, which are all but those with tensors
 
@@ -28,6 +32,20 @@ class Digest:
 
     num_bytes: int
     sha256: str
+
+
+class _Digest(Form):
+    num_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class _Content(Form):
+    step: int = Field(ge=0)
+    num_ranks: int = Field(ge=1)
+    configuration: dict[str, Any]
+    versions: dict[str, Any]
+    metrics: dict[str, float]
+    files: dict[str, _Digest]
 
 
 Examine = Callable[[Path, Digest], str | None]
@@ -56,20 +74,28 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Manifest:
         """Read a checkpoint's manifest. Raises BrokenManifest."""
         try:
-            content = json.loads((checkpoint / MANIFEST).read_bytes())
+            content = parse_own_json((checkpoint / MANIFEST).read_bytes())
             digest = content.pop("sha256")
         except FileNotFoundError as error:
             raise BrokenManifest(f"{MANIFEST} is missing") from error
         except OSError as error:
             raise BrokenManifest(f"{MANIFEST} cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (Malformed, KeyError, TypeError, AttributeError) as error:
             raise BrokenManifest(f"{MANIFEST} is truncated or was changed after it was written") from error
         if digest != _digest_of(content):
             raise BrokenManifest(f"{MANIFEST} was changed after it was written")
-        if (version := content.pop("format")) != _FORMAT:
+        if (version := content.pop("format", None)) != _FORMAT:
             raise BrokenManifest(f"{MANIFEST} has format {version}, but this version of spmdrl reads format {_FORMAT}")
-        files = {name: Digest(**digest) for name, digest in content.pop("files").items()}
-        return cls(**content, files=files)
+        try:
+            found = conform(content, _Content)
+        except Malformed as error:
+            raise BrokenManifest(f"{MANIFEST} {error}") from error
+        if missing := [name for name in NECESSARY if name not in found.files]:
+            raise BrokenManifest(f"{MANIFEST} does not name {missing[0]}, which every checkpoint has")
+        if strange := [name for name in found.files if Path(name).name != name]:
+            raise BrokenManifest(f"{MANIFEST} names {shown(strange[0])}, which is no file of the checkpoint")
+        files = {name: Digest(**dict(digest)) for name, digest in found.files.items()}
+        return cls(**{**dict(found), "files": files})
 
     def problems(self, checkpoint: Path, names: Iterable[str], examine: Examine) -> Iterator[str]:
         """Yield a clause for each of the named files that has changed since it was written."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed.checkpoint as dcp
+from pydantic import Field
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.checkpoint.manifest import COLLECTOR, STATE, TABLE
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.checkpoint.storage import LoadPlanner, Reader
 from spmdrl.checkpoint.tensors import LearnerState, Tree, in_chunks, tree_of
-from spmdrl.checkpoint.write import COLLECTOR, STATE, kind_of_optimizer
+from spmdrl.checkpoint.write import kind_of_optimizer
 from spmdrl.config import OptimConfig
+from spmdrl.config.strict import Form, as_written, read_json
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.learner import Learner
 from spmdrl.model.policy import PackedModel
@@ -45,7 +48,7 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
             model_state_dict=states[name].weights,
             optim_state_dict=cast(Any, states[name].optimizer),
         )
-        if not saved[name]["has_state"]:  # torch made up the state that was saved
+        if not saved[name].has_state:  # torch made up the state that was saved
             learner.optimizer.state.clear()
         _restore_numbers(learner, saved[name])
 
@@ -81,7 +84,8 @@ def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
 
 def _table_of(checkpoint: Path) -> Metadata:
     try:
-        return Reader(checkpoint).read_metadata()
+        with as_written(checkpoint / TABLE, "a run"):
+            return Reader(checkpoint).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
 
@@ -109,26 +113,51 @@ def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, s
             f"{' and '.join(optimizers)}; set advantage.estimator back, or start a new run from the exported model"
         )
     for name, optim in optimizers.items():
-        if (before := saved[name]["optimizer"]) != (now := kind_of_optimizer(optim)):
+        if (before := saved[name].optimizer) != (now := kind_of_optimizer(optim)):
             raise UserError(
                 f"the checkpoint of step {step} holds the state of optim.name = {before}, but now it is {now}; "
                 "set it back, or start a new run from the exported model"
             )
 
 
-def _saved_learners(checkpoint: Path) -> dict[str, Any]:
+class _LossScale(Form):
+    scale: float = Field(gt=0.0, allow_inf_nan=False)
+    dynamic: bool
+    growth_interval: int
+    good_updates: int
+
+
+class _Learner(Form):
+    optimizer: str
+    has_state: bool
+    loss_scale: _LossScale
+    coefficients: dict[str, float]
+
+
+class _State(Form):
+    learners: dict[str, _Learner]
+
+
+def _saved_learners(checkpoint: Path) -> dict[str, _Learner]:
     """Read the state of the learners other than tensors."""
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["learners"]
+    return read_json(checkpoint / STATE, _State).learners
 
 
-def _restore_numbers(learner: Learner, saved: Mapping[str, Any]) -> None:
-    learner.loss_scale.scale = saved["loss_scale"]["scale"]
-    learner.loss_scale.good_updates = saved["loss_scale"]["good_updates"]
+def _restore_numbers(learner: Learner, saved: _Learner) -> None:
+    learner.loss_scale.scale = saved.loss_scale.scale
+    learner.loss_scale.good_updates = saved.loss_scale.good_updates
     # Only coefficients that this launch adapts: one that is fixed now comes from the configuration.
-    learner.coefficients.update({name: saved["coefficients"].get(name, x) for name, x in learner.coefficients.items()})
+    learner.coefficients.update({name: saved.coefficients.get(name, x) for name, x in learner.coefficients.items()})
 
 
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
     """Read the collector's state that was saved after `step`; None if there is none, as at the start of a run."""
     path = folder_of(folder, step) / COLLECTOR
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    # It may hold every token of many groups, and its digest has been compared with the manifest's.
+    return dict(read_json(path, _Collector, max_bytes=sys.maxsize)) if path.exists() else None
+
+
+class _Collector(Form):
+    cursor: int = Field(ge=0)
+    sampling: dict[str, Any]
+    carried: list[dict[str, Any]]

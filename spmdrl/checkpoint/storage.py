@@ -106,6 +106,8 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _TableUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"its .metadata is no table of tensors, but {type(metadata).__name__}")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

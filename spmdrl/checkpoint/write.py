@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.metrics import Max, Metrics, Total
 from spmdrl.checkpoint.changes import resolved
-from spmdrl.checkpoint.manifest import BrokenManifest, Manifest, finite, write_json
+from spmdrl.checkpoint.manifest import COLLECTOR, STATE, BrokenManifest, Manifest, finite, write_json
 from spmdrl.checkpoint.places import UNFINISHED, delete, folder_of, leftovers, remove, saved_steps, sync_directory
 from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Writer
@@ -36,7 +36,6 @@ from spmdrl.model.host_memory import HostBuffers
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 
-STATE, COLLECTOR = "state.json", "collector.json"
 ABANDON_S = 30.0  # how long a failing run waits for a save in progress
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

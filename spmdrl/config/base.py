@@ -11,13 +11,30 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+MOST = 2**31 - 1  # of anything that is counted: larger numbers do not fit into what torch and the system count with
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]  # of a time limit: clocks bear three years
+Gib = Annotated[float, Field(gt=0.0, le=2**20)]
+
+
+def _usable_path(path: str) -> str:
+    if path.startswith("~"):
+        raise ValueError('begins with "~", which only a shell replaces; write the whole path')
+    if len(path.encode("utf-8", "surrogatepass")) > 4000 or any(
+        len(part.encode("utf-8", "surrogatepass")) > 255 for part in path.split("/")
+    ):
+        raise ValueError("is longer than any path of a file system")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_usable_path)]
 
 Rule = Callable[..., Iterator[str]]
 RuleT = TypeVar("RuleT", bound=Rule)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Section, rule
+from spmdrl.config.base import Count, NonNegative, PathText, Positive, Section, Whole, rule
 
 
 class FileData(Section):
     kind: Literal["jsonl", "parquet"]
     """File format."""
-    path: str
+    path: PathText
     """The file; relative paths are relative to the working directory."""
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
@@ -27,6 +28,12 @@ class FileData(Section):
     """Share of prompts from this source, relative to the other sources."""
 
 
+def _bounded_widths(template: str) -> str:
+    if re.search(r"\{[^{}]*:[^{}]*[0-9]{5}", template):
+        raise ValueError("pads a field to more than 9999 characters")
+    return template
+
+
 class ReasoningGymData(Section):
     kind: Literal["reasoning_gym"]
     """Procedurally generated tasks of the reasoning-gym package."""
@@ -34,7 +41,7 @@ class ReasoningGymData(Section):
     """Name of the reasoning-gym data set, such as `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of that data set, such as `{ min_terms = 2, max_terms = 3 }`."""
-    prompt_template: str = "{question}"
+    prompt_template: Annotated[str, AfterValidator(_bounded_widths)] = "{question}"
     """The prompt; `{question}` and every key of the item's metadata can be used, e.g. `{metadata[word]}`."""
     weight: Positive = 1.0
     """Share of prompts from this source, relative to the other sources."""
@@ -64,7 +71,7 @@ class HeldOutConfig(Section):
 
 
 class EvalConfig(HeldOutConfig):
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Whole = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
     samples_per_prompt: Count = 1
     """Responses for each prompt; accuracy is their mean."""

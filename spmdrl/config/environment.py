@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, Positive, Section, rule
+from spmdrl.config.base import Count, Seconds, Section, rule
 from spmdrl.config.sandbox import SandboxConfig
 
 MaskedEnd = Literal["length", "context", "max_turns", "episode_timeout", "step_timeout", "environment_error"]
@@ -23,7 +23,7 @@ class FunctionTool(Section):
 class PythonTool(Section):
     kind: Literal["python"]
     """A tool `python` that runs a program of the policy's in a process of its own and returns what it printed."""
-    timeout_s: Positive = 5.0
+    timeout_s: Seconds = 5.0
     """Time limit of one program. Below `environment.step_timeout_s`."""
 
 
@@ -140,10 +140,10 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Count | None = None
     """Longest response of one turn; a longer one ends the episode with `length`. Unset: what is left of
     `rollout.max_response_tokens`, which counts everything after the prompt."""
-    step_timeout_s: Positive = 30.0
+    step_timeout_s: Seconds = 30.0
     """Time limit of a reset or a step; past it the episode ends with `step_timeout` and the process is killed. Other
     episodes in that process are played again from their actions."""
-    episode_timeout_s: Positive = 600.0
+    episode_timeout_s: Seconds = 600.0
     """Time limit of an episode in seconds; it ends with `episode_timeout` when the next response would begin."""
     num_workers: Count = 1
     """Environment processes of each rank; each holds many episodes at once."""

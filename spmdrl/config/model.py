@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from spmdrl.config.base import Count, Section, rule
+from spmdrl.config.base import Count, PathText, Section, rule
 
 
 class ModelConfig(Section):
-    path: str
+    path: PathText
     """A Hugging Face causal language model directory: config, safetensors weights, tokenizer."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of forward and backward; master weights stay float32. `auto` is float32 on a CPU, bfloat16 on CUDA.

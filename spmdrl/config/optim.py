@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import BelowOne, Fraction, NonNegative, Positive, Section, idle_settings, rule
+from spmdrl.config.base import BelowOne, Fraction, NonNegative, PathText, Positive, Section, Whole, idle_settings, rule
 
 
 class OptimConfig(Section):
@@ -29,9 +29,9 @@ class OptimConfig(Section):
     """Gradients are scaled down to this global 2-norm."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after warm-up; `wsd` stays at the peak, then falls linearly over the last `decay_steps`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Whole = 0
     """Optimizer steps from 0 to the peak."""
-    decay_steps: Annotated[int, Field(ge=0)] = 0
+    decay_steps: Whole = 0
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
@@ -66,7 +66,7 @@ def decay_steps_belong_to_wsd(optim: OptimConfig) -> Iterator[str]:
 
 
 class CriticConfig(Section):
-    path: str | None = None
+    path: PathText | None = None
     """A model directory, as for `model.path`, with the same tokens. Its language head is replaced by a value head that
     starts at 0. Unset: `model.path`. The other settings of `[model]` hold for both."""
     lr: Positive | None = None
@@ -79,5 +79,5 @@ class CriticConfig(Section):
     """Clip range of a value around its value before the step's updates, in units of the reward; `inf` clips nothing."""
     gae_lambda: Fraction | None = None
     """`gae_lambda` of the returns that the critic learns; 1 makes them the rewards. Unset: `advantage.gae_lambda`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Whole = 0
     """Steps at the start in which the critic learns and the policy does not change."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Generic
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -14,9 +13,11 @@ from spmdrl.config.base import Section, SectionT, fields_only, problems
 from spmdrl.config.mistakes import Mistake, field_mistakes
 from spmdrl.config.names import is_whole, sections_in, setting_at
 from spmdrl.config.places import Place, Places, key_lines
+from spmdrl.config.strict import read_bytes, shown, utf8_problem
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import UserError
 
+_MAX_BYTES = 2**20  # of a configuration
 _STRICT = ConfigDict(strict=True)  # as in Section
 
 
@@ -119,10 +120,11 @@ def without(missing: Collection[str], kind: type[SectionT], values: Mapping[str,
 
 def _read_text(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"cannot read the configuration {path}: {reason}") from error
+        text = read_bytes(path, max_bytes=_MAX_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read the configuration {shown(path)}: it is not UTF-8 text") from error
+    except UserError as error:
+        raise UserError(str(error).replace("cannot read", "cannot read the configuration", 1)) from error
     if text.startswith("\ufeff"):
         raise UserError(f"{path} begins with a byte order mark, which TOML does not know; save it as UTF-8 without one")
     return text
@@ -135,6 +137,8 @@ def _parse(path: str, text: str) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise UserError(f"{path} is not valid TOML: lists or tables are nested too deeply") from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
 def _override(values: dict[str, Any], override: str) -> str | None:
@@ -144,11 +148,14 @@ def _override(values: dict[str, Any], override: str) -> str | None:
     if not equals or not all(keys):
         return f"{override!r} on the command line is not of the form section.key=value"
     try:
-        value = tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = written
+        parsed = tomllib.loads(f"value = {written}")
     except RecursionError:
         return f"{dotted} on the command line is nested too deeply"
+    except ValueError:  # no TOML, or a whole number of thousands of digits
+        parsed = {"value": written}
+    if parsed.keys() != {"value"}:
+        return f"{dotted} on the command line is followed by other settings; give each as an argument of its own"
+    value = parsed["value"]
     table = values
     for key in keys[:-1]:
         table = table.setdefault(key, {})
@@ -169,5 +176,7 @@ def _beyond_toml(kind: type[Section], value: Any, location: tuple[str | int, ...
         case int() if not -(2**63) <= value < 2**63:
             sentence = f"{name}: whole numbers have 64 bits, and this one needs {value.bit_length() + 1}"
             yield Mistake(name, sentence, setting_at(kind, location))
+        case str() if problem := utf8_problem(value):
+            yield Mistake(name, f"{name} {problem}", setting_at(kind, location))
         case str() if "\0" in value:
             yield Mistake(name, f"{name}: text must not hold the character NUL", setting_at(kind, location))

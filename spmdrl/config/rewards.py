@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Section, is_set, rule
+from spmdrl.config.base import Count, NonNegative, Positive, Seconds, Section, Whole, is_set, rule
 from spmdrl.config.sandbox import SandboxConfig
 
 
@@ -57,7 +57,7 @@ class CodeReward(Section):
     """The column that holds a prompt's tests."""
     score: Literal["share", "all"] = "share"
     """The share of tests that pass, or 1 when all of them do."""
-    tests_timeout_s: Positive = 5.0
+    tests_timeout_s: Seconds = 5.0
     """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
@@ -72,13 +72,13 @@ RewardTerm = Annotated[
 class RewardConfig(Section):
     terms: Annotated[tuple[RewardTerm, ...], Field(strict=False, min_length=1)]
     """The reward is the weighted sum of these; at least one weight is positive."""
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
     """Reward processes of each rank."""
     sandbox: SandboxConfig = SandboxConfig()
     """Permissions of the reward processes."""
-    overlong_tokens: Annotated[int, Field(ge=0)] = 0
+    overlong_tokens: Whole = 0
     """Training only: the number of tokens before `rollout.max_response_tokens` over which the reward falls linearly, by
     `overlong_penalty` at the limit (DAPO). 0: it does not fall."""
     overlong_penalty: Positive | None = None

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Section, rule
+from spmdrl.config.base import Count, PathText, Section, Whole, rule
 
 
 class RunConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """The run's folder is `dir/name`; letters, digits, `.`, `_` and `-`."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """The directory of all run folders."""
     num_steps: Count
     """Steps to train; each is rollout, reward, batch, logprobs, update and refit."""
@@ -22,23 +22,23 @@ class RunConfig(Section):
     """Seed of every random number of the run; none depends on a rank."""
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""
-    patience_minutes: Count = 180
+    patience_minutes: Annotated[int, Field(ge=1, le=10**6)] = 180
     """Minutes that a rank waits for the others before it ends the run, even if they make progress. Set it above the
     longest rollout phase or evaluation, in which ranks that share an engine wait for the one that leads it."""
     stop_before: Annotated[datetime, Field(strict=False)] | None = None
     """Save and stop before this time, such as `"2026-11-21T08:00"`, local unless it names a zone. No step begins that
     would end later if it took as long as the longest so far; a step that is running at this time stops after its phase.
     See `docs/faults.md`."""
-    threads_per_rank: Annotated[int, Field(ge=0)] = 0
+    threads_per_rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """CPU threads of each rank; 0 shares the machine's cores among its ranks."""
 
 
 class CheckpointConfig(Section):
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Whole = 0
     """Steps between two checkpoints; the last step saves too. 0: only a run that is asked to stop saves one."""
     keep_last: Count = 2
     """Newest checkpoints to keep. Older ones are removed, except those that the next two settings keep."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_every: Whole = 0
     """Keep the checkpoint of every N-th step for good; 0: of none."""
     keep_best: Annotated[str, Field(pattern="^eval/")] | None = None
     """Keep the checkpoint with the highest value of this evaluation metric, such as `eval/accuracy`, too."""
@@ -47,12 +47,12 @@ class CheckpointConfig(Section):
 class ExportConfig(Section):
     at_end: bool = True
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Whole = 0
     """Also write the model after every N-th step, to `hf-` and the step; 0: only at the end."""
 
 
 class ResumeConfig(Section):
-    checkpoint: str = "auto"
+    checkpoint: PathText = "auto"
     """`auto` goes on from the newest checkpoint in the run's folder, and stops when that cannot be loaded. `never`
     refuses a folder that holds a run. The directory of a checkpoint, of any run: start from it while this run has no
     checkpoint of its own."""
@@ -64,13 +64,13 @@ class ResumeConfig(Section):
 
 
 class WatchdogConfig(Section):
-    timeout_s: NonNegative = 1800.0
+    timeout_s: Annotated[float, Field(ge=0.0, le=1e8)] = 1800.0
     """Seconds without a new phase or a finished rollout on any rank after which the run is stuck: it ends with every
     rank's stacks and the name of the rank that holds up the others. 0: never. At most `run.patience_minutes`."""
 
 
 class ReportConfig(Section):
-    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    samples_per_step: Whole = 4
     """Rollouts written to samples.jsonl and TensorBoard each step."""
     console: Literal["auto", "live", "plain"] = "auto"
     """`auto` shows a live display on a terminal, and prints one line for each step elsewhere."""
@@ -88,7 +88,7 @@ class DebugConfig(Section):
     """Write each step's rollouts and rewards, and the results computed from them, to `rollouts/` in the run's folder;
     keep those of the last N steps, or `"all"`. `python -m spmdrl.tools.replay` computes a step again: see
     `docs/replay.md`."""
-    load_rollouts: str | None = None
+    load_rollouts: PathText | None = None
     """Train on the rollouts and rewards in this folder, the `rollouts/` of another run, instead of sampling: no engine
     is started."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,8 @@ class PlainText:
         control = {number: token for number, token in added.items() if len(token.content.strip()) > 1}
         self.control_ids = frozenset(control)
         special = {number: token for number, token in control.items() if token.special}
+        # Others stand in a text only as they are spelt.
+        self._any_normalized = any(token.normalized for token in control.values())
         self._special_ids = frozenset(special)
         self._any = _one_of(token.content for token in control.values())
         self._special = _one_of(token.content for token in special.values())
@@ -84,6 +87,8 @@ class PlainText:
         valid = text.encode("utf-16", "surrogatepass").decode(
             "utf-16", "replace"
         )  # no tokenizer takes half a character
+        if not self._any_normalized and not pattern.search(valid):
+            return valid
         broken = pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], valid)
         # What is left are control texts that overlap, or that only the tokenizer's normalization makes.
         pieces = [mark.join(piece) if ids & set(self._encoded(piece)) else piece for piece in broken.split(mark)]
@@ -99,6 +104,16 @@ class PlainText:
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def plain_text_of(tokenizer: PreTrainedTokenizerBase) -> PlainText:
+    """Return a tokenizer's encoder of plain text, made once for the tokens that it has."""
+    return _made(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _made(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> PlainText:
+    return PlainText(tokenizer)
 
 
 def _one_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -6,16 +6,16 @@ import copy
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import random
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import FileData, ReasoningGymData
+from spmdrl.data.rows import open_rows
 from spmdrl.types import UserError
 
 
@@ -52,77 +52,51 @@ def open_source(cfg: FileData | ReasoningGymData, *, seed: int) -> Source:
 
 
 class FileSource:
-    """The rows of a file, in a new order in each epoch."""
+    """The rows of a file, in a new order in each epoch; the file stays on the disk."""
 
     def __init__(self, cfg: FileData, *, seed: int) -> None:
+        """All rows are checked now. Raises UserError for the first that is wrong."""
         self.task = cfg.task
         self.path = cfg.path
+        self._cfg = cfg
         self._seed = seed
-        records = _read_jsonl(cfg.path) if cfg.kind == "jsonl" else _read_parquet(cfg.path)
-        self._rows = [_file_row(record, where, cfg) for where, record in records]
-        self._orders: dict[int, list[int]] = {}
-        if not self._rows:
+        self._rows = open_rows(cfg.kind, cfg.path)
+        self._places = array("Q", (place for place, _ in self._scan()))
+        self._orders: dict[int, array[int]] = {}
+        if not self._places:
             raise UserError(f"{cfg.path} has no rows")
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return len(self._places)
 
     def row(self, index: int, attempt: int = 0) -> Row:
         assert attempt == 0, "a file has no other row for an index: remove unwanted rows with `keep`"
-        epoch, place = divmod(index, len(self._rows))
-        return self._rows[self._order(epoch)[place]]
+        epoch, number = divmod(index, len(self._places))
+        place = self._places[self._order(epoch)[number]]
+        return _file_row(self._rows.read(place), self._rows.where(place), self._cfg)
 
     def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
-        """Return a source of the wanted rows alone."""
+        """Return a source of those rows of the file that are wanted."""
         kept = copy.copy(self)
-        kept._rows = [row for row in self._rows if wanted(row)]
+        kept._places = array("Q", (place for place, row in self._scan() if wanted(row)))
         kept._orders = {}
-        if not kept._rows:
-            raise UserError(f"{self.path} has {len(self._rows)} rows, and every one of them is held out or too long")
+        if not kept._places:
+            raise UserError(f"{self.path} has {len(self._places)} rows, and every one of them is held out or too long")
         return kept
 
-    def _order(self, epoch: int) -> list[int]:
+    def _scan(self) -> Iterator[tuple[int, Row]]:
+        """Yield all rows of the file with their places, in its order."""
+        for place, record in self._rows.scan():
+            yield place, _file_row(record, self._rows.where(place), self._cfg)
+
+    def _order(self, epoch: int) -> array[int]:
         if epoch not in self._orders:
-            order = list(range(len(self._rows)))
+            order = array("Q", range(len(self._places)))
             random.Random(mix(self._seed, epoch)).shuffle(order)
             # A slice may cross from one epoch to the next; older orders are cheap to compute again.
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
-
-
-def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of the file as (where, object), skipping blank lines."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{Path(path).name} line {number}"
-        try:
-            record = json.loads(line)
-            if b"\\u" in line:
-                json.dumps(record, ensure_ascii=False).encode()  # raises for an escape that is half a surrogate pair
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not valid JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{where} is not a JSON object but {type(record).__name__}")
-        yield where, record
-
-
-def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow.parquet  # takes 0.7 s, so only when it is needed
-
-    try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a parquet file: {error}") from error
-    for number, record in enumerate(records, start=1):
-        yield f"{Path(path).name} row {number}", record
 
 
 def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:

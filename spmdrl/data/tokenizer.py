@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from spmdrl.config.strict import read_json, shown
+from spmdrl.data.plain_text import free_characters, plain_text_of, texts_in, unescaped
 from spmdrl.types import UserError
 
 Messages = list[dict[str, Any]]
+
+RENDER_S = 10.0  # of one conversation, which takes a template some milliseconds
+MAX_TEMPLATE_CHARACTERS = 2**26
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -21,7 +29,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise UserError(f"model.path = {path}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # transformers raises many types for bad files
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises many types for bad files; a panic in Rust is no Exception
         reason = " ".join(str(error).split())
         raise UserError(f"model.path = {path}: its tokenizer cannot be loaded: {reason}") from error
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.
@@ -40,21 +50,38 @@ def encode_prompt(
 ) -> tuple[tuple[int, ...], str]:
     """Return a prompt's token ids and their text, such that the response follows directly.
 
-    Only a chat template adds special tokens, and shows the schemas of tools; a raw prompt gets neither.
+    Only a chat template adds special tokens, and shows the schemas of tools; a raw prompt gets neither. The texts of
+    control tokens in a prompt stay text.
     """
     reason = "the tokenizer has no chat template" if chat_template == "auto" else 'data.chat_template = "never"'
     if uses_template(tokenizer, chat_template):
-        text = _prompt_text(tokenizer, chat_messages(prompt, system_prompt), tools)
+        token_ids, text = _templated(tokenizer, chat_messages(prompt, system_prompt), tools)
     elif not isinstance(prompt, str):
         raise UserError(f"the prompt is a list of chat messages, but {reason}; use string prompts")
     elif system_prompt is not None:
         raise UserError(f"data.system_prompt is set, but {reason}; write it into the prompts")
     else:
-        text = prompt
-    token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids, text = encode_text(tokenizer, prompt), prompt
     if not token_ids:
         raise UserError("the prompt is empty after tokenization")
     return token_ids, text
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Encode a raw prompt, or a response to imitate: special tokens that it spells stay text."""
+    plain, mark = plain_text_of(tokenizer), next(free_characters(text))
+    marked = plain.marked({"role": "assistant", "content": text}, mark)["content"]
+    return plain.encode(marked, mark)
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]]
+) -> tuple[tuple[int, ...], str]:
+    """Return the token ids of messages under the chat template, and their text."""
+    plain, shown_tools = plain_text_of(tokenizer), json.dumps(list(tools), ensure_ascii=False)
+    mark = next(free_characters(str(tokenizer.chat_template), shown_tools, *texts_in(messages)))
+    text = unescaped(_prompt_text(tokenizer, [plain.marked(one, mark) for one in messages], tools), [mark])
+    return plain.encode(text, mark), text.replace(mark, "")
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: Literal["auto", "never"]) -> bool:
@@ -63,8 +90,13 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: Literal["au
 
 
 def chat_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
-    """Return a prompt as the messages that a chat template takes."""
+    """Return a prompt as the messages that a chat template takes. Raises UserError for messages and a system prompt."""
     if not isinstance(prompt, str):
+        if system_prompt is not None:
+            raise UserError(
+                "data.system_prompt is put before prompts that are strings, but this one is a list of chat messages; "
+                "write the system message into the list"
+            )
         return prompt
     system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     return [*system, {"role": "user", "content": prompt}]
@@ -86,11 +118,36 @@ def render(
     The generation prompt is what precedes the next response.
     """
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
-        )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # templates are programs
-        raise TemplateRefusal(" ".join(str(error).split())) from error
+        with _at_most(RENDER_S):
+            text = tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
+            )
+    except Exception as error:  # templates are programs, and may raise anything
+        raise TemplateRefusal(" ".join(str(error).split())[:300] or type(error).__name__) from error
+    if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARACTERS:
+        found = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+        raise TemplateRefusal(f"it gives {found} instead of a text of at most {MAX_TEMPLATE_CHARACTERS} characters")
+    return text
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer. Elsewhere than in the main thread, where no signal arrives, the
+    run's watchdog ends what never ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it has not ended after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
@@ -105,22 +162,34 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+class _Generation(BaseModel):
+    """The part of a generation config that is read."""
+
+    model_config = ConfigDict(strict=True)
+    eos_token_id: int | list[int] | None = None
+
+
+def listed_end_tokens(model_dir: str) -> frozenset[int]:
+    """Return the token ids that generation_config.json lists as ends; none without that file. Raises UserError."""
+    path = Path(model_dir) / "generation_config.json"
+    if not path.exists():
+        return frozenset()
+    listed = read_json(path, _Generation).eos_token_id
+    return frozenset(listed if isinstance(listed, list) else () if listed is None else (listed,))
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str) -> frozenset[int]:
     """Return the tokens that end a response: the tokenizer's EOS token and those of generation_config.json."""
-    stops = {tokenizer.eos_token_id}
-    path = Path(model_dir) / "generation_config.json"
-    if path.exists():
-        try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is not a JSON object: {error}") from error
-        stops.update(listed if isinstance(listed, list) else [listed])
-    stops.discard(None)
-    if strange := [stop for stop in stops if not isinstance(stop, int)]:
-        raise UserError(f"{path}: eos_token_id must be a token id or a list of them, not {strange[0]!r}")
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    stops, largest = listed_end_tokens(model_dir).union(own), max(tokenizer.get_vocab().values(), default=-1)
+    if strange := sorted(stop for stop in stops if not 0 <= stop <= largest):
+        raise UserError(
+            f"generation_config.json in {shown(model_dir)} ends responses with the token {strange[0]}, but the "
+            f"tokenizer has ids 0 to {largest}; correct it, or remove the file"
+        )
     if not stops:
         raise UserError(
-            f"neither the tokenizer nor generation_config.json in {model_dir} names an end-of-sequence token; "
+            f"neither the tokenizer nor generation_config.json in {shown(model_dir)} names an end-of-sequence token; "
             "set rollout.stop_token_ids"
         )
-    return frozenset(stops)
+    return stops

@@ -94,17 +94,15 @@ class TurnEncoder:
             ended = after[-1] == tail.token_ids[tail.stop]
         return tail.token_ids[tail.stop + 1 if ended else tail.stop :]
 
-    def rendered(self, messages: Sequence[Message], *, num_prompt_messages: int = 0) -> tuple[int, ...]:
+    def rendered(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a whole conversation with the generation prompt.
 
-        The first messages, those of the prompt, are encoded as `first` does: control tokens that they spell are control
-        tokens. Raises UserError when the template refuses the conversation.
+        Raises UserError when the template refuses the conversation.
         """
         if not self._has_template:
             return self._joined(messages)
         mark = next(free_characters(self._surroundings, *texts_in(list(messages))))
-        own, others = messages[:num_prompt_messages], messages[num_prompt_messages:]
-        conversation = [*own, *(self._plain.marked(message, mark) for message in others)]
+        conversation = [self._plain.marked(message, mark) for message in messages]
         return self._plain.encode(unescaped(self._text(with_ids(conversation)), [mark]), mark)
 
     @property

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spmdrl.dist.device import local_rank, num_local_ranks, rank_device
+from spmdrl.dist.launcher import require_launch_environment
 
 # glibc's variables, and the options of mallopt(3) that mean the same, with bytes.
 _KEEP_FREED_MEMORY = (
@@ -184,8 +185,10 @@ def _determinism(wanted: bool) -> Iterator[None]:
 def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes: int = 30) -> Iterator[World]:
     """Join the run's process group (gloo for host tensors, NCCL for CUDA tensors), and leave it at the end.
 
-    Outside torchrun the run has one rank. `threads_per_rank` 0 divides the cores among this node's ranks.
+    Outside torchrun the run has one rank. `threads_per_rank` 0 divides the cores among this node's ranks. Raises
+    UserError when the variables of the launcher cannot belong to one launch.
     """
+    require_launch_environment()
     device, num_local = rank_device(), num_local_ranks()
     num_threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_local)
     torch.set_num_threads(num_threads)

@@ -12,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LAST_LINES = 20
 LAST_BYTES = 16384  # the part of a log in which `last_lines` looks
+
+
+_TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool, "list[str]": list, "Kind": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Read the object in a file; None when the file is missing or incomplete."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_fields(path: Path, types: Mapping[str, str]) -> dict[str, Any] | None:
+    """Read an object whose keys are these, with values of these types; None when it is another.
+
+    A type is the name of one of Python's, such as "int"; other annotations allow every value.
+    """
+    content = read_json(path)
+    if content is None or content.keys() != types.keys():
+        return None
+    right = all(isinstance(content[name], _TYPES.get(kind, object)) for name, kind in types.items())
+    return content if right else None
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:

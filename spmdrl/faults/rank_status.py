@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmdrl.faults.files import FaultFiles, read_json, replace_json
+from spmdrl.faults.files import FaultFiles, read_fields, replace_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class RankStatus:
 
 def read_statuses(files: FaultFiles, *, launch: str | None = None) -> list[RankStatus]:
     """Read the status of every rank of a launch, or of any launch, in the order of ranks."""
-    found = [read_json(path) for path in files.statuses.glob("rank-*.json")]
-    names = {field.name for field in dataclasses.fields(RankStatus)}
-    statuses = [RankStatus(**content) for content in found if content is not None and content.keys() == names]
+    types = {field.name: str(field.type) for field in dataclasses.fields(RankStatus)}
+    found = [read_fields(path, types) for path in files.statuses.glob("rank-*.json")]
+    statuses = [RankStatus(**content) for content in found if content is not None]
     return sorted((one for one in statuses if launch in (None, one.launch)), key=lambda one: one.rank)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command that starts the ranks")
     arguments = parser.parse_args(argv)
+    if not arguments.command or shutil.which(arguments.command[0]) is None:
+        parser.error("name the run's folder, then the command that starts the ranks, such as torchrun")
     files = FaultFiles(arguments.run)
     text, code = conclude(files, supervise(files, arguments.command, os.environ))
     if text:

@@ -9,12 +9,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from spmdrl.faults.files import FaultFiles, read_json, replace_json
+from spmdrl.faults.files import FaultFiles, read_fields, replace_json
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -102,6 +103,13 @@ class Requeue:
         )
 
 
+def bear_any_text() -> None:
+    """Let the console print what its encoding does not have, by backslashes."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def list_problems(title: str, problems: str) -> str:
     """Put a title before a problem, or before a list if `problems` has a line for each of several."""
     lines = problems.splitlines()
@@ -150,8 +158,8 @@ VerdictT = TypeVar("VerdictT", ErrorReport, Requeue)
 
 
 def _read(kind: type[VerdictT], path: Path) -> VerdictT | None:
-    content: dict[str, Any] | None = read_json(path)
-    if content is None or content.keys() != {field.name for field in dataclasses.fields(kind)}:
+    content = read_fields(path, {field.name: str(field.type) for field in dataclasses.fields(kind)})
+    if content is None or content.get("kind", "error") not in EXIT_CODES:
         return None
     return kind(**content)
 

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import torch
 
+from spmdrl.config.strict import read_json
 from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
 
 Shape = tuple[int, int]  # of a weight: outputs, inputs
@@ -130,9 +131,9 @@ def _users_cache() -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """Read what is remembered. A file that cannot be read is no reason not to train: then nothing is."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, dict[str, Any])
         return {key: asdict(kernels_of(value)) for key, value in found.items()}
-    except (OSError, ValueError, AttributeError):
+    except ValueError:
         return {}
 
 

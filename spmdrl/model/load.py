@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
+from spmdrl.config.strict import read_json
 from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
@@ -45,7 +45,6 @@ from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
-_INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,33 +63,6 @@ def load_model_config(cfg: ModelConfig) -> Any:
     return config
 
 
-def weight_file_problems(path: str) -> Iterator[str]:
-    """Yield a sentence for each weight file of a model directory that is cut off, missing or no safetensors file.
-
-    Reads the head of every file, and the index of several. Loading shows whether the weights are the right ones.
-    """
-    folder = Path(path)
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            yield f'model.path = "{path}": its weights cannot be read: {file.name}: {error}'
-    index = folder / _INDEX
-    if not index.exists():
-        return
-    try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        yield f'model.path = "{path}": {_INDEX} is not an index of weights: {error}'
-        return
-    if absent := sorted(str(name) for name in named if not (folder / str(name)).is_file()):
-        yield (
-            f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are missing; the '
-            f"first is {absent[0]}"
-        )
-
-
 def read_model_config(cfg: ModelConfig) -> Any:
     """Read the directory's model config and check that the model can be trained here; needs no GPU and no weights.
 
@@ -101,7 +73,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
-        _check_is_object(Path(cfg.path) / "config.json")
+        read_json(Path(cfg.path) / "config.json", dict[str, Any])
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
         refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
     except Exception as error:  # transformers raises many types for a bad config.json
@@ -110,16 +82,6 @@ def read_model_config(cfg: ModelConfig) -> Any:
     if refusal:
         raise UserError(f'model.path = "{cfg.path}": {refusal}')
     return config
-
-
-def _check_is_object(file: Path) -> None:
-    """Raise ValueError for a file that holds no JSON object: transformers 5.17 says so in words of Python's."""
-    try:
-        is_object = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
-    except ValueError as error:
-        raise ValueError(f"{file.name} is not a valid JSON file: {error}") from error
-    if not is_object:
-        raise ValueError(f"{file.name} is not an object with a `model_type`")
 
 
 def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:

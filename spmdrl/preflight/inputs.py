@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config, FunctionReward, HeldOutConfig, MissingSetting, ModelConfig, SftConfig
 from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan, plan_problems, plan_run
+from spmdrl.config.strict import shown
 from spmdrl.data.sources import open_source
 from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -30,12 +31,13 @@ from spmdrl.model.load import (
     load_model_config,
     model_without_memory,
     parallel_model_problems,
-    weight_file_problems,
 )
 from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.weight_files import weight_file_problems
 from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
+from spmdrl.report import RunFolder
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.advantages import advantage_problems
@@ -70,12 +72,13 @@ def open_inputs(
         _engine_class_problems,
     ):
         found.ask(problems, cfg)
-    found.ask(_weight_problems, cfg)
     found.ask(plan_problems, cfg, num_ranks)
     policy = found.get(_open_policy, cfg)
     critic = found.get(_open_critic, cfg, policy)
     plan = found.get(_open_plan, cfg, num_ranks, policy)
     tokenizer = found.get(_open_tokenizer, cfg, policy)
+    for model in (policy, critic) if critic and critic.cfg.path != cfg.model.path else (policy,):
+        found.ask(_weight_problems, model)
     for model in (policy, critic):
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
@@ -111,6 +114,8 @@ class _Findings:
             return open(*needed, **others)
         except UserError as error:
             self.sentences += str(error).splitlines()
+        except OSError as error:  # a folder without rights, a loop of links, a path that is too long
+            self.sentences.append(f"{shown(error.filename or 'a file')}: {error.strerror or error}")
         except MissingSetting:
             pass
         return None
@@ -196,7 +201,13 @@ def _predict(
 
 def _time_problems(cfg: Config | SftConfig) -> Iterator[str]:
     end = cfg.run.stop_before
-    if end is not None and end.timestamp() <= time.time():
+    if end is None:
+        return
+    try:
+        is_past = end.timestamp() <= time.time()
+    except (OverflowError, OSError, ValueError):  # a year that no clock shows
+        is_past = True
+    if is_past:
         yield f"run.stop_before = {end.isoformat(timespec='minutes')} is in the past; set it later, or remove it"
 
 
@@ -231,11 +242,15 @@ def _attention_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
-    return _refusals(refuse_overwriting, cfg.model.path, Path(cfg.run.dir, cfg.run.name, "hf"))
+    folder = RunFolder(Path(cfg.run.dir, cfg.run.name))
+    yield from folder.problems()
+    yield from _refusals(refuse_overwriting, cfg.model.path, folder.hf)
 
 
-def _weight_problems(cfg: Config | SftConfig) -> Iterator[str]:
-    return weight_file_problems(cfg.model.path)
+def _weight_problems(model: _OpenedModel) -> Iterator[str]:
+    names = [name for name, _ in model_without_memory(model.config, model.cfg).named_parameters()]
+    for sentence in weight_file_problems(model.cfg.path, parameters=names):
+        yield sentence.replace(f'model.path = "{model.cfg.path}"', model.setting)
 
 
 def _source_problems(cfg: Config | SftConfig) -> Iterator[str]:

@@ -14,9 +14,11 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config, SftConfig, read_draft
+from spmdrl.config.strict import shown
+from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
-from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
@@ -34,7 +36,13 @@ def run_from_command_line(
     Returns the process's exit code: see `docs/faults.md`.
     """
     arguments = _parse(argv)
+    bear_any_text()
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
+    try:
+        require_launch_environment()
+    except UserError as error:  # nothing is known of other ranks, so every process speaks for itself
+        print(list_problems("cannot start", str(error)), file=sys.stderr)
+        return EXIT_USER_ERROR
     try:
         draft = read_draft(kind, arguments.config, arguments.override)
         cfg = draft.config
@@ -56,6 +64,9 @@ def run_from_command_line(
         # It came before the ranks had met, or on the way to that: each speaks for itself.
         if isinstance(error, UserError):
             _tell_once_a_node("cannot start", str(error))
+            return EXIT_USER_ERROR
+        if isinstance(error, OSError) and error.filename is not None:  # of a folder or a file that a setting names
+            _tell_once_a_node("cannot start", f"{shown(error.filename)}: {error.strerror}")
             return EXIT_USER_ERROR
         raise
     return 0

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.algo.seeds import uniform
+from spmdrl.checkpoint.tensor_files import write_tensors
+from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.learn.learner import Learner
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, disk_errors_explained, from_bytes, read_header, read_tensors
@@ -86,26 +87,27 @@ class StepFingerprint:
             ),
         }
         with disk_errors_explained(path):
-            save_file(tensors, unfinished, metadata={"numbers": json.dumps(self.numbers)})
+            write_tensors(unfinished, tensors, {"numbers": json.dumps(self.numbers)})
             os.replace(unfinished, path)
 
     @classmethod
     def read(cls, path: Path) -> StepFingerprint:
         """Read a file. Raises UserError if it is missing or damaged."""
-        numbers, tensors = json.loads(read_header(path)["numbers"]), read_tensors(path)
-        digests = from_bytes(tensors["digests"])
-        parts = tensors["advantages"].split(tensors["num_tokens"].tolist())
-        return cls(
-            advantages=dict(zip(map(tuple, tensors["places"].tolist()), parts, strict=True)),
-            weights=digests["weights"],
-            gradients={
-                name: Fingerprint(saved_digest, squared_norm, tuple(projections))
-                for (name, saved_digest), (squared_norm, *projections) in zip(
-                    digests["gradients"].items(), tensors["gradients"].tolist(), strict=True
-                )
-            },
-            numbers=numbers,
-        )
+        with as_written(path, "debug.save_rollouts"):
+            numbers, tensors = parse_own_json(read_header(path)["numbers"]), read_tensors(path)
+            digests = from_bytes(tensors["digests"])
+            parts = tensors["advantages"].split(tensors["num_tokens"].tolist())
+            return cls(
+                advantages=dict(zip(map(tuple, tensors["places"].tolist()), parts, strict=True)),
+                weights=digests["weights"],
+                gradients={
+                    name: Fingerprint(saved_digest, squared_norm, tuple(projections))
+                    for (name, saved_digest), (squared_norm, *projections) in zip(
+                        digests["gradients"].items(), tensors["gradients"].tolist(), strict=True
+                    )
+                },
+                numbers=numbers,
+            )
 
 
 class GradientHooks:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.checkpoint.tensor_files import write_tensors
+from spmdrl.config.strict import as_written
 from spmdrl.model.policy import PackedModel, TokenLogprobs
 from spmdrl.rollout.files import disk_errors_explained, folder_of, read_tensors
 from spmdrl.types import FILLING, MicroBatch, MiniBatch
@@ -71,7 +72,7 @@ def write_trainer_logprobs(folder: Path, step: int, rank: int, found: TrainerLog
         "logprobs": torch.cat([torch.empty(0), *found.values()]),
     }
     with disk_errors_explained(path):
-        save_file(tensors, unfinished)
+        write_tensors(unfinished, tensors)
         os.replace(unfinished, path)
 
 
@@ -82,11 +83,12 @@ def read_trainer_logprobs(folder: Path, step: int, *, num_ranks: int) -> Trainer
     for path in (_path(folder, step, rank) for rank in range(num_ranks)):
         if not path.exists():
             continue
-        tensors = read_tensors(path)
-        counts = tensors["num_tokens"].tolist()
-        of_sequences = zip(tensors["token_ids"].split(counts), tensors["logprobs"].split(counts), strict=True)
-        for index, (token_ids, logprobs) in zip(tensors["index"].tolist(), of_sequences, strict=True):
-            found[index, tuple(token_ids.tolist())] = logprobs
+        with as_written(path, "debug.save_rollouts"):
+            tensors = read_tensors(path)
+            counts = tensors["num_tokens"].tolist()
+            of_sequences = zip(tensors["token_ids"].split(counts), tensors["logprobs"].split(counts), strict=True)
+            for index, (token_ids, logprobs) in zip(tensors["index"].tolist(), of_sequences, strict=True):
+                found[index, tuple(token_ids.tolist())] = logprobs
     return found
 
 

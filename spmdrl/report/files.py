@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmdrl.config.strict import Malformed, parse_own_json, read_bytes, shown
 from spmdrl.types import UserError
 
 Row = dict[str, Any]
@@ -83,14 +85,18 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
     """Return each row with the byte offset where its line ends."""
     rows: list[tuple[Row, int]] = []
     end = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else [], start=1):
+    content = read_bytes(path, max_bytes=sys.maxsize) if path.exists() else b""
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
         end += len(line)
         try:
-            rows.append((json.loads(line), end))
-        except ValueError as error:
-            raise UserError(f"{path}: line {number} is not JSON ({error}); remove that line to go on") from error
+            row = parse_own_json(line)
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise Malformed("is no object with a step")
+        except Malformed as error:
+            raise UserError(f"{shown(path)}: line {number} {error}; remove that line to go on") from error
+        rows.append((row, end))
     return rows
 
 

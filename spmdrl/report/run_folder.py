@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +19,13 @@ import torch
 from pydantic import BaseModel
 
 import spmdrl
+from spmdrl.config.strict import read_json, shown
 from spmdrl.types import UserError
+
+# What a run writes, besides the folders of its steps.
+_JSON = ("plan.json", "versions.json", "machine.json", "metrics.jsonl", "samples.jsonl", "memory.jsonl", "error.json")
+_FILES = (*_JSON, "config.toml", "curves.png", "requeue")
+_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +81,13 @@ class RunFolder:
         return self.path / "machine.json"
 
     def read_machine(self) -> dict[str, Any] | None:
-        """Read machine.json; None when there is none. Raises UserError when it is not JSON."""
-        try:
-            written = json.loads(self.machine.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        """Read machine.json; None when there is none. Raises UserError when it is not what `write_launch` writes."""
+        if not self.machine.exists():
             return None
-        except ValueError as error:
-            raise UserError(f"{self.machine} is not JSON ({error}); remove it, and it is written again") from error
-        return written if isinstance(written, dict) else {}
+        try:
+            return read_json(self.machine, dict[str, Any])
+        except UserError as error:
+            raise UserError(f"{error}; remove the file, and it is written again") from error
 
     @property
     def metrics(self) -> Path:
@@ -130,6 +137,25 @@ class RunFolder:
         """The run as one picture."""
         return self.path / "curves.png"
 
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each reason why a run cannot write here; leaves nothing behind.
+
+        Links are refused where the run writes files, because it would overwrite what they lead to. Folders may be
+        links: to a larger disk, say.
+        """
+        if (problem := _no_room_for(self.path)) is not None:
+            name = shown(self.path)
+            yield f"the run folder {name} cannot be created ({problem}); set run.dir to a writable directory"
+            return
+        for file in (self.path / name for name in _FILES):
+            if file.is_symlink():
+                yield f"{shown(file)} is a link, and the run would overwrite what it leads to; remove the link"
+            elif file.exists() and not file.is_file():
+                yield f"{shown(file)} is no ordinary file, and the run writes one there; remove it"
+        for folder in (self.path / name for name in _FOLDERS):
+            if folder.exists() and not folder.is_dir():
+                yield f"{shown(folder)} is no directory, and the run writes one there; remove it"
+
     def holds_run(self) -> bool:
         """True when a run was launched here, even if it did not finish."""
         written = (self.config, self.metrics, self.hf)
@@ -144,6 +170,16 @@ class RunFolder:
         self.plan.write_text(json.dumps(dataclasses.asdict(plan), indent=2) + "\n", encoding="utf-8")
         self.machine.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
         self.versions.write_text(json.dumps(describe_machine(), indent=2) + "\n", encoding="utf-8")
+
+
+def _no_room_for(folder: Path) -> str | None:
+    """Return why a directory cannot be written, or be created, by trying it in the nearest one that is there."""
+    try:
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".spmdrl-", dir=nearest))
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 def describe_machine() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed import Store
 
 from spmdrl.algo.metrics import Max, Mean, Metrics, Total
+from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
@@ -171,7 +172,8 @@ class Collector:
                 "back, or set rollout.partial = false to drop those groups"
             )
         # Every rank restores all of them, so that all raise the same error.
-        everyones = [self._restored(group, step) for group in groups]
+        with as_written(f"collector.json of step {step}", "a run"):
+            everyones = [self._restored(group, step) for group in groups]
         mine = everyones[self._place.index :: self._place.count] if self._place.engine.leads else []
         self._after = {step: _Progress(cursor=saved["cursor"], carried=tuple(mine), num_carried=len(everyones))}
 

@@ -286,10 +286,7 @@ class Episode:
         return [*own, *greeting]
 
     def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> tuple[int, ...]:
-        """Render a conversation; only messages that are wholly the prompt's may spell control tokens."""
-        pairs = zip(messages, self.prompt.messages, strict=False)
-        num_own = sum(message == own for message, own in pairs)
-        return encoder.rendered(messages, num_prompt_messages=num_own)
+        return encoder.rendered(messages)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:
         """Tokens that fit into the trajectory after these: everything after the prompt counts."""

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.checkpoint.tensor_files import write_tensors
+from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.dist.collectives import failing_together
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.saved import (
@@ -34,6 +35,7 @@ from spmdrl.rollout.saved import (
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, Trajectory, Turn, UserError
 
 _PREFIX = "step-"
+_WRITER = "debug.save_rollouts"
 _FORM = "2"  # of the files; 1 had one response for each rollout
 
 
@@ -100,7 +102,9 @@ def read_parts(folder: Path, step: int, *, index: int = 0, count: int = 1) -> li
     if not place.is_dir():
         have = ", ".join(map(str, recorded_steps(folder))) or "none"
         raise UserError(f"{folder} holds no rollouts of step {step}; the steps it holds: {have}")
-    num_ranks = int(read_header(_part_of(place, 0))["num_ranks"])
+    first = _part_of(place, 0)
+    with as_written(first, _WRITER):
+        num_ranks = int(read_header(first)["num_ranks"])
     return [read_part(_part_of(place, rank)) for rank in range(index, num_ranks, count)]
 
 
@@ -117,23 +121,24 @@ def write_part(path: Path, recording: Recording) -> None:
         "config": json.dumps(recording.config),
         "plan": json.dumps(recording.plan),
     }
-    save_file(_tensors(recording), path, metadata=header)
+    write_tensors(path, _tensors(recording), header)
 
 
 def read_part(path: Path) -> Recording:
     """Read one rank's file; prompts have no metadata. Raises UserError when it is missing or damaged."""
-    header = read_header(path)
-    if header.get("form") != _FORM:
-        raise UserError(f"{path} has the form of an earlier version; record the rollouts again")
-    tensors = read_tensors(path)
-    return Recording(
-        step=int(header["step"]),
-        num_ranks=int(header["num_ranks"]),
-        config=json.loads(header["config"]),
-        plan=json.loads(header["plan"]),
-        places=dict(tensors["places"].tolist()),
-        outcomes=tuple(_outcomes(tensors)),
-    )
+    with as_written(path, _WRITER):
+        header = read_header(path)
+        if header.get("form", _FORM) != _FORM:
+            raise UserError(f"{path} has the form of an earlier version; record the rollouts again")
+        tensors = read_tensors(path)
+        return Recording(
+            step=int(header["step"]),
+            num_ranks=int(header["num_ranks"]),
+            config=parse_own_json(header["config"]),
+            plan=parse_own_json(header["plan"]),
+            places=dict(tensors["places"].tolist()),
+            outcomes=tuple(_outcomes(tensors)),
+        )
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_header(path: Path) -> dict[str, str]:
     """Read a file's header. Raises UserError when it is missing or damaged."""
     with _opened(path) as file:
-        return file.metadata()
+        return file.metadata() or {}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -164,7 +169,7 @@ def as_bytes(value: Any) -> Tensor:
 
 def from_bytes(tensor: Tensor) -> Any:
     """Decode a value that `as_bytes` encoded."""
-    return json.loads(tensor.numpy().tobytes())
+    return parse_own_json(tensor.numpy().tobytes())
 
 
 def _tensors(recording: Recording) -> dict[str, Tensor]:

@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from spmdrl.checkpoint.tensor_files import write_tensors
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
@@ -107,17 +107,9 @@ def _write_weights(gatherer: Gatherer, files: Sequence[Sequence[Bucket]], paths:
             if tensors:
                 if written:
                     written.result()
-                written = writer.submit(_save, tensors, path)
+                written = writer.submit(write_tensors, path, tensors, {"format": "pt"})
         if written:
             written.result()
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file that all who can read its directory can read: safetensors makes it readable by its owner only."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, {"format": "pt"})
-    path.chmod(mode)
 
 
 def _write_the_rest(

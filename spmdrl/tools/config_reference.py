@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from spmdrl.config import Config, Section, SftConfig
+from spmdrl.config.base import MOST
 from spmdrl.config.names import is_array, sections_in
 
 _INTRODUCTION = """\
@@ -155,7 +156,8 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _range(metadata: Sequence[Any]) -> Iterator[str]:
-    lowest, highest = _bounds(metadata, "ge"), _bounds(metadata, "le")
+    lowest = _bounds(metadata, "ge")
+    highest = [bound for bound in _bounds(metadata, "le") if bound < MOST]  # beyond it, no user meets the limit
     if lowest and highest:
         yield f"{lowest[0]:g} to {highest[0]:g}"
         return

@@ -5,6 +5,7 @@ It must run on machines where nothing works yet, so it imports no part of spmdrl
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import os
@@ -12,7 +13,8 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,8 +49,9 @@ _PACKAGES = (
 )
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
     """Print the report. Problems are printed, never raised."""
+    argparse.ArgumentParser(prog="python -m spmdrl.tools.doctor", description=__doc__).parse_args(argv)
     torch, torch_problem = _import("torch")
     for title, lines in (
         ("Software", _software()),
@@ -281,4 +284,4 @@ def _missing_for_ring_attention() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

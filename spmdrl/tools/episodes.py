@@ -15,13 +15,13 @@ import torch
 
 from spmdrl.config import Config, read_config
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.replay.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
 from spmdrl.report import RunFolder
 from spmdrl.report.episodes import Episode, episodes_page
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import read_parts
 from spmdrl.rollout.from_files import as_collected
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 NOT_TRAINED = -1  # index of a greedy baseline, which has no place in the step's order
@@ -78,6 +78,7 @@ def _nothing(episodes: Sequence[Episode], step: int, prompt_id: int | None) -> s
     return f"--prompt {prompt_id}: step {step} has no such prompt; its prompts: {', '.join(map(str, ids))}"
 
 
+@program("cannot show episodes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,11 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", type=Path, help="default: RUN/episodes-STEP.html")
     parser.add_argument("--prompt", metavar="ID", type=int, help="show the episodes of one prompt only")
     arguments = parser.parse_args(argv)
-    try:
-        written = write_page(arguments.run, arguments.step, output=arguments.output, prompt_id=arguments.prompt)
-    except UserError as error:
-        print(f"cannot show episodes: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    written = write_page(arguments.run, arguments.step, output=arguments.output, prompt_id=arguments.prompt)
     print(f"wrote {written}")
     return 0
 

@@ -28,6 +28,7 @@ from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.rollout.world import open_world
 from spmdrl.step.evaluate import eval_metrics
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
@@ -70,16 +71,13 @@ def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
     return choose_kernel(cfg.model.attention, device_type, dtype)
 
 
+@program("cannot evaluate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     arguments = parser.parse_args(argv)
-    try:
-        print(json.dumps(evaluate_export(arguments.run)))
-    except UserError as error:
-        print(f"cannot evaluate: {error}", file=sys.stderr)
-        return 2
+    print(json.dumps(evaluate_export(arguments.run)))
     return 0
 
 

@@ -7,24 +7,25 @@ spmdrl.tools.export RUN`, each holds a part of the model and writes some of its 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from spmdrl.checkpoint.places import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
+from spmdrl.config.strict import read_json
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config, load_policy
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
 from spmdrl.step.export import export_hf, refuse_overwriting
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
@@ -69,10 +70,17 @@ def _dtype_of_run(cfg: Config | SftConfig, folder: RunFolder) -> str:
     """That of the weights which the run sampled with: where "auto" has chosen, by the devices it ran on."""
     if cfg.model.compute_dtype != "auto":
         return cfg.model.compute_dtype
-    versions: dict[str, Any] = json.loads(folder.versions.read_text(encoding="utf-8"))
-    return "bfloat16" if versions["cuda_devices"] else "float32"
+    return "bfloat16" if read_json(folder.versions, _Versions).cuda_devices else "float32"
 
 
+class _Versions(BaseModel):
+    """The part of versions.json that is read; a later version may write more."""
+
+    model_config = ConfigDict(strict=True)
+    cuda_devices: list[str]
+
+
+@program("cannot export")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,14 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
     arguments = parser.parse_args(argv)
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
-    except UserError as error:
-        if is_first:
-            print(f"cannot export: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    if is_first:
+    written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
+    if os.environ.get("RANK", "0") == "0":
         print(written)
     return 0
 

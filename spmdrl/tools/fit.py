@@ -24,6 +24,7 @@ from spmdrl.model.load import parallel_model_problems, read_critic_config, read_
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.published import PUBLISHED, published_config
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4
@@ -50,17 +51,14 @@ _LEVERS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
+@program("cannot plan")
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan and return the exit code, 0 when everything fits."""
     arguments = _parse(argv)
-    try:
-        cfg = read_run_config(arguments.config, arguments.override)
-        model = _read_model(cfg, published_config(arguments.shape) if arguments.shape else read_model_config(cfg.model))
-        device_bytes = int(arguments.gpu_gib * GIB)
-        prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
-    except UserError as error:
-        print("\n".join(["cannot plan:", *(f"  - {line}" for line in str(error).splitlines())]), file=sys.stderr)
-        return EXIT_USER_ERROR
+    cfg = read_run_config(arguments.config, arguments.override)
+    model = _read_model(cfg, published_config(arguments.shape) if arguments.shape else read_model_config(cfg.model))
+    device_bytes = int(arguments.gpu_gib * GIB)
+    prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
     problems = [*_problems(prediction)]
     if problems:
         problems += _remedies(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes)
@@ -83,8 +81,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=PUBLISHED, help="of a model that is not downloaded, instead of model.path's")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.ranks < 1 or not 0.1 <= arguments.gpu_gib <= 1e5:
-        parser.error("--ranks is at least 1, and --gpu-gib between 0.1 and 100000")
+    if not 1 <= arguments.ranks <= 10**6 or not 0.1 <= arguments.gpu_gib <= 1e5:
+        parser.error("--ranks is between 1 and 1000000, and --gpu-gib between 0.1 and 100000")
     return arguments
 
 

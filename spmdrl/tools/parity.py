@@ -24,7 +24,6 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_model_config
-from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.tools.parity_cases import (
     ADAMW_BOUND_OF_MOST,
     BOUND,
@@ -41,6 +40,7 @@ from spmdrl.tools.parity_cases import (
     random_batch,
     train_case,
 )
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 EXIT_DIFFERENT = 1
@@ -161,6 +161,7 @@ def _load(path: Path) -> CaseResult:
     return CaseResult(loss, **groups)
 
 
+@program("cannot compare")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code: 1 when a layout differs, 2 when the user must change something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,14 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--ranks must be at least 1")
     if arguments.tokens < 4 or arguments.sequences < UPDATES:
         parser.error(f"--tokens must be at least 4, and --sequences at least {UPDATES}, the number of updates")
-    try:
-        if arguments.worker is not None:
-            compute(arguments, arguments.worker)
-            return 0
-        return 0 if compare(arguments) else EXIT_DIFFERENT
-    except UserError as error:
-        print(f"cannot compare: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    if arguments.worker is not None:
+        compute(arguments, arguments.worker)
+        return 0
+    return 0 if compare(arguments) else EXIT_DIFFERENT
 
 
 if __name__ == "__main__":

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from spmdrl.config.strict import about, conform
 from spmdrl.report.curves import draw_curves
 from spmdrl.report.files import Row, read_rows
 from spmdrl.report.run_folder import RunFolder
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
-def main(argv: list[str]) -> None:
+@program("cannot draw")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw, and say where the picture is."""
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.plot", description=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument("--out", metavar="PNG", type=Path, help="default: RUN/curves.png; for several runs curves.png")
     given = parser.parse_args(argv)
     out = given.out or (RunFolder(given.runs[0]).curves if len(given.runs) == 1 else Path("curves.png"))
-    try:
-        draw_curves(dict(zip(_labels(given.runs), map(_rows, given.runs), strict=True)), out)
-    except UserError as error:
-        parser.error(str(error))
+    if out.suffix != ".png":
+        parser.error(f"--out {out}: curves are drawn as PNG; give the file a name that ends in .png")
+    draw_curves(dict(zip(_labels(given.runs), map(_rows, given.runs), strict=True)), out)
     print(f"wrote {out}")
 
 
 def _rows(run: Path) -> list[Row]:
-    rows = read_rows(RunFolder(run).metrics)
+    metrics = RunFolder(run).metrics
+    rows = read_rows(metrics)
+    with about(metrics):
+        conform(rows, list[dict[str, float | None]])
     if not rows:
         raise UserError(f"{run} has no finished step to draw: its metrics.jsonl is missing or empty")
     return rows
@@ -39,4 +46,4 @@ def _labels(runs: list[Path]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -13,6 +13,7 @@ from spmdrl.faults.rank_status import RankStatus, own_host, process_state, read_
 from spmdrl.faults.stacks import ask_descendants, ask_for_stacks, size_of, text_after
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import format_duration
+from spmdrl.tools.program import program
 
 DUMP_WAIT_S = 1.0  # for the processes to write
 
@@ -59,6 +60,7 @@ def dump(files: FaultFiles, statuses: Sequence[RankStatus], *, host: str) -> Ite
             yield f"== {status.name}: {_state(status, host)}"
 
 
+@program("cannot show the ranks")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.ps", description=__doc__)

@@ -26,7 +26,7 @@ from spmdrl.config import Config
 from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.session import launched_ranks
-from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR
+from spmdrl.faults.verdict import EXIT_DIVERGED
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy, load_reference
@@ -42,6 +42,7 @@ from spmdrl.step.choice import choose_tokens
 from spmdrl.step.correction import correct
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import shape_rewards
+from spmdrl.tools.program import program
 from spmdrl.types import TrainingDiverged, UserError
 
 EXIT_DIFFERENT = 1
@@ -157,6 +158,7 @@ def _told(what: str, count: int, differing: Sequence[str]) -> Iterator[str]:
     yield f"{what}: {len(differing)} of {count} differ: {', '.join(differing[:NAMES_SHOWN])}{more}"
 
 
+@program("cannot replay")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 1 when something differs, 2 when the user must change something, 3 when the
     step diverges."""
@@ -168,11 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         found = replay(arguments.run, arguments.step)
-    except (UserError, TrainingDiverged) as error:
+    except TrainingDiverged as error:
         if is_first:
-            what = "cannot replay" if isinstance(error, UserError) else "training diverges"
-            print(f"{what}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_DIVERGED
+            print(f"training diverges: {error}", file=sys.stderr)
+        return EXIT_DIVERGED
     if not is_first:
         return 0  # the first speaks for all: torchrun would end it when another one fails
     print("\n".join(lines(found, arguments.step)))

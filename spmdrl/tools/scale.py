@@ -24,6 +24,7 @@ from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.published import PUBLISHED, published_config
 from spmdrl.preflight.shapes import decoder_of, expert_names
 from spmdrl.preflight.step_time import H200, Layout, Machine, ModelCost, StepTime, Work, step_time
+from spmdrl.tools.program import program
 
 DEVICE_GIB = 139  # of an H200 of 141 GB
 SPARE_FRACTION = 0.1  # of a device, for what the planner does not know
@@ -112,6 +113,7 @@ def rates_table(machine: Machine) -> str:
     return "\n".join(lines)
 
 
+@program("cannot predict")
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table, or JSON; return the exit code."""
     parser = argparse.ArgumentParser(description="Predict the phases of a step on 8 to 1,024 H200.")
@@ -122,12 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest-tokens", type=int, default=WORK.longest_tokens, help="of a response")
     parser.add_argument("--json", action="store_true", help="print all numbers, in seconds and bytes")
     arguments = parser.parse_args(argv)
-    if any(count < 8 or count % 8 for count in arguments.gpus):
-        parser.error("--gpus are multiples of 8: a node has 8")
+    if any(not 8 <= count <= 2**20 or count % 8 for count in arguments.gpus):
+        parser.error("--gpus are multiples of 8: a node has 8; at most 1048576")
     each = WORK.group_size * math.lcm(*arguments.gpus)
     if arguments.rollouts < each or arguments.rollouts % each:
         parser.error(f"--rollouts is a multiple of {each}: every GPU begins groups of {WORK.group_size}")
-    if not 0 < arguments.mean_tokens < arguments.longest_tokens:
+    if not 0 < arguments.mean_tokens < arguments.longest_tokens <= 2**31:
         parser.error("--mean-tokens lies between 0 and --longest-tokens")
     work = dataclasses.replace(
         WORK,

@@ -10,7 +10,9 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from spmdrl.checkpoint.tensor_files import open_to_readers
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
@@ -40,20 +42,18 @@ def save_text_model(source: Path, destination: Path) -> int:
     text.generation_config = whole.generation_config
     text.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
+    open_to_readers(destination)
     return text.num_parameters()
 
 
+@program("cannot extract")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a directory that holds a model of text and images")
     parser.add_argument("dir", type=Path, help="a new directory")
     arguments = parser.parse_args(argv)
-    try:
-        count = save_text_model(arguments.source, arguments.dir)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    count = save_text_model(arguments.source, arguments.dir)
     print(f"{arguments.dir}: {count:,} parameters")
     return 0
 

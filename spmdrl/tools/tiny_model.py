@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import re
 import string
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from spmdrl.checkpoint.tensor_files import open_to_readers
+from spmdrl.tools.program import program
+from spmdrl.types import UserError
 
 ALPHABET = string.printable.strip() + " \n"
 PAD, EOS = "<pad>", "<eos>"
@@ -31,6 +36,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+_HEAD_DIM = 32
+_LIMITS = {  # "tiny" ends somewhere; seeds have 64 bits
+    "hidden_size": (_HEAD_DIM, 8192),
+    "num_layers": (1, 256),
+    "max_tokens": (1, 2**20),
+    "spare_tokens": (0, 2**20),
+    "seed": (0, 2**63 - 1),
+}
 
 
 def character_tokenizer(*, words: Sequence[str] = (), chat: bool = False) -> PreTrainedTokenizerFast:
@@ -58,7 +73,7 @@ def save_tiny_model(
     *,
     hidden_size: int = 128,
     num_layers: int = 4,
-    head_dim: int = 32,
+    head_dim: int = _HEAD_DIM,
     max_tokens: int = 256,
     spare_tokens: int = 0,
     words: Sequence[str] = (),
@@ -92,11 +107,13 @@ def save_tiny_model(
     )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    open_to_readers(path)
     return model.num_parameters()
 
 
+@program("cannot make a model")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program."""
+    """Make the model; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--hidden-size", type=int, default=128)
@@ -107,6 +124,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chat", action="store_true", help="a chat template with tools, and its tokens")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    for name, (least, most) in _LIMITS.items():
+        if not least <= (given := getattr(arguments, name)) <= most:
+            parser.error(f"--{name.replace('_', '-')} {given}: set it to {least} to {most}")
+    if arguments.hidden_size % _HEAD_DIM:
+        parser.error(f"--hidden-size {arguments.hidden_size}: set it to a multiple of {_HEAD_DIM}")
+    if arguments.dir.exists() and (not arguments.dir.is_dir() or any(arguments.dir.iterdir())):
+        raise UserError(f"{arguments.dir} exists and is not an empty directory; name a new one")
     count = save_tiny_model(
         arguments.dir,
         hidden_size=arguments.hidden_size,
@@ -121,4 +145,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

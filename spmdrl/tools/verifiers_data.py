@@ -14,10 +14,11 @@ from pathlib import Path
 from spmdrl.config import Config, read_run_config
 from spmdrl.config.environment import VerifiersEnvironment
 from spmdrl.envs.verifiers_process import read_rows
-from spmdrl.preflight.launch import EXIT_USER_ERROR
+from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
+@program("cannot write the tasks")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.verifiers_data", description=__doc__)
@@ -26,11 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("override", metavar="section.key=value", nargs="*")
     parser.add_argument("--limit", metavar="N", type=int, default=100_000, help="rows at most; default: 100000")
     arguments = parser.parse_args(argv)
-    try:
-        rows = read_rows(_source(read_run_config(arguments.config, arguments.override)), limit=arguments.limit)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
+    if arguments.limit < 1:
+        parser.error("--limit must be at least 1")
+    rows = read_rows(_source(read_run_config(arguments.config, arguments.override)), limit=arguments.limit)
     arguments.out.write_text(rows, encoding="utf-8")
     print(f"wrote {arguments.out}: {len(rows.splitlines())} rows")
     return 0

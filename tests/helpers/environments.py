@@ -87,7 +87,7 @@ class FakeEncoder:
         """With `rewrites`, answers before the last message are replaced by one token."""
         self._rewrites = rewrites
 
-    def rendered(self, messages: Sequence[Message], *, num_prompt_messages: int) -> tuple[int, ...]:
+    def rendered(self, messages: Sequence[Message]) -> tuple[int, ...]:
         rendered: tuple[int, ...] = ()
         for place, message in enumerate(messages):
             numbers = tuple(int(word) for word in message["content"].split())

@@ -15,6 +15,7 @@ from spmdrl.checkpoint.changes import HARMLESS, changes, harmless, resolved
 from spmdrl.checkpoint.manifest import (
     GLANCE_BYTES,
     MANIFEST,
+    NECESSARY,
     BrokenManifest,
     Digest,
     Manifest,
@@ -52,10 +53,10 @@ def test_what_is_kept(rules: dict[str, int], gone: list[int]) -> None:
 
 
 def a_checkpoint(folder: Path, step: int = 3) -> Path:
-    """A checkpoint of two files."""
+    """A checkpoint of the files that all have, and two more."""
     checkpoint = folder_of(folder, step)
     checkpoint.mkdir(parents=True)
-    files = {name: write_json(checkpoint / name, [name] * 50) for name in ("a.json", "b.json")}
+    files = {name: write_json(checkpoint / name, [name] * 50) for name in ("a.json", "b.json", *NECESSARY)}
     Manifest(
         step=step, num_ranks=2, configuration={"x": 0.1}, versions={}, metrics={"eval/reward": 1 / 3}, files=files
     ).write(checkpoint)

@@ -179,7 +179,9 @@ DATA = {
     "half a character": Case(
         row('{"prompt": "\\ud800", "answer": "1"}'), "line 2 is not valid JSON: 'utf-8' codec can't"
     ),
-    "nested without end": Case(row('{"prompt": ' + "[" * 99999), "rows.jsonl line 2 is not valid JSON: maximum recurs"),
+    "nested without end": Case(
+        row('{"prompt": ' + "[" * 99999), "rows.jsonl line 2 is not valid JSON: it has more than"
+    ),
     "a list for a row": Case(row('["a", "b"]'), "rows.jsonl line 2 is not a JSON object but list"),
     "no prompt": Case(
         row('{"promt": "a", "answer": "1"}'), 'has no column "prompt" (prompt_column); it has promt, ans'
@@ -252,8 +254,10 @@ MODEL = {
         nothing, "does not exist; set it to a directory: models are not downloaded", ("model.path=Qwen/Qwen3-0.6B",)
     ),
     "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
-    "a config that is not JSON": Case(written("model/config.json", "{"), "is not a valid JSON file"),
-    "a list for a config": Case(written("model/config.json", "[]"), "is not an object with a `model_type`"),
+    "a config that is not JSON": Case(written("model/config.json", "{"), "config.json is not valid JSON"),
+    "a list for a config": Case(
+        written("model/config.json", "[]"), "config.json is of another form: input should be a valid dictionary"
+    ),
     "a kind that is unknown": Case(json_with("model/config.json", model_type="none"), "does not recognize this archit"),
     "a kind that reads both ways": Case(json_with("model/config.json", model_type="bert"), "bidirectional attention"),
     "code of its own": Case(
@@ -299,9 +303,12 @@ MODEL = {
         ),
         "names an end-of-sequence token; set rollout.stop_token_ids",
     ),
-    "a generation config that is not JSON": Case(written("model/generation_config.json", "{"), "is not a JSON object"),
+    "a generation config that is not JSON": Case(
+        written("model/generation_config.json", "{"), "config.json is not valid JSON"
+    ),
     "text for an end of sequence": Case(
-        written("model/generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id must be a token id or a list"
+        written("model/generation_config.json", '{"eos_token_id": "x"}'),
+        "is of another form: eos_token_id",
     ),
 }
 

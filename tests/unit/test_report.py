@@ -191,7 +191,7 @@ def test_any_text_survives_in_samples(folder: RunFolder) -> None:
 def test_a_broken_line_in_the_middle_is_refused_by_number(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"line 2 is not JSON"):
+    with pytest.raises(UserError, match=r"line 2 is not valid JSON"):
         cut_after(path, 3)
 
 
@@ -368,9 +368,7 @@ def test_plot_draws_several_runs_over_each_other(
     assert png_size(out) == png_size(whole.curves)
     assert str(out) in capsys.readouterr().out
 
-    with pytest.raises(SystemExit) as refused:
-        plot.main([str(tmp_path)])
-    assert refused.value.code == 2
+    assert plot.main([str(tmp_path)]) == 2
     assert "has no finished step to draw" in capsys.readouterr().err
 
 

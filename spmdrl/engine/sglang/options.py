@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.config.plan import Plan
+from spmdrl.data.tokenizer import listed_end_tokens
 from spmdrl.dist.device import local_rank
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang import cpu as sglang_cpu
@@ -235,11 +234,8 @@ def _divisors(number: int) -> str:
 
 def _own_end_tokens(cfg: Config, model_config: Any) -> set[int]:
     """Find the tokens at which SGLang always ends a response: those of the model's config and generation config."""
-    written = [getattr(model_config, "eos_token_id", None)]
-    generation = Path(cfg.model.path, "generation_config.json")
-    if generation.is_file():
-        written.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-    return {token for ids in written if ids is not None for token in ([ids] if isinstance(ids, int) else ids)}
+    own = getattr(model_config, "eos_token_id", None)
+    return {*listed_end_tokens(cfg.model.path), *((own,) if isinstance(own, int) else own or ())}
 
 
 def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:

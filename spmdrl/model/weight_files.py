@@ -1,0 +1,72 @@
+"""The files of a model directory, looked at before anything is loaded: only safetensors of the directory itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+
+from spmdrl.config.strict import read_json, shown
+from spmdrl.types import UserError
+
+_WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
+_FLOATING = ("F64", "F32", "F16", "BF16")  # safetensors' names; smaller floats have scales, which are no weights
+
+
+class _Index(BaseModel):
+    """The part of an index that is read; its metadata may hold anything."""
+
+    model_config = ConfigDict(strict=True)
+    weight_map: dict[str, str]
+
+
+def weight_file_problems(path: str, *, parameters: Collection[str] = ()) -> Iterator[str]:
+    """Yield a sentence for each weight file of a model directory that is cut off, missing or no safetensors file, and
+    for weights that are no floating-point numbers.
+
+    Reads the head of every file, and each index. `parameters` are the model's own names of its weights; a file may
+    hold other things too, such as masks. Loading shows whether the weights are the right ones.
+    """
+    folder, where = Path(path), f'model.path = "{shown(path)}"'
+    strange: dict[str, str] = {}
+    for file in sorted(folder.glob(f"*{_WEIGHTS}")):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            yield f"{where}: its weights cannot be read: {shown(file.name)}: {error}"
+            continue
+        strange |= {
+            name: dtype
+            for name, dtype in dtypes.items()
+            if dtype not in _FLOATING and (name.endswith(".weight") or name in parameters)
+        }
+    if strange:
+        name, dtype = min(strange.items())
+        yield (
+            f"{where}: {len(strange)} of its weights are no floating-point numbers that can be trained; the first is "
+            f"{shown(name)}, of {dtype}; save the model in bfloat16 or float32"
+        )
+    for index in sorted(folder.glob(f"*{_INDEX}")):
+        yield from _index_problems(index, where)
+
+
+def _index_problems(index: Path, where: str) -> Iterator[str]:
+    """Yield a sentence when an index cannot be read, or names files that are missing or may not be read."""
+    try:
+        named = set(read_json(index, _Index).weight_map.values())
+    except UserError as error:
+        yield f"{where}: {index.name} is not an index of weights: {error}"
+        return
+    if foreign := sorted(name for name in named if Path(name).name != name or not name.endswith(_WEIGHTS)):
+        yield (
+            f'{where}: {index.name} names "{shown(foreign[0])}"; weights are read from *{_WEIGHTS} files of the '
+            "directory alone: save the model as such"
+        )
+    elif absent := sorted(name for name in named if not (index.parent / name).is_file()):
+        yield (
+            f"{where}: {index.name} names {len(named)} files, and {len(absent)} of them are missing; the first is "
+            f"{shown(absent[0])}"
+        )

@@ -1,0 +1,43 @@
+"""How every tool ends: what the user must change is one sentence and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from spmdrl.config.strict import shown
+from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
+from spmdrl.types import UserError
+
+Main = Callable[[Sequence[str] | None], int | None]
+Program = Callable[..., int]
+
+
+def program(what: str) -> Callable[[Main], Program]:
+    """Make a function of the arguments the main function of a tool, which returns the exit code.
+
+    A UserError, and an error of the disk, is told after `what`, such as "cannot export", by the first rank.
+    """
+
+    def decorate(main: Main) -> Program:
+        @functools.wraps(main)
+        def ended(argv: Sequence[str] | None = None) -> int:
+            bear_any_text()
+            try:
+                return main(argv) or 0
+            except BrokenPipeError:  # who read what was printed has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
+            except UserError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error)
+            if os.environ.get("RANK", "0") == "0":
+                print(list_problems(what, problem), file=sys.stderr)
+            return EXIT_USER_ERROR
+
+        return ended
+
+    return decorate
