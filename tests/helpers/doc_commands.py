@@ -112,5 +112,5 @@ def programs(command: str) -> set[str]:
         words[place + 1] for place, word in enumerate(words) if word == "-m" and words[place + 1] != "http.server"
     }
     if words[0] == "make":
-        found |= {f"make {word}" for word in words[1:] if "=" not in word}
+        found.add(f"make {next(word for word in words[1:] if '=' not in word)}")
     return found

@@ -1,4 +1,4 @@
-"""Every command in the documentation runs as it is printed, or the page says why it does not (helpers/doc_commands.py)."""
+"""Every command in the documentation runs as it is printed, or the page says why not (helpers/doc_commands.py)."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def is_in(program: str, text: str) -> bool:
 
 
 def test_every_target_of_make_exists() -> None:
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    inline = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8"))}
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    inline = {name for page in PAGES for name in re.findall(r"`make ([a-z0-9-]+)", page.read_text(encoding="utf-8"))}
     shown = {name for block in BLOCKS for command in block.commands for name in programs(command)}
     assert inline | {name.removeprefix("make ") for name in shown if name.startswith("make ")} <= targets
 
