@@ -1,7 +1,7 @@
 # Every target works as the first command on a fresh clone: it makes .venv when it is not there yet.
 #   make setup TORCH=cuda                 the versions of constraints/cuda.txt instead of constraints/cpu.txt
 #   make setup TORCH_INDEX=URL            the package index that torch, and torch alone, comes from
-#   make setup EXTRAS=dev,flash           other extras of pyproject.toml
+#   make setup EXTRAS=dev,docs,flash      other extras of pyproject.toml
 #   make setup-verifiers                  verifiers in .venv-verifiers, whose packages clash with those of .venv
 #   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
@@ -13,7 +13,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= dev
+EXTRAS ?= dev,docs
 TORCH_INDEX ?=
 ARGS ?=
 ENGINE ?=
@@ -45,6 +45,7 @@ CONSTRAINTS := constraints/$(TORCH).txt
 ifeq ($(wildcard $(CONSTRAINTS)),)
 $(error TORCH=$(TORCH): there is no $(CONSTRAINTS); use TORCH=cpu or TORCH=cuda)
 endif
+SITE_CONSTRAINTS := constraints/docs.txt
 INSTALLED := $(VENV)/.installed-$(TORCH)
 # Two more stamps: SGLang is there, and `make setup` was asked for, which means without it.
 WITH_SGLANG := $(VENV)/.with-sglang
@@ -64,7 +65,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
-  test-browser test-long test-floor test-gpu lint format bench bench-table bench-check docs clean
+  test-browser test-long test-floor test-gpu lint format bench bench-table bench-check docs site clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,11 +89,11 @@ $(VERIFIERS)/.installed: constraints/verifiers.txt
 
 # torch first and alone, so that TORCH_INDEX is asked for nothing else. The constraints go to every later install:
 # without them pip would replace this torch by its newest release.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(SITE_CONSTRAINTS)
 	@$(PYTHON) -c '$(CHECK_VERSION)'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' $(CONSTRAINTS))"
-	$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(PIP) install -c $(CONSTRAINTS) -c $(SITE_CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@rm -f $(STAMPS)
 	@touch $@
 
@@ -187,6 +188,11 @@ docs: $(INSTALLED) ## write what is generated from the code into docs/ and confi
 	mv docs/algorithms.md.new docs/algorithms.md
 	$(VENV)/bin/python -m spmdrl.tools.predictions
 
+# The variable: mkdocs-material would print that mkdocs 2 will not do.
+site: $(INSTALLED) ## the documentation as a site that needs no network, in site/
+	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --clean
+	@echo "open site/index.html, or serve it: python -m http.server -b 127.0.0.1 -d site"
+
 clean: ## remove caches and build products; .venv and runs/ stay
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ _INTRODUCTION = """\
 A run is described by one TOML file. `section.key=value` after it on the command line overrides a setting; the value is
 read as TOML, and as text when it is not TOML:
 
-    python -m spmdrl.train configs/demo.toml optim.lr=3e-6 run.name=second
+    python -m spmdrl.train configs/demo.toml optim.lr=3e-6 run.name=second --dry-run
 
 Unknown keys, values of the wrong type and counts that do not fit together are errors, and all errors are shown at once.
 `--dry-run` checks a configuration and everything it names, prints it with the defaults filled in, and names the

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from spmdrl import sft, train
 from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.doc_commands import blocks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import rows, sample_rows, without_curves
 
@@ -68,3 +71,29 @@ def test_a_tiny_model_learns_to_use_its_environment(task: str, tmp_path: Path) -
     assert accuracies[0] <= 0.4 and accuracies[-1] >= 0.85, accuracies
     exported = re.search(r'^\{"eval/accuracy": ([\d.]+)', done.stdout, re.MULTILINE)
     assert exported and float(exported[1]) == pytest.approx(accuracies[-1], abs=0.02)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMOS = sorted(
+    {
+        command
+        for page in PAGES
+        for block in blocks(page)
+        for command in block.commands
+        if command.startswith("make demo") and "TASK=" not in command and "ENGINE=" not in command
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("command", DEMOS)
+def test_the_demos_of_the_pages_run(command: str, tmp_path: Path) -> None:
+    """With the settings that a page gives them, for two steps."""
+    settings = [word.removeprefix("ARGS=").split() for word in shlex.split(command) if word.startswith("ARGS=")]
+    short = [f"run.dir={tmp_path}", "run.name=demo", "run.num_steps=2", "eval.num_prompts=40"]
+    words = ["bash", "launch/demo.sh", *chain(*settings), *short]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in rows(tmp_path / "demo")] == [0, 1, 2]
+    assert re.search(r'^\{"eval/accuracy": ', done.stdout, re.MULTILINE)

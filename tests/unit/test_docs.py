@@ -17,6 +17,7 @@ FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^]]*]\(([^)\s]+)\)")
 COMMAND = re.compile(r"-m (spmdrl(?:\.[a-z_]+)*)")
 PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh|sbatch))`")
+MENTION = re.compile(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -54,6 +55,19 @@ def test_commands_name_modules(page: Path) -> None:
 def test_paths_name_files_of_the_repository_or_of_the_package(page: Path) -> None:
     paths = set(PATH.findall(prose(page)))
     assert {path for path in paths if not ((ROOT / path).exists() or (ROOT / "spmdrl" / path).exists())} == set()
+
+
+def test_the_package_names_pages_and_headings_that_exist() -> None:
+    """In docstrings, comments, messages and scripts, as `docs/page.md` or `docs/page.md#heading`."""
+    sources = [
+        path
+        for folder in ("spmdrl", "launch", "configs", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".toml", ".sh", ".sbatch")
+    ]
+    named = {(mention, source) for source in sources for mention in MENTION.findall(source.read_text(encoding="utf-8"))}
+    broken = [(mention, source.name) for mention, source in named if is_broken(mention, ROOT / "README.md")]
+    assert named and broken == []
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -39,3 +39,9 @@ def test_pinned_versions_are_allowed(name: str) -> None:
     for requirement in REQUIREMENTS:
         if requirement.name in versions:
             assert requirement.specifier.contains(Version(versions[requirement.name])), requirement.name
+
+
+def test_every_package_of_the_site_is_pinned_within_its_range() -> None:
+    versions = pinned("docs")
+    for requirement in map(Requirement, PROJECT["optional-dependencies"]["docs"]):
+        assert requirement.specifier.contains(Version(versions[requirement.name])), requirement.name
