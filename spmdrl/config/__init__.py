@@ -17,6 +17,7 @@ from spmdrl.config.data import (
     ReasoningGymData,
 )
 from spmdrl.config.environment import EnvironmentConfig
+from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.on_policy import EXACT_BACKENDS
 from spmdrl.config.optim import CriticConfig, OptimConfig
@@ -61,6 +62,7 @@ __all__ = [
     "FileData",
     "FunctionReward",
     "HeldOutConfig",
+    "LoraConfig",
     "LossConfig",
     "MathReward",
     "MismatchConfig",

@@ -7,6 +7,7 @@ from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
 from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
 from spmdrl.config.environment import EnvironmentConfig
+from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
 from spmdrl.config.rewards import RewardConfig
@@ -30,6 +31,7 @@ class Config(Section):
     `docs/true-on-policy.md`."""
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
@@ -92,6 +94,7 @@ class SftConfig(Section):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     sft: PairsConfig

@@ -30,9 +30,9 @@ from spmdrl.model.load import (
     load_model_config,
     model_without_memory,
     parallel_model_problems,
-    weight_file_problems,
 )
 from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.weight_files import weight_file_problems
 from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here

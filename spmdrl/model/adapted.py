@@ -1,0 +1,102 @@
+"""The policy that a run trains, whole or by adapters, and the reference that it is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.algo.seeds import mix
+from spmdrl.config import LoraConfig, ModelConfig
+from spmdrl.dist.mesh import Meshes
+from spmdrl.model.adapters import Adapters, Strength
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.targets import short_names, target_problems, targets_of
+from spmdrl.types import MicroBatch, UserError
+
+Reference = Callable[[MicroBatch], TokenLogprobs]
+
+
+def load_trained(
+    cfg: ModelConfig,
+    lora: LoraConfig | None,
+    meshes: Meshes,
+    *,
+    temperature: float,
+    seed: int,
+    kernel: Kernel | None = None,
+) -> Policy:
+    """Load the policy that is trained: all of it, or with `lora` its adapters on a frozen base.
+
+    Raises UserError like `load_policy`, and for targets that the model does not have.
+    """
+    if lora is None:
+        return load_policy(cfg, meshes.model, temperature=temperature, kernel=kernel)
+    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", kernel=kernel)
+    if problems := list(target_problems(policy.model, lora.targets)):
+        raise UserError("\n".join(problems))
+    tp = meshes.model.tp
+    targets = targets_of(policy.model, lora.targets, tp=tp if tp.size() > 1 else None)
+    strength = Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
+    config = peft_config(strength, short_names(policy.model, targets), base=cfg.path)
+    policy.adapters = Adapters(targets, strength, meshes.training, config=config)
+    policy.adapters.load(random_start(policy.adapters.tensors, seed=seed))
+    return policy
+
+
+def reference_of(
+    policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperature: float, kernel: Kernel | None = None
+) -> Reference:
+    """Return the frozen model that the policy is compared with: its own base, or where it has none a second model."""
+    adapters = policy.adapters
+    if adapters is None:
+        return load_reference(cfg, meshes.model, temperature=temperature, kernel=kernel)
+
+    def base(micro_batch: MicroBatch) -> TokenLogprobs:
+        with adapters.off():
+            return policy(micro_batch)
+
+    return base
+
+
+def peft_config(strength: Strength, target_modules: list[str], *, base: str) -> dict[str, Any]:
+    """Describe adapters as PEFT's adapter_config.json does."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": strength.rank,
+        "lora_alpha": strength.alpha,
+        "use_rslora": strength.rslora,
+        "target_modules": target_modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_dora": False,
+    }
+
+
+def random_start(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give every A random numbers in +-1 / sqrt(inputs), PEFT's start; every B stays 0.
+
+    They depend on the seed and on the matrix's name, not on the ranks or on which other layers have adapters.
+    """
+    return {name: _uniform(a, mix(seed, _number(name))) for name, a in matrices.items() if ".lora_A." in name}
+
+
+def _uniform(like: Tensor, seed: int) -> Tensor:
+    bound = 1.0 / math.sqrt(like.shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(like.shape, generator=generator) * 2.0 - 1.0) * bound
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
