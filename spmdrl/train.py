@@ -36,7 +36,7 @@ from spmdrl.model.load import compute_dtype, load_policy, load_reference
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.preflight.launch import run_from_command_line
-from spmdrl.refit.refit import Refit
+from spmdrl.refit.adapters import make_refit
 from spmdrl.replay.recorder import start_recorder
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.client import RewardClient
@@ -70,7 +70,8 @@ def train(run: Launch[Config]) -> None:
     trainer.sleep()  # the engine takes its share of what is free when it starts
     run.watch.enter("start engine")
     engine = run.enter(closing(start_engine(run)))
-    handover = start_handover(run, trainer, engine, Refit(policy, engine, meshes, cfg.refit, dtype=run.dtype))
+    refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
+    handover = start_handover(run, trainer, engine, refit)
     sampler = start_sampler(run, engine, handover.restarts)
     steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn)
 

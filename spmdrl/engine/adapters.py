@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.model.adapters import PREFIX
 from spmdrl.refit.sink import AdapterVersion
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
 Rows = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
-
-_PREFIX = "base_model.model."  # PEFT's, before the name of a layer
 
 
 class AdapterBank:
@@ -37,7 +36,7 @@ class AdapterBank:
         """Copy the adapters of a version; return the copies by name."""
         tensors = {name: tensor.clone() for name, tensor in adapters.tensors.items()}
         pairs = {
-            name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
+            name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
             for name, a in tensors.items()
             if name.endswith(".lora_A.weight")
         }
@@ -109,4 +108,7 @@ def _by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
         places.setdefault(version, []).append(range(start, end))
         start = end
     for version, mine in places.items():
-        yield version, slice(mine[0].start, mine[0].stop) if len(mine) == 1 else torch.tensor([i for run in mine for i in run])
+        yield (
+            version,
+            slice(mine[0].start, mine[0].stop) if len(mine) == 1 else torch.tensor([i for run in mine for i in run]),
+        )

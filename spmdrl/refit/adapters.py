@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from spmdrl.config import RefitConfig
+from spmdrl.config import Config
 from spmdrl.dist.collectives import any_rank
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.adapters import Adapters
@@ -16,7 +16,11 @@ from spmdrl.refit.gather import copy_all
 from spmdrl.refit.refit import Refit, require_equal
 from spmdrl.refit.sink import AdapterVersion, WeightSink
 
-Refitting = Callable[..., None]  # called as `Refit`
+
+class Refitting(Protocol):
+    """Puts the policy's weights into an engine; every rank that trains must call it."""
+
+    def __call__(self, *, version: int) -> None: ...
 
 
 class AdapterRefit:
@@ -33,7 +37,9 @@ class AdapterRefit:
         self._base, self._engine, self._mesh = base, engine, meshes.training
         self._config = adapters.config
         tensors = adapters.tensors
-        self._bucket = bucket_of([(name, torch.empty_like(x, dtype=dtype, device="meta")) for name, x in tensors.items()])
+        self._bucket = bucket_of(
+            [(name, torch.empty_like(x, dtype=dtype, device="meta")) for name, x in tensors.items()]
+        )
         self._flat = torch.empty(self._bucket.num_bytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
         self._targets = [entry.view(self._flat) for entry in self._bucket.flat_entries]
         self._sources = [tensors[entry.name] for entry in self._bucket.flat_entries]
@@ -52,12 +58,10 @@ class AdapterRefit:
         require_equal(self._mesh, self._engine.load_adapters(adapters), version=version)
 
 
-def make_refit(
-    policy: Policy, engine: WeightSink, meshes: Meshes, cfg: RefitConfig, *, dtype: torch.dtype, merges: bool = False
-) -> Refitting:
-    """Make what refits the engine: with the adapters alone, or with all weights where the policy has no adapters or
-    `merges` them into its weights."""
-    whole = Refit(policy, engine, meshes, cfg, dtype=dtype)
-    if policy.adapters is None or merges:
+def make_refit(policy: Policy, engine: WeightSink, meshes: Meshes, cfg: Config, *, dtype: torch.dtype) -> Refitting:
+    """Make what refits the engine: with all weights, or with adapters alone where the policy has some and `lora.merge`
+    does not put them into its weights."""
+    whole = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
+    if policy.adapters is None or cfg.lora is None or cfg.lora.merge:
         return whole
     return AdapterRefit(whole, policy.adapters, engine, meshes, dtype=dtype)

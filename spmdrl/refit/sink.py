@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from spmdrl.model.adapters import Strength
 from spmdrl.refit.bucket import Bucket
 
 Naming = Literal["model", "checkpoint"]  # whose tensor names: the model's own, or those of its files
@@ -32,8 +32,8 @@ class AdapterVersion:
     @property
     def scale(self) -> float:
         """The factor of B A."""
-        rank = self.config["r"]
-        return float(self.config["lora_alpha"] / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+        about = self.config
+        return Strength(rank=about["r"], alpha=about["lora_alpha"], rslora=about.get("use_rslora", False)).scale
 
 
 class WeightSink(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.sink import AdapterVersion
 
@@ -44,3 +45,14 @@ def merged(model: nn.Module, adapters: AdapterVersion) -> Any:
             layer = whole.get_submodule(name.removeprefix(PREFIX).removesuffix(".lora_A.weight"))
             layer.weight += adapters.scale * tensors[name.replace("lora_A", "lora_B")] @ a
     return whole
+
+
+@torch.no_grad()
+def change_adapters(policy: Policy, amount: float) -> None:
+    """Change every adapter as an update would: alike on every rank."""
+    assert policy.adapters is not None
+    tensors = policy.adapters.tensors
+    for number, (name, tensor) in enumerate(tensors.items()):
+        generator = torch.Generator().manual_seed(number)
+        tensors[name] = tensor + amount * torch.randn(tensor.shape, generator=generator)
+    policy.adapters.load(tensors)
