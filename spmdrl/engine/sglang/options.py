@@ -76,6 +76,7 @@ class SGLangOptions:
     environment: Mapping[str, str]  # of its processes
     owner: str  # the id of the process that starts them
     release: frozenset[str]  # kinds of memory given back while the trainer works: kv_cache, weights, cuda_graph
+    keeps_weights: bool = False  # on the host, while their device memory is given back
     max_running: int  # requests in flight
     longest_tokens: int  # of a prompt and its response
 
@@ -305,6 +306,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         environment=environment,
         owner=f"{os.getpid()}",
         release=release,
+        keeps_weights=bool(arguments.get("enable_weights_cpu_backup")),
         max_running=rollout.max_running,
         longest_tokens=longest,
     )
