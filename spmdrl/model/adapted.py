@@ -113,11 +113,16 @@ def peft_config(strength: Strength, target_modules: list[str], *, base: str) -> 
 
 
 def random_start(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    """Give every A random numbers in +-1 / sqrt(inputs), PEFT's start; every B stays 0.
+    """Give every A random numbers, as PEFT does; every B stays 0."""
+    return random_values({name: a for name, a in matrices.items() if ".lora_A." in name}, seed=seed)
 
-    They depend on the seed and on the matrix's name, not on the ranks or on which other layers have adapters.
+
+def random_values(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give these matrices random numbers in +-1 / sqrt(columns).
+
+    They depend on the seed and on the matrix's name, not on the ranks or on which other matrices there are.
     """
-    return {name: _uniform(a, mix(seed, _number(name))) for name, a in matrices.items() if ".lora_A." in name}
+    return {name: _uniform(matrix, mix(seed, _number(name))) for name, matrix in matrices.items()}
 
 
 def _uniform(like: Tensor, seed: int) -> Tensor:
