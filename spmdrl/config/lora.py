@@ -37,8 +37,8 @@ class LoraConfig(Section):
 def adapters_have_no_dropout(lora: LoraConfig) -> Iterator[str]:
     if lora.dropout != 0:
         yield (
-            f"dropout = {lora.dropout:g} would make the trainer's log-probabilities differ from the engine's before the "
-            "first update; set it to 0, or remove it"
+            f"dropout = {lora.dropout:g} would make the trainer's log-probabilities differ from the engine's before "
+            "the first update; set it to 0, or remove it"
         )
 
 

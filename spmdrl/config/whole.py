@@ -60,6 +60,11 @@ class Config(Section):
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
 
     @property
+    def merges_adapters(self) -> bool:
+        """True when the engine gets merged weights instead of adapters."""
+        return self.lora is not None and self.lora.merge
+
+    @property
     def has_critic(self) -> bool:
         """True when a critic is trained too."""
         return "values" in self.advantage.formula.needs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import LoraConfig, ModelConfig
@@ -16,8 +18,10 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.model.adapters import Adapters, Strength
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.peft_files import base_problems, read_adapter
 from spmdrl.model.policy import Policy, TokenLogprobs
-from spmdrl.model.targets import short_names, target_problems, targets_of
+from spmdrl.model.targets import ALL_LINEAR, Wanted, short_names, target_problems, targets_of
+from spmdrl.model.weight_files import weights_digest
 from spmdrl.types import MicroBatch, UserError
 
 Reference = Callable[[MicroBatch], TokenLogprobs]
@@ -39,15 +43,39 @@ def load_trained(
     if lora is None:
         return load_policy(cfg, meshes.model, temperature=temperature, kernel=kernel)
     policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", kernel=kernel)
-    if problems := list(target_problems(policy.model, lora.targets)):
-        raise UserError("\n".join(problems))
+    plan = plan_adapters(policy.model, lora)
     tp = meshes.model.tp
-    targets = targets_of(policy.model, lora.targets, tp=tp if tp.size() > 1 else None)
-    strength = Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
-    config = peft_config(strength, short_names(policy.model, targets), base=cfg.path)
-    policy.adapters = Adapters(targets, strength, meshes.training, config=config)
-    policy.adapters.load(random_start(policy.adapters.tensors, seed=seed))
+    targets = targets_of(policy.model, plan.wanted, tp=tp if tp.size() > 1 else None)
+    config = peft_config(plan.strength, short_names(policy.model, targets), base=cfg.path)
+    base = weights_digest(cfg.path, meshes.training)
+    policy.adapters = Adapters(targets, plan.strength, meshes.training, config=config, base=base)
+    policy.adapters.load(random_start(policy.adapters.tensors, seed=seed) | plan.start)
     return policy
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """The adapters that `[lora]` asks for."""
+
+    strength: Strength
+    wanted: Wanted  # see `targets_of`
+    start: dict[str, Tensor]  # what they begin with, where they come from files
+
+
+def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
+    """Settle rank, scale and targets. The model may be on the meta device.
+
+    Raises UserError for targets that the model does not have, and for files that cannot be read or are of another base.
+    """
+    if lora.path is None:
+        if problems := list(target_problems(model, lora.targets)):
+            raise UserError("\n".join(problems))
+        return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, {})
+    files = read_adapter(lora.path)
+    shapes = {target.weight: target.weight_shape for target in targets_of(model, ALL_LINEAR)}
+    if problems := list(base_problems(files, shapes, lora.path)):
+        raise UserError("\n".join(problems))
+    return AdapterPlan(files.strength, tuple(files.modules), dict(files.tensors))
 
 
 def reference_of(
@@ -85,11 +113,16 @@ def peft_config(strength: Strength, target_modules: list[str], *, base: str) -> 
 
 
 def random_start(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    """Give every A random numbers in +-1 / sqrt(inputs), PEFT's start; every B stays 0.
+    """Give every A random numbers, as PEFT does; every B stays 0."""
+    return random_values({name: a for name, a in matrices.items() if ".lora_A." in name}, seed=seed)
 
-    They depend on the seed and on the matrix's name, not on the ranks or on which other layers have adapters.
+
+def random_values(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give these matrices random numbers in +-1 / sqrt(columns).
+
+    They depend on the seed and on the matrix's name, not on the ranks or on which other matrices there are.
     """
-    return {name: _uniform(a, mix(seed, _number(name))) for name, a in matrices.items() if ".lora_A." in name}
+    return {name: _uniform(matrix, mix(seed, _number(name))) for name, matrix in matrices.items()}
 
 
 def _uniform(like: Tensor, seed: int) -> Tensor:

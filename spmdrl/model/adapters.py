@@ -52,6 +52,11 @@ class Target(Protocol):
         """The name of the parameter in the model."""
         ...
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The parameter's shape, whole."""
+        ...
+
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Give the shapes of A and of B."""
         ...
@@ -71,11 +76,19 @@ class Adapters(nn.Module):
     flat: nn.Parameter  # [rows, ROW] float32, a DTensor whose rows are dealt out: what the optimizer steps
 
     def __init__(
-        self, targets: Sequence[Target], strength: Strength, mesh: DeviceMesh, *, config: Mapping[str, Any]
+        self,
+        targets: Sequence[Target],
+        strength: Strength,
+        mesh: DeviceMesh,
+        *,
+        config: Mapping[str, Any],
+        base: str,
     ) -> None:
-        """`mesh` are all ranks that train; `config` is what PEFT's adapter_config.json says of these adapters."""
+        """`mesh` are all ranks that train; `config` is what PEFT's adapter_config.json says of these adapters, and
+        `base` the digest of the files that their base was read from."""
         super().__init__()
-        self.strength, self.config = strength, dict(config)
+        self.strength, self.config, self.base = strength, dict(config), base
+        self._mesh = mesh
         self._targets = {target.weight: target for target in targets}
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}  # first element and shape, by PEFT's name
         num_rows = 0
@@ -87,7 +100,7 @@ class Adapters(nn.Module):
         self._whole = torch.zeros(self._rows_each * mesh.size(), ROW, device=mesh.device_type)
         self._leaves = {name: self._view(self._whole, name).requires_grad_() for name in self._places}
         self._is_on = True
-        mine = self._whole[self._own(mesh)]
+        mine = self._whole[self._own()]
         self.flat = nn.Parameter(_as_table(mine, num_rows, mesh))
         for target in targets:
             a, b = (self._leaves[name] for name in matrix_names(target))
@@ -97,6 +110,11 @@ class Adapters(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Every matrix by its name in PEFT's files: float32, whole, the same on every rank, views of one memory."""
         return {name: leaf.detach() for name, leaf in self._leaves.items()}
+
+    @property
+    def is_on(self) -> bool:
+        """False inside `off()`."""
+        return self._is_on
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -113,15 +131,14 @@ class Adapters(nn.Module):
 
         Every one of them must enter it.
         """
-        mesh = self.flat.device_mesh
         gradients = torch.zeros_like(self._whole)
         for name, leaf in self._leaves.items():
             leaf.grad = self._view(gradients, name)  # backward passes add to it in place
         try:
             yield
             own = gradients.new_empty(self._rows_each, ROW)
-            scatter_sums(mesh, own.view(-1), gradients.view(-1))
-            self.flat.grad = _as_table(own, len(self.flat), mesh)
+            scatter_sums(self._mesh, own.view(-1), gradients.view(-1))
+            self.flat.grad = _as_table(own, len(self.flat), self._mesh)
         finally:
             for leaf in self._leaves.values():
                 leaf.grad = None
@@ -129,8 +146,7 @@ class Adapters(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Gather the rows that other ranks have changed; every rank that trains must call this."""
-        mesh = self.flat.device_mesh
-        gather_flat(mesh, self._whole.view(-1), self._whole[self._own(mesh)].flatten().clone())
+        gather_flat(self._mesh, self._whole.view(-1), self._whole[self._own()].flatten().clone())
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -146,9 +162,9 @@ class Adapters(nn.Module):
         a, b = (self._leaves[name].detach() for name in matrix_names(target))
         return target.product(a, b).mul_(self.strength.scale)
 
-    def _own(self, mesh: DeviceMesh) -> slice:
+    def _own(self) -> slice:
         """Return this rank's rows of the memory."""
-        first = mesh.get_local_rank() * self._rows_each
+        first = self._mesh.get_local_rank() * self._rows_each
         return slice(first, first + self._rows_each)
 
     def _view(self, memory: Tensor, name: str) -> Tensor:

@@ -31,8 +31,12 @@ class LinearTarget:
     def weight(self) -> str:
         return f"{self.module}.weight"
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return tuple(self.layer.weight.shape)  # of a DTensor: the whole's
+
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        outputs, inputs = self.layer.weight.shape  # of the whole layer, however it is sharded
+        outputs, inputs = self.weight_shape
         return (rank, inputs), (outputs, rank)
 
     def install(self, a: Tensor, b: Tensor, *, scale: float, is_on: Callable[[], bool]) -> None:

@@ -81,6 +81,10 @@ class PackedModel(nn.Module):
         if self.adapters is not None:
             self.adapters.refresh()
 
+    def change_of(self, weight: str) -> Tensor | None:
+        """Return what adapters add to a parameter of `model`, float32 in its shape; None where they add nothing."""
+        return None if self.adapters is None else self.adapters.change_of(weight)
+
     def _predict(self, micro_batch: MicroBatch, wanted: Tensor) -> _PredictingRows:
         """Run the layers on this rank's chunk; `wanted` [T] bool are the tokens to predict."""
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))

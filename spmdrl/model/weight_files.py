@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.dist.collectives import gather_objects
 
 _INDEX = "model.safetensors.index.json"
 
@@ -36,3 +40,19 @@ def weight_file_problems(path: str) -> Iterator[str]:
             f'model.path = "{path}": {_INDEX} names {len(named)} files, and {len(absent)} of them are missing; the '
             f"first is {absent[0]}"
         )
+
+
+def weights_digest(path: str, mesh: DeviceMesh) -> str:
+    """Hash the weight files of a model directory, a part of them on each rank; every rank of the mesh must call this.
+
+    It depends on neither the ranks nor the directory's place.
+    """
+    files = sorted(Path(path).glob("*.safetensors"))
+    mine = {file.name: _hash(file) for file in files[mesh.get_local_rank() :: mesh.size()]}
+    of_all = sorted(pair for part in gather_objects(mesh, mine) for pair in part.items())
+    return hashlib.sha256(json.dumps(of_all).encode()).hexdigest()
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -61,7 +61,7 @@ class AdapterRefit:
 def make_refit(policy: Policy, engine: WeightSink, meshes: Meshes, cfg: Config, *, dtype: torch.dtype) -> Refitting:
     """Make what refits the engine: with all weights, or with adapters alone where the policy has some and `lora.merge`
     does not put them into its weights."""
-    whole = Refit(policy, engine, meshes, cfg.refit, dtype=dtype)
-    if policy.adapters is None or cfg.lora is None or cfg.lora.merge:
+    whole = Refit(policy, engine, meshes, cfg.refit, dtype=dtype, merge=cfg.merges_adapters)
+    if policy.adapters is None or cfg.merges_adapters:
         return whole
     return AdapterRefit(whole, policy.adapters, engine, meshes, dtype=dtype)

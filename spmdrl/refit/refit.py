@@ -36,7 +36,9 @@ class Refit:
         cfg: RefitConfig,
         *,
         dtype: torch.dtype,
+        merge: bool = False,
     ) -> None:
+        """`merge` gives the engine weights with what adapters add to them."""
         self._engine = engine
         self._mesh = meshes.training
         self._gatherer = Gatherer(
@@ -45,6 +47,7 @@ class Refit:
             dtype=dtype,
             bucket_bytes=bucket_bytes(cfg, device_bytes=device_bytes() if engine.device.type == "cuda" else None),
             naming=engine.naming,
+            merge=merge,
         )
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
         self._verify = cfg.verify
