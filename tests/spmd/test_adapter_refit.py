@@ -79,7 +79,7 @@ def _versions(path: str) -> dict[str, Any]:
         assert policy.adapters is not None
         with policy.adapters.off():
             found["from_base"] = worst(policy, meshes, asked, responses)
-        del policy, refit, base
+        del policy, refit
     return found
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang.layout import Share, padded_adapters
 from spmdrl.engine.sglang.process import SGLangProcess
 from spmdrl.engine.versions import LiveVersions
+from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.sink import AdapterVersion
 
 MISMATCH = "[LORA-CHECK]"  # how SGLang begins when tensors are not those that their checksums belong to
@@ -19,9 +21,9 @@ MISMATCH = "[LORA-CHECK]"  # how SGLang begins when tensors are not those that t
 class AdapterSlots:
     """The versions whose adapters one SGLang engine holds."""
 
-    def __init__(self, num_devices: int) -> None:
-        """`num_devices` share the engine; each is sent everything, and takes its part."""
-        self._num_devices = num_devices
+    def __init__(self, share: Share) -> None:
+        """`share` is any device's."""
+        self._share = share
         self._versions = LiveVersions()
 
     def load(self, process: SGLangProcess, adapters: AdapterVersion) -> list[str]:
@@ -30,9 +32,12 @@ class AdapterSlots:
         version = adapters.version
         if self._versions.holds(version):  # engines are given their weights once more when another has died
             self._unload(process, version)
+        tensors = padded_adapters(adapters.tensors, self._share)
+        bucket = bucket_of(list(tensors.items()))
         # Memory of its own: SGLang may read a version's tensors as long as it holds them.
-        own = adapters.flat.cpu().clone()
-        entries = adapters.bucket.flat_entries
+        own = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        for entry in bucket.flat_entries:
+            entry.view(own).copy_(tensors[entry.name])
         try:
             process.ask(
                 "load_lora_adapter_from_tensors",
@@ -40,10 +45,11 @@ class AdapterSlots:
                 lora_name=_name(version),
                 config_dict=_config(adapters),
                 load_format="flattened_bucket",
+                # Each device may open what it is sent once; it gets everything, and takes its part.
                 serialized_named_tensors=[
-                    sglang_process.serialized_adapters(entries, own) for _ in range(self._num_devices)
+                    sglang_process.serialized_adapters(bucket.flat_entries, own) for _ in range(self._share.size)
                 ],
-                expected_checksums={entry.name: _checksum(entry.view(own)) for entry in entries},
+                expected_checksums={name: _checksum(tensor) for name, tensor in tensors.items()},
             )
         except RuntimeError as refusal:
             if MISMATCH not in str(refusal):
@@ -91,4 +97,4 @@ def _config(adapters: AdapterVersion) -> dict[str, object]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()

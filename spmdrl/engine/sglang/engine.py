@@ -61,7 +61,7 @@ class SGLangEngine(RolloutEngine):
             on_policy=options.arguments.get("rl_on_policy_target") is not None,
         )
         self._released: set[str] = set()
-        self._adapters = AdapterSlots(mesh.size())
+        self._adapters = AdapterSlots(self._share)
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")

@@ -23,6 +23,7 @@ from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
@@ -45,6 +46,10 @@ _OTHER_SETTING = {
     "rl_on_policy_target": "true_on_policy",
     "disable_cuda_graph": "rollout.cuda_graphs",
     "enable_memory_saver": "offload.engine",
+    "enable_weights_cpu_backup": "offload.engine",
+    "enable_lora": "[lora]",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
 }
 _ROOM_TOKENS = 8  # SGLang ends responses a little before its limits
 _FIXED = {
@@ -57,6 +62,9 @@ _FIXED = {
     "dp_size",
     "gpu_id_step",
     "load_format",
+    "lora_paths",
+    "lora_strict_loading",
+    "max_loaded_loras",
     "nccl_port",
     "nnodes",
     "node_rank",
@@ -107,6 +115,7 @@ def sglang_problems(
     ):
         yield problem
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
+    yield from adapter_problems(cfg, model_config, device_type=device_type)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
@@ -279,6 +288,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         sampling_backend="pytorch" if on_cpu else None,
         grammar_backend="none" if on_cpu else None,
     )
+    arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
     if cfg.true_on_policy:
         arguments |= {
             "rl_on_policy_target": "fsdp",

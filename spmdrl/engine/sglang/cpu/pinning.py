@@ -15,7 +15,7 @@ def pin_nothing(*modules: ModuleType) -> None:
     whole process replaced, SGLang computes something else in models with experts."""
     for module in modules:
         module.torch = _TorchWithoutPinning("torch")  # type: ignore[attr-defined]
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
 class _TorchWithoutPinning(ModuleType):
