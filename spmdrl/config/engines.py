@@ -98,7 +98,7 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
             yield f"{setting} has no meaning for {engine}; remove it"
     if "cuda_graph" in cfg.offload.engine and not facts.has_graphs:
         yield f'offload.engine names "cuda_graph", but {engine} has no CUDA graphs; leave it out'
-    if cfg.lora is not None and not cfg.merges_adapters and not facts.takes_adapters:
+    if cfg.sends_adapters and not facts.takes_adapters:
         yield f"[lora]: {engine} takes no adapters; set lora.merge = true, and it gets merged weights"
     if cfg.rollout.placement == "disaggregated" and not facts.runs_disaggregated:
         yield f'rollout.placement = "disaggregated" does not work with {engine}; set it to "colocated"'

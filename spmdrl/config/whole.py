@@ -60,6 +60,11 @@ class Config(Section):
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
 
     @property
+    def sends_adapters(self) -> bool:
+        """True when refits send the engine adapters, and its base once."""
+        return self.lora is not None and not self.lora.merge
+
+    @property
     def merges_adapters(self) -> bool:
         """True when the engine gets merged weights instead of adapters."""
         return self.lora is not None and self.lora.merge

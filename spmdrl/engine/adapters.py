@@ -21,7 +21,7 @@ class AdapterBank:
 
     def __init__(self, model: nn.Module, product: Product) -> None:
         """`product` is how the model's linear layers multiply."""
-        self._product = product
+        self._product, self._device = product, next(model.parameters()).device
         self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         self._hooks: dict[str, Any] = {}
         self._held: dict[int, _Held] = {}  # by version
@@ -34,7 +34,7 @@ class AdapterBank:
 
     def load(self, adapters: AdapterVersion) -> dict[str, Tensor]:
         """Copy the adapters of a version; return the copies by name."""
-        tensors = {name: tensor.clone() for name, tensor in adapters.tensors.items()}
+        tensors = {name: tensor.to(self._device, copy=True) for name, tensor in adapters.tensors.items()}
         pairs = {
             name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
             for name, a in tensors.items()

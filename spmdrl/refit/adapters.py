@@ -62,6 +62,7 @@ def make_refit(policy: Policy, engine: WeightSink, meshes: Meshes, cfg: Config, 
     """Make what refits the engine: with all weights, or with adapters alone where the policy has some and `lora.merge`
     does not put them into its weights."""
     whole = Refit(policy, engine, meshes, cfg.refit, dtype=dtype, merge=cfg.merges_adapters)
-    if policy.adapters is None or cfg.merges_adapters:
+    if not cfg.sends_adapters:
         return whole
+    assert policy.adapters is not None
     return AdapterRefit(whole, policy.adapters, engine, meshes, dtype=dtype)

@@ -71,7 +71,7 @@ def three_versions(rank: Rank) -> tuple[list[float], list[set[str]]]:
     def asking() -> Iterator[Request | None]:
         for version in (2, 3, 4):
             if version > 2:
-                change_adapters(rank.policy, 0.05)
+                change_adapters(rank.policy, 0.03)
                 rank.refit(version=version)
                 snapshots.append({name: x.clone() for name, x in rank.policy.adapters.tensors.items()})  # type: ignore[union-attr]
                 held.append(loaded(rank))
@@ -123,7 +123,7 @@ def all_of_it(path: str, tp_size: int) -> dict[str, Any]:
         found["fresh"] = worst(rank, responses)
         segments = len(os.listdir("/dev/shm"))
         for version in (1, 2):
-            change_adapters(rank.policy, 0.05)
+            change_adapters(rank.policy, 0.03)
             engine.sleep()
             refit(version=version)
             engine.wake()
@@ -144,7 +144,7 @@ def all_of_it(path: str, tp_size: int) -> dict[str, Any]:
             yield requests(7)[6]
 
         dict(engine.generate(aborted()))
-        change_adapters(rank.policy, 0.05)
+        change_adapters(rank.policy, 0.03)
         refit(version=6)
         found["after an abort"] = worst(rank, answers(engine, requests()))
         found["loaded after an abort"] = loaded(rank)
@@ -155,7 +155,7 @@ def all_of_it(path: str, tp_size: int) -> dict[str, Any]:
             os.kill(process.process_ids[0], 9)
             while not process.is_dead():
                 pass
-        change_adapters(rank.policy, 0.05)
+        change_adapters(rank.policy, 0.03)
         refit(version=8)  # into a dead engine: the caller asks afterwards
         engine.revive()
         refit(version=8)
@@ -171,7 +171,7 @@ def cached(rank: Rank) -> list[int]:
     prompt, counts = tuple(range(2, 30)), []
     for version in (4, 4, 5):
         if version == 5:
-            change_adapters(rank.policy, 0.05)
+            change_adapters(rank.policy, 0.03)
             rank.refit(version=5)
         answer = process.result(
             process.start(process.generate(prompt, {"max_new_tokens": 2}, f"cached-{len(counts)}", f"policy-{version}"))

@@ -27,7 +27,7 @@ _MERGE = "or set lora.merge = true, which sends merged weights"
 
 def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not apply the adapters of `[lora]`."""
-    if cfg.lora is None or cfg.lora.merge:
+    if not cfg.sends_adapters:
         return
     if cfg.true_on_policy:
         yield (
@@ -59,7 +59,7 @@ def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Ite
 
 def adapter_arguments(cfg: Config, plan: Plan, *, device_type: str) -> dict[str, Any]:
     """Return SGLang's arguments for adapters; none where it gets whole weights."""
-    if cfg.lora is None or cfg.lora.merge:
+    if not cfg.sends_adapters:
         return {}
     model_config = load_model_config(cfg.model)
     rank, modules = _rank_and_modules(cfg, model_config)
