@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from spmdrl.config import LoraConfig, ModelConfig
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.adapters import Adapters, Strength
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.load import load_policy, load_reference, model_without_memory
+from spmdrl.model.operators import operators_of
 from spmdrl.model.peft_files import base_problems, read_adapter
 from spmdrl.model.policy import Policy, TokenLogprobs
 from spmdrl.model.targets import ALL_LINEAR, Wanted, short_names, target_problems, targets_of
@@ -45,12 +46,22 @@ def load_trained(
     policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", kernel=kernel)
     plan = plan_adapters(policy.model, lora)
     tp = meshes.model.tp
-    targets = targets_of(policy.model, plan.wanted, tp=tp if tp.size() > 1 else None)
+    multiply = operators_of(policy.kernel).linear
+    targets = targets_of(policy.model, plan.wanted, multiply=multiply, tp=tp if tp.size() > 1 else None)
     config = peft_config(plan.strength, short_names(policy.model, targets), base=cfg.path)
     base = weights_digest(cfg.path, meshes.training)
     policy.adapters = Adapters(targets, plan.strength, meshes.training, config=config, base=base)
     policy.adapters.load(random_start(policy.adapters.tensors, seed=seed) | plan.start)
     return policy
+
+
+def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | None) -> Iterator[str]:
+    """Yield a sentence when `[lora]` does not fit the model; takes no memory for it."""
+    if lora is not None:
+        try:
+            plan_adapters(model_without_memory(model_config, cfg), lora)
+        except UserError as error:
+            yield from str(error).splitlines()
 
 
 @dataclass(frozen=True, slots=True)

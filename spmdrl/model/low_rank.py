@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.model.linear import linear
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
     ColwiseLinear,
@@ -18,6 +17,8 @@ from spmdrl.model.tensor_parallel import (
     reduce_from,
 )
 
+Product = Callable[[Tensor, Tensor], Tensor]  # x [..., D] and a weight [V, D] give [..., V]
+
 
 @dataclass(frozen=True, slots=True)
 class LinearTarget:
@@ -25,6 +26,7 @@ class LinearTarget:
 
     module: str
     layer: nn.Linear
+    multiply: Product  # the one that the layer multiplies by
     tp: DeviceMesh | None = None  # None: no other rank computes the same tokens
 
     @property
@@ -58,23 +60,21 @@ class LinearTarget:
         """
         layer, tp = self.layer, self.tp
         if tp is None:
-            return lambda x: _low_rank(x, a, b)
+            return lambda x: self._low_rank(x, a, b)
         if isinstance(layer, ColwiseLinear) and not isinstance(layer, ColwiseGatheringLinear):
-            return lambda x: _low_rank(layer.shared_copy(x), a, _part(b, tp, 0))
+            return lambda x: self._low_rank(layer.shared_copy(x), a, _part(b, tp, 0))
         _count_once(b, tp)
         if isinstance(layer, RowwiseLinear) and not isinstance(layer, RowwiseSplittingLinear):
-            return lambda x: _cast_linear(reduce_from(_cast_linear(x, _part(a, tp, 1)), tp), b)
+            return lambda x: self._product(reduce_from(self._product(x, _part(a, tp, 1)), tp), b)
         _count_once(a, tp)
-        return lambda x: _low_rank(x, a, b)
+        return lambda x: self._low_rank(x, a, b)
 
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return self._product(self._product(x, a), b)
 
-def _low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return _cast_linear(_cast_linear(x, a), b)
-
-
-def _cast_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply in the dtype of x [..., D]: weight [V, D] float32 gives [..., V]."""
-    return linear(x, weight.to(x.dtype))
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply x [..., D] with a weight [V, D] float32, in the dtype of x."""
+        return self.multiply(x, weight.to(x.dtype))
 
 
 def _part(matrix: Tensor, tp: DeviceMesh, dim: int) -> Tensor:

@@ -9,17 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from spmdrl.model.adapters import Target
-from spmdrl.model.low_rank import LinearTarget
+from spmdrl.model.linear import linear
+from spmdrl.model.low_rank import LinearTarget, Product
 
 ALL_LINEAR = "all-linear"
 Wanted = str | Sequence[str]  # "all-linear", or ends of names
 
 
-def targets_of(model: PreTrainedModel, wanted: Wanted, *, tp: DeviceMesh | None = None) -> list[Target]:
+def targets_of(
+    model: PreTrainedModel, wanted: Wanted, *, multiply: Product = linear, tp: DeviceMesh | None = None
+) -> list[Target]:
     """Find the weights that get adapters, in the order of the model; it may be on the meta device, or sharded."""
-    return [
-        LinearTarget(name, layer, tp) for name, layer in _linears(model) if wanted == ALL_LINEAR or _is_in(name, wanted)
-    ]
+    chosen = [(name, layer) for name, layer in _linears(model) if wanted == ALL_LINEAR or _is_in(name, wanted)]
+    return [LinearTarget(name, layer, multiply, tp) for name, layer in chosen]
 
 
 def target_problems(model: PreTrainedModel, wanted: Wanted) -> Iterator[str]:
