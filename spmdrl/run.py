@@ -24,11 +24,13 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phases import PhaseMemory
+from spmdrl.model.adapted import Reference, load_trained, reference_of
 from spmdrl.model.calibration import choose_kernels, kernels_of, processor, shapes_of
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import LinearKernels, kernels_in_use, use_kernels
 from spmdrl.model.load import compute_dtype, load_model_config
 from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.policy import Policy
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.types import Prompt, UserError
@@ -86,9 +88,20 @@ class Run(Generic[SettingsT]):
             "linear_kernels": asdict(kernels_in_use()) if on_cpu else None,
         }
 
+    def load_policy(self) -> Policy:
+        """Load the policy that the run trains; every rank that trains must call this, and reads its own shards."""
+        cfg = self.cfg
+        return load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
+
+    def load_reference(self, policy: Policy) -> Reference | None:
+        """Return the frozen model that the policy is compared with; None for a run without one."""
+        if isinstance(self.cfg, Config) and self.cfg.has_reference:
+            return reference_of(policy, self.cfg.model, self.meshes, **self._logprob_options)
+        return None
+
     @property
-    def logprob_options(self) -> dict[str, Any]:
-        """The arguments of `load_policy` that decide which log-probabilities its models give to tokens."""
+    def _logprob_options(self) -> dict[str, Any]:
+        """The arguments that decide which log-probabilities a model gives to tokens."""
         temperature = self.cfg.rollout.temperature if isinstance(self.cfg, Config) else 1.0
         return {"temperature": temperature, "kernel": self.kernel}
 

@@ -19,7 +19,6 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import POLICY
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model.load import load_policy
 from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Inputs, Launch
@@ -34,7 +33,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     """Train to imitate the responses, from where the run begins to its last step, or until it is asked to stop."""
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
-        policy = load_policy(cfg.model, meshes.model, **run.logprob_options)
+        policy = run.load_policy()
     learner = Learner.start(policy, cfg.optim, SftObjective(), num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))

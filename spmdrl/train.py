@@ -32,11 +32,11 @@ from spmdrl.envs.open import open_environments
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
-from spmdrl.model.load import compute_dtype, load_policy, load_reference
+from spmdrl.model.load import compute_dtype
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.preflight.launch import run_from_command_line
-from spmdrl.refit.refit import Refit
+from spmdrl.refit.adapters import make_refit
 from spmdrl.replay.recorder import start_recorder
 from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.client import RewardClient
@@ -60,8 +60,8 @@ def train(run: Launch[Config]) -> None:
     if not meshes.trains:
         return serve(run)
     with report.span("load"):
-        policy = load_policy(cfg.model, meshes.model, **run.logprob_options)  # every rank reads its own shards: FSDP2
-        reference = load_reference(cfg.model, meshes.model, **run.logprob_options) if cfg.has_reference else None
+        policy = run.load_policy()  # every rank reads its own shards: FSDP2
+        reference = run.load_reference(policy)
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
@@ -70,7 +70,8 @@ def train(run: Launch[Config]) -> None:
     trainer.sleep()  # the engine takes its share of what is free when it starts
     run.watch.enter("start engine")
     engine = run.enter(closing(start_engine(run)))
-    handover = start_handover(run, trainer, engine, Refit(policy, engine, meshes, cfg.refit, dtype=run.dtype))
+    refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
+    handover = start_handover(run, trainer, engine, refit)
     sampler = start_sampler(run, engine, handover.restarts)
     steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn)
 

@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 from pydantic import Field
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.checkpoint.manifest import COLLECTOR, STATE, TABLE
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.checkpoint.storage import LoadPlanner, Reader
-from spmdrl.checkpoint.tensors import LearnerState, Tree, in_chunks, tree_of
+from spmdrl.checkpoint.tensors import WITHOUT_FROZEN, LearnerState, Tree, in_chunks, trained_weights, tree_of
 from spmdrl.checkpoint.write import kind_of_optimizer
 from spmdrl.config import OptimConfig
 from spmdrl.config.strict import Form, as_written, read_json
@@ -39,6 +39,8 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
         return
     saved = _saved_learners(checkpoint)
     refuse_other_state(folder, {name: learner.optim for name, learner in learners.items()}, step=step)
+    for name, learner in learners.items():
+        _refuse_other_base(checkpoint, name, learner.model)
     states = {name: LearnerState.to_fill(learner) for name, learner in learners.items()}
     _fill(tree_of(states), checkpoint, mesh)
     for name, learner in learners.items():
@@ -47,7 +49,9 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
             learner.optimizer,
             model_state_dict=states[name].weights,
             optim_state_dict=cast(Any, states[name].optimizer),
+            options=WITHOUT_FROZEN,
         )
+        learner.model.refresh()
         if not saved[name].has_state:  # torch made up the state that was saved
             learner.optimizer.state.clear()
         _restore_numbers(learner, saved[name])
@@ -55,9 +59,11 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
 
 def restore_weights(checkpoint: Path, model: PackedModel, mesh: DeviceMesh, *, name: str) -> None:
     """Load only the weights of one learner; every rank of the mesh must call this."""
-    weights = get_model_state_dict(model)
+    _refuse_other_base(checkpoint, name, model)
+    weights = trained_weights(model)
     _fill({name: {"weights": weights}}, checkpoint, mesh)
-    set_model_state_dict(model, weights)
+    set_model_state_dict(model, weights, options=WITHOUT_FROZEN)
+    model.refresh()
 
 
 def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
@@ -132,10 +138,21 @@ class _Learner(Form):
     has_state: bool
     loss_scale: _LossScale
     coefficients: dict[str, float]
+    base: str | None = None  # the digest of what adapters were trained on
 
 
 class _State(Form):
     learners: dict[str, _Learner]
+
+
+def _refuse_other_base(checkpoint: Path, name: str, model: PackedModel) -> None:
+    """Raise UserError if adapters were trained on other weights than those that they are now on."""
+    now = None if model.adapters is None else model.adapters.base
+    if now is not None and _saved_learners(checkpoint)[name].base != now:
+        raise UserError(
+            f"{checkpoint} holds adapters of another base: the weights in model.path are not those that they were "
+            "trained on; set model.path to the directory with those"
+        )
 
 
 def _saved_learners(checkpoint: Path) -> dict[str, _Learner]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -19,6 +19,8 @@ from spmdrl.learn.learner import Learner
 from spmdrl.model.host_memory import HostBuffers
 
 Tree = dict[str, Any]
+
+WITHOUT_FROZEN = StateDictOptions(strict=False)  # to set weights of which those that are not trained are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class LearnerState:
         """Return a learner's state, to save it. Torch makes up a state for an optimizer that has taken no step, as if
         it had taken one; the optimizer does not keep it here."""
         has_state = bool(learner.optimizer.state)
-        state = cls(*get_state_dict(learner.model, learner.optimizer))
+        state = cls.to_fill(learner)
         if not has_state:
             learner.optimizer.state.clear()
         return state
@@ -46,7 +48,13 @@ class LearnerState:
         Otherwise torch would make it up again while setting the loaded state. An optimizer with its state on the host
         has only one memory for both, so the loaded state would be overwritten.
         """
-        return cls(*get_state_dict(learner.model, learner.optimizer))
+        return cls(trained_weights(learner.model), get_optimizer_state_dict(learner.model, learner.optimizer))
+
+
+def trained_weights(model: nn.Module) -> dict[str, Any]:
+    """Return a model's weights and buffers by name, without those that are frozen; they share its memory."""
+    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    return {name: weight for name, weight in get_model_state_dict(model).items() if name not in frozen}
 
 
 def tree_of(states: Mapping[str, LearnerState]) -> Tree:

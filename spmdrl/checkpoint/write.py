@@ -277,6 +277,7 @@ def _non_tensor_state(learners: Mapping[str, Learner]) -> dict[str, Any]:
                 "has_state": bool(learner.optimizer.state),
                 "loss_scale": dataclasses.asdict(learner.loss_scale),
                 "coefficients": dict(learner.coefficients),
+                "base": None if learner.model.adapters is None else learner.model.adapters.base,
             }
             for name, learner in learners.items()
         }

@@ -3,7 +3,7 @@
 The attribute docstrings of the tables are the configuration reference: `docs/configuration.md` is generated from them.
 """
 
-from spmdrl.config import environment_rules, rules  # noqa: F401 (rules hold once they are imported)
+from spmdrl.config import environment_rules, lora_rules, rules  # noqa: F401 (rules hold once they are imported)
 from spmdrl.config.algorithm import AdvantageConfig, LossConfig
 from spmdrl.config.base import MissingSetting, Section, SectionT, run_rules
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig, MismatchLimits
@@ -17,6 +17,7 @@ from spmdrl.config.data import (
     ReasoningGymData,
 )
 from spmdrl.config.environment import EnvironmentConfig
+from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.on_policy import EXACT_BACKENDS
 from spmdrl.config.optim import CriticConfig, OptimConfig
@@ -61,6 +62,7 @@ __all__ = [
     "FileData",
     "FunctionReward",
     "HeldOutConfig",
+    "LoraConfig",
     "LossConfig",
     "MathReward",
     "MismatchConfig",

@@ -25,6 +25,7 @@ class EngineFacts:
     takes_fixed_share: bool = False  # takes `rollout.memory_fraction` of the free device memory when it starts
     has_graphs: bool = False  # captures CUDA graphs, which `offload.engine` may name
     runs_disaggregated: bool = False  # ranks that do not train can hold it
+    takes_adapters: bool = False  # samples with adapters of several versions
     settings: tuple[str, ...] = ()  # of `ENGINE_SETTINGS`, those that it reads
     # By device type, then by rollout.attention_backend: the trainer's kernel that computes the same bits.
     exact_kernels: Mapping[str, Mapping[str | None, str]] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class EngineFacts:
 ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
     "torch": (
         "spmdrl.engine.torch_engine:TorchEngine",
-        EngineFacts(runs_disaggregated=True, exact_kernels={"cpu": {None: "invariant"}}),
+        EngineFacts(runs_disaggregated=True, takes_adapters=True, exact_kernels={"cpu": {None: "invariant"}}),
     ),
     "sglang": (
         "spmdrl.engine.sglang.engine:SGLangEngine",
@@ -44,6 +45,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
             takes_fixed_share=True,
             has_graphs=True,
             runs_disaggregated=True,
+            takes_adapters=True,
             settings=(
                 "rollout.tp_size",
                 "rollout.memory_fraction",
@@ -96,5 +98,7 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
             yield f"{setting} has no meaning for {engine}; remove it"
     if "cuda_graph" in cfg.offload.engine and not facts.has_graphs:
         yield f'offload.engine names "cuda_graph", but {engine} has no CUDA graphs; leave it out'
+    if cfg.sends_adapters and not facts.takes_adapters:
+        yield f"[lora]: {engine} takes no adapters; set lora.merge = true, and it gets merged weights"
     if cfg.rollout.placement == "disaggregated" and not facts.runs_disaggregated:
         yield f'rollout.placement = "disaggregated" does not work with {engine}; set it to "colocated"'

@@ -22,7 +22,15 @@ _SGLANG_KEEPS_EXACT = {
 def true_on_policy_needs_equal_bits(cfg: Config) -> Iterator[str]:
     if not cfg.true_on_policy:
         return
-    clauses = (_sglang_attention, _sglang_sums, _sglang_operators, _parallel_sums, _trainer_kernels, _stale_weights)
+    clauses = (
+        _sglang_attention,
+        _sglang_sums,
+        _sglang_operators,
+        _parallel_sums,
+        _trainer_kernels,
+        _stale_weights,
+        _merged_adapters,
+    )
     if broken := list(run_rules(clauses, cfg)):
         yield f"true_on_policy = true, but {'; '.join(broken)}; change that, or remove true_on_policy"
 
@@ -74,6 +82,14 @@ def _trainer_kernels(cfg: Config) -> Iterator[str]:
         yield f'model.attention = "{cfg.model.attention}" is not exact, and "auto" is'
     if cfg.model.compute_dtype == "float16":
         yield 'model.compute_dtype = "float16" has no exact kernels, and "float32" and "bfloat16" have'
+
+
+def _merged_adapters(cfg: Config) -> Iterator[str]:
+    if cfg.merges_adapters:
+        yield (
+            "lora.merge = true gives the engine W + B A, whose products are rounded otherwise than the trainer's, and "
+            "false gives it adapters"
+        )
 
 
 def _stale_weights(cfg: Config) -> Iterator[str]:

@@ -49,6 +49,9 @@ class ExportConfig(Section):
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
     every: Whole = 0
     """Also write the model after every N-th step, to `hf-` and the step; 0: only at the end."""
+    merged: bool = True
+    """With `[lora]`: write the whole model, adapters merged into their base. The adapters alone are written too, to
+    `adapter/` or `adapter-` and the step, as a PEFT directory."""
 
 
 class ResumeConfig(Section):

@@ -7,6 +7,7 @@ from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
 from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
 from spmdrl.config.environment import EnvironmentConfig
+from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
 from spmdrl.config.rewards import RewardConfig
@@ -30,6 +31,7 @@ class Config(Section):
     `docs/true-on-policy.md`."""
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
@@ -56,6 +58,16 @@ class Config(Section):
     def has_reference(self) -> bool:
         """True when a frozen reference model is loaded."""
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
+
+    @property
+    def sends_adapters(self) -> bool:
+        """True when refits send the engine adapters, and its base once."""
+        return self.lora is not None and not self.lora.merge
+
+    @property
+    def merges_adapters(self) -> bool:
+        """True when the engine gets merged weights instead of adapters."""
+        return self.lora is not None and self.lora.merge
 
     @property
     def has_critic(self) -> bool:
@@ -92,6 +104,7 @@ class SftConfig(Section):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     sft: PairsConfig

@@ -94,6 +94,13 @@ def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
     gather(output, mine, group=mesh.get_group())
 
 
+def scatter_sums(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
+    """Sum every rank's `mine` [ranks x n], and give each rank its nth of the sum, in mesh order: `output` [n]."""
+    # torch 2.13 renamed this function and warns about the old name.
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    scatter(output, mine, group=mesh.get_group())
+
+
 def gather_rows(mesh: DeviceMesh, mine: Tensor) -> list[Tensor]:
     """Return every rank's rows [n, k] on the host, in mesh order; n may differ between ranks."""
     counts = torch.empty(mesh.size(), dtype=torch.int64)

@@ -1,6 +1,7 @@
 """Channels between ranks that train and ranks that hold engines, disaggregated, and the orders of a refit.
 
-orders    first rank that trains -> every rank that holds an engine: a refit begins; the digests it must produce
+orders    first rank that trains -> every rank that holds an engine: a refit begins, and the digests it must produce;
+          or adapters, which come with their order
 buckets   the same way, by broadcast
 replies   first rank that holds an engine -> first rank that trains
 rollouts  every rank that leads an engine -> every rank that trains: its part of a step, of an evaluation, and
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.sink import AdapterVersion
 
 ORDERS, REPLIES, ROLLOUTS, PROBES, HELD_OUT = range(1, 6)
 FIRST = 0  # the rank that sends weights and receives replies; the first of all, so it trains
@@ -24,6 +26,14 @@ class RefitOrder:
 
     version: int
     buckets: tuple[Bucket, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """Brings the adapters of a version, in host memory. Nobody waits for those who receive them."""
+
+    adapters: AdapterVersion
+    digests: dict[str, str]  # of the tensors as they were sent, by name
 
 
 class Dismissed(Exception):

@@ -7,8 +7,9 @@ they are read. Models of other families, dtypes and devices decode by their own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from spmdrl.engine.adapters import AdapterBank
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.linear import linear
@@ -40,13 +42,15 @@ def can_decode(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One linear layer, or several of the same input."""
+    """One linear layer, or several of the same input, with the adapters of each row."""
 
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V]
+    layers: tuple[str, ...]  # their names
+    adapters: AdapterBank
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.adapters.add_to(linear(x, self.weight, self.bias), x, self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class _Layer:
 class DenseDecoder:
     """Computes the logits of the next token of every row, with the weights of a model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, adapters: AdapterBank) -> None:
         """Move the weights of layers with the same input next to each other; the model's parameters become views."""
         assert can_decode(model), f"{type(model).__name__} decodes by its own forward pass"
         config: Any = model.config
@@ -75,7 +79,9 @@ class DenseDecoder:
         self._num_heads = config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
-        self._layers = [_layer(layer) for layer in model.base_model.layers]
+        names = {module: name for name, module in model.named_modules()}
+        product = partial(_side_by_side, names=names, adapters=adapters)
+        self._layers = [_layer(layer, product) for layer in model.base_model.layers]
         self._rotary = torch.empty(2, 0, 1, self._head_dim)
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
@@ -118,32 +124,39 @@ class DenseDecoder:
         return torch.stack([cos[0], torch.cat((-first, second), dim=-1)])[:, :, None]
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, product: Callable[[Sequence[nn.Linear]], _Product]) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         attention=AttentionLayer(
             index=attention.layer_idx, scale=attention.scaling, window=getattr(attention, "sliding_window", None)
         ),
         norm_in=layer.input_layernorm.weight,
-        qkv=_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=product([attention.q_proj, attention.k_proj, attention.v_proj]),
         qk_norms=(attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None,
-        out=_Product(attention.o_proj.weight, attention.o_proj.bias),
+        out=product([attention.o_proj]),
         norm_between=layer.post_attention_layernorm.weight,
-        gate_up=_side_by_side([mlp.gate_proj, mlp.up_proj]),
+        gate_up=product([mlp.gate_proj, mlp.up_proj]),
         activation=mlp.act_fn,
-        down=_Product(mlp.down_proj.weight, mlp.down_proj.bias),
+        down=product([mlp.down_proj]),
     )
 
 
-def _side_by_side(linears: Sequence[nn.Linear]) -> _Product:
+def _side_by_side(linears: Sequence[nn.Linear], *, names: Mapping[nn.Module, str], adapters: AdapterBank) -> _Product:
     """Make the weights of linear layers views of one tensor."""
     biases = [layer.bias for layer in linears if layer.bias is not None]
     assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
-    return _Product(_joined([layer.weight for layer in linears]), _joined(biases) if biases else None)
+    return _Product(
+        _joined([layer.weight for layer in linears]),
+        _joined(biases) if biases else None,
+        tuple(names[layer] for layer in linears),
+        adapters,
+    )
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
     """Make parameters views of one tensor, along their first dimension, and return it."""
+    if len(parameters) == 1:
+        return parameters[0]
     whole = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part

@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.config.engines import EngineFacts
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.sink import Naming, WeightSink
+from spmdrl.refit.sink import AdapterVersion, Naming, WeightSink
 from spmdrl.run import Launch
 from spmdrl.types import Request, Response
 
@@ -110,6 +110,10 @@ class RolloutEngine(WeightSink):
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    @property
+    def has_weights(self) -> bool:
+        return self.version >= 0
+
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         self._buckets, self._buffers, self._next_version = buckets, buffers, version
 
@@ -127,6 +131,9 @@ class RolloutEngine(WeightSink):
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         return []
+
+    def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
     def tensors(self, number: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each weight in bucket `number`, with a view of it in the bucket's buffer."""

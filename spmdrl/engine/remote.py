@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,10 +13,11 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
-from spmdrl.engine.channels import ANNOUNCED, FIRST, ORDERS, REPLIES, RefitOrder
+from spmdrl.engine.channels import ANNOUNCED, FIRST, ORDERS, REPLIES, AdapterOrder, RefitOrder
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.sink import Naming
+from spmdrl.refit.digest import digests
+from spmdrl.refit.sink import AdapterVersion, Naming
 from spmdrl.types import Request, Response
 
 Digests = dict[str, str]  # by the engine's name of a weight
@@ -86,8 +88,8 @@ class RemoteEngine(RolloutEngine):
         whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
         return {
             _joined(rank, name): digest
-            for rank, digests in enumerate(self._digests(whole))
-            for name, digest in digests.items()
+            for rank, held in enumerate(self._digests(whole))
+            for name, digest in held.items()
         }
 
     def differing(self, expected: Digests) -> list[str]:
@@ -98,10 +100,20 @@ class RemoteEngine(RolloutEngine):
         self._orders.settle()
         return self._replies.receive(source=self._receivers[0])
 
+    def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        """Send adapters to the engines, which take them between two steps and compare digests then."""
+        if self._sends:
+            on_host = dataclasses.replace(adapters, flat=adapters.flat.cpu())
+            sent = digests({name: [tensor] for name, tensor in on_host.tensors.items()})
+            shared_store().add(ANNOUNCED, 1)
+            self._send_all(AdapterOrder(on_host, sent))
+        self.version = adapters.version
+        return []
+
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
         raise AssertionError("this rank holds no engine")
 
-    def _send_all(self, order: RefitOrder | Digests | None) -> None:
+    def _send_all(self, order: RefitOrder | AdapterOrder | Digests | None) -> None:
         for rank in self._receivers:
             self._orders.send(order, to=rank)
 
@@ -123,6 +135,10 @@ class NoEngine(RolloutEngine):
 
     def load(self, number: int) -> None:
         return
+
+    def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        self.version = adapters.version
+        return []
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
         raise AssertionError("rollouts are read from files, and there is no engine")

@@ -20,19 +20,23 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
+from spmdrl.engine.adapters import AdapterBank
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.kv_cache import AttendToCache, KVCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
+from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
+from spmdrl.model.linear import linear
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digests
+from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
@@ -46,6 +50,7 @@ class _Running:
 
     index: int
     request: Request
+    version: int  # of the weights that sample it
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     limit: int = field(init=False)  # tokens that may be sampled here
@@ -105,7 +110,8 @@ class TorchEngine(RolloutEngine):
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
-        self._decoder = DenseDecoder(model) if kernel == "sdpa" and can_decode(model) else None
+        self._adapters = AdapterBank(model, invariant.linear if kernel == "invariant" else linear)
+        self._decoder = DenseDecoder(model, self._adapters) if kernel == "sdpa" and can_decode(model) else None
         self._kernel: Kernel = kernel
         self.attend_to_cache, self._sample_tokens = _decoding_of(kernel)
         self._max_running = max_running
@@ -116,6 +122,7 @@ class TorchEngine(RolloutEngine):
         # Tied weights share one, and so do those that the decoder has put side by side.
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
+        self._versions = LiveVersions()
         self._abort = self._asks = False
 
     @classmethod
@@ -149,6 +156,7 @@ class TorchEngine(RolloutEngine):
         """Requests of the same prompt that wait together share its prefill."""
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
+        self._versions.none_running()
         source = RequestQueue(requests)
         waiting: deque[_Running] = deque()
         rows: list[_Running] = []
@@ -157,9 +165,10 @@ class TorchEngine(RolloutEngine):
         last = torch.empty(0, dtype=torch.int64, device=self.device)
         while True:
             if self._abort:
+                self._end([*rows, *waiting])
                 yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
                 return
-            waiting.extend(_Running(*taken) for taken in source.take(self._max_running - len(rows) - len(waiting)))
+            waiting.extend(self._taken(source, self._max_running - len(rows) - len(waiting)))
             if waiting and len(rows) < self._max_running:
                 admitted = _admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
@@ -170,6 +179,7 @@ class TorchEngine(RolloutEngine):
             elif rows:
                 if ahead == NOISE_PLACES:
                     sampling, ahead = sampling.at([run.num_sampled for run in rows]), 0
+                self._adapters.choose((run.version, 1) for run in rows)
                 last = self._append(rows, self._sample_tokens(self._decode(last), sampling, ahead), last[:0])
                 ahead += 1
                 if ahead % ASK_AGAIN_TOKENS == 0 or self._asks:
@@ -183,10 +193,27 @@ class TorchEngine(RolloutEngine):
                 kept = self._compact([why is None for why in reasons])
                 finished = [(run, why) for run, why in zip(rows, reasons, strict=True) if why]
                 rows = [rows[row] for row in kept]
+                self._end([run for run, _ in finished])
                 order = torch.tensor(kept, dtype=torch.int64, device=self.device)
                 sampling, last = sampling.take(order), last[order]
                 yield from ((run.index, self._response(run, why)) for run, why in finished)
                 source.ask_again()
+
+    def _taken(self, source: RequestQueue, num_free: int) -> Iterator[_Running]:
+        for index, request in source.take(num_free):
+            # Read now: to make the request the caller may have loaded a newer version.
+            self._versions.begin(self.version)
+            yield _Running(index, request, self.version)
+
+    def _end(self, runs: Sequence[_Running]) -> None:
+        """Free the adapters that only these runs needed."""
+        for run in runs:
+            self._versions.end(run.version)
+        self._drop_dead()
+
+    def _drop_dead(self) -> None:
+        for version in self._versions.take_dead(self.version):
+            self._adapters.drop(version)
 
     def abort(self) -> None:
         self._abort = True
@@ -227,6 +254,18 @@ class TorchEngine(RolloutEngine):
             )
         super().end_update()
 
+    @property
+    def has_weights(self) -> bool:
+        return not self._missing
+
+    def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        copies = self._adapters.load(adapters)
+        self.version = adapters.version
+        self._versions.hold(adapters.version)
+        self._drop_dead()
+        given, held = (digests({name: [x] for name, x in tensors.items()}) for tensors in (adapters.tensors, copies))
+        return [name for name, found in held.items() if found != given[name]]
+
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})
 
@@ -248,16 +287,18 @@ class TorchEngine(RolloutEngine):
     @torch.inference_mode()
     def _prefill(self, runs: list[_Running], *, first_row: int) -> Tensor:
         """Fill rows first_row... of the cache; return the logits of each run's first response token, [n, V]."""
-        prompts = sorted({run.context for run in runs}, key=lambda ids: (len(ids), ids))
-        place = {ids: i for i, ids in enumerate(prompts)}
+        contexts = sorted({(run.version, run.context) for run in runs}, key=lambda found: (len(found[1]), found))
+        place = {context: i for i, context in enumerate(contexts)}
+        prompts = [ids for _, ids in contexts]
         seqlens = [len(ids) for ids in prompts]
+        self._adapters.choose((version, len(ids)) for version, ids in contexts)
         ends = torch.tensor(seqlens, device=self.device).cumsum(0)
         cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
         assert self._cache is not None
         attend = self._cache.begin_prefill(
             packed_attention(cu_seqlens, seqlens, self._kernel),
             starts=cu_seqlens.tolist(),
-            sequences=[place[run.context] for run in runs],
+            sequences=[place[run.version, run.context] for run in runs],
             first_row=first_row,
         )
         logits = self.model(
@@ -267,7 +308,7 @@ class TorchEngine(RolloutEngine):
             logits_to_keep=ends - 1,
             attend=attend,
         ).logits[0]
-        return logits[torch.tensor([place[run.context] for run in runs], device=self.device)]
+        return logits[torch.tensor([place[run.version, run.context] for run in runs], device=self.device)]
 
     @torch.inference_mode()
     def _decode(self, last: Tensor) -> Tensor:
@@ -308,7 +349,7 @@ class TorchEngine(RolloutEngine):
             token_ids=tuple(run.token_ids),
             logprobs=tuple(run.logprobs),
             finish_reason=reason,
-            spans=(Span(self.version, len(run.token_ids)),) if run.token_ids else (),
+            spans=(Span(run.version, len(run.token_ids)),) if run.token_ids else (),
         )
 
 

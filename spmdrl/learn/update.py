@@ -91,12 +91,13 @@ def _optimizer_step(
     parts: list[Metrics] = []
     clear_gradients = partial(optimizer.zero_grad, set_to_none=True)
     clear_gradients()
-    for micro_batch in mini_batch:
-        on_device = micro_batch.to(device)
-        result = learner.objective(learner.model(micro_batch), on_device)
-        (result.loss_sum * scale).backward()
-        losses.append(result.loss_sum.detach())
-        parts.append(_reduced(result, on_device))
+    with learner.model.summing_gradients():
+        for micro_batch in mini_batch:
+            on_device = micro_batch.to(device)
+            result = learner.objective(learner.model(micro_batch), on_device)
+            (result.loss_sum * scale).backward()
+            losses.append(result.loss_sum.detach())
+            parts.append(_reduced(result, on_device))
 
     # Ranks of a share computed the same loss: each of the n adds an nth, so that the sum over all ranks counts it once.
     local_loss = torch.stack(losses).sum() / meshes.ranks_per_share
@@ -126,6 +127,7 @@ def _optimizer_step(
     if factor != 1.0:
         torch._foreach_mul_(_local_gradients(learner.model), factor)
     optimizer.step()
+    learner.model.refresh()
     clear_gradients()
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -45,6 +45,7 @@ from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
+Role = Literal["trained", "base", "reference"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -132,14 +133,15 @@ def load_policy(
     meshes: ModelMeshes,
     *,
     temperature: float,
-    trainable: bool = True,
+    role: Role = "trained",
     kernel: Kernel | None = None,
 ) -> Policy:
-    """Load the directory's model, sharded over `meshes`, with float32 master weights.
+    """Load the directory's model, sharded over `meshes`.
 
-    A policy that is not `trainable` (the reference) keeps its shards in host memory between forward passes and has no
-    gradients. `kernel` overrides `cfg.attention`. Raises UserError like `load_model_config`, and for weights that the
-    architecture needs but the directory lacks.
+    One that is "trained" has float32 master weights. The "base" of adapters is frozen, and has weights in the compute
+    dtype alone. The "reference" is frozen too, and keeps its shards in host memory between forward passes. `kernel`
+    overrides `cfg.attention`. Raises UserError like `load_model_config`, and for weights that the architecture needs
+    but the directory lacks.
     """
 
     def policy_of(model: PreTrainedModel, chosen: Kernel) -> Policy:
@@ -153,7 +155,7 @@ def load_policy(
             context_style=meshes.cp_style,
         )
 
-    return _load(cfg, meshes, policy_of, trainable=trainable, kernel=kernel)
+    return _load(cfg, meshes, policy_of, role=role, kernel=kernel)
 
 
 def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
@@ -173,7 +175,7 @@ def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
         )
 
     with _errors_about_critic():
-        return _load(cfg, meshes, critic_of, trainable=True, kernel=None)
+        return _load(cfg, meshes, critic_of, role="trained", kernel=None)
 
 
 def load_critic_config(cfg: ModelConfig) -> Any:
@@ -212,13 +214,14 @@ def _load(
     meshes: ModelMeshes,
     build: Callable[[PreTrainedModel, Kernel], ModelT],
     *,
-    trainable: bool,
+    role: Role,
     kernel: Kernel | None,
 ) -> ModelT:
     """Build the model on the meta device, shard it, and load the directory's weights."""
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or not trainable else None
+    waits = role == "reference"  # for its next forward pass, and never for a backward pass
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or waits else None
     built: list[ModelT] = []
     check_compiler(device)
 
@@ -231,19 +234,19 @@ def _load(
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         split_model(model, meshes)
         operators_of(chosen).install(model)
-        # A trainable root stays gathered between forward and backward; a frozen one has no backward to wait for.
+        # A root stays gathered between forward and backward, where there is one.
         shard_policy(
             policy,
             meshes,
             dtype=dtype,
             offload=offload,
-            reshard_root=not trainable,
-            reshard_layers=cfg.reshard_after_forward or not trainable,
+            reshard_root=waits,
+            reshard_layers=cfg.reshard_after_forward or waits,
         )
         prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         built.append(policy)
 
-    model, problems = _from_pretrained(cfg, shard)
+    model, problems = _from_pretrained(cfg, shard, dtype=dtype if role == "base" else torch.float32)
     if missing := sorted(problems["missing_keys"]):
         raise UserError(
             f'model.path = "{cfg.path}" lacks {len(missing)} of the weights that its config.json requires; '
@@ -258,25 +261,25 @@ def _load(
     (policy,) = built
     own_memory(policy, torch.device("cpu") if offload else device)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
-    if cfg.gradient_checkpointing != "none" and trainable:
+    if cfg.gradient_checkpointing != "none" and not waits:
         checkpoint_layers(
             model,
             decoder_layers(model),
             recomputed=cfg.gradient_checkpointing,
             every_layers=cfg.checkpoint_every_layers,
         )
-    return policy.requires_grad_(trainable)
+    return policy.requires_grad_(role == "trained")
 
 
 def load_reference(
     cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, kernel: Kernel | None = None
 ) -> Policy:
     """Load the frozen model that KL is taken to, sharded like the policy, in host memory between forward passes."""
-    return load_policy(cfg, meshes, temperature=temperature, trainable=False, kernel=kernel)
+    return load_policy(cfg, meshes, temperature=temperature, role="reference", kernel=kernel)
 
 
 def _from_pretrained(
-    cfg: ModelConfig, shard: Callable[[PreTrainedModel], None]
+    cfg: ModelConfig, shard: Callable[[PreTrainedModel], None], *, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = load_model_config(cfg)
     model_class = type(model_without_memory(config, cfg))
@@ -294,7 +297,7 @@ def _from_pretrained(
         return hooked.from_pretrained(
             cfg.path,
             config=config,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,

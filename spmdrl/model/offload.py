@@ -134,7 +134,7 @@ class TrainerMemory:
         for place, trained in enumerate(self._trained):
             parameters = {f"{place}.{name}": parameter for name, parameter in trained.model.named_parameters()}
             if self._moves == "all":
-                yield from parameters.items()
+                yield from ((name, p) for name, p in parameters.items() if not _is_of_adapters(trained.model, p))
                 yield from ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
             if isinstance(trained.optimizer, StateOnHost):
                 continue
@@ -146,6 +146,11 @@ class TrainerMemory:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _is_of_adapters(model: PackedModel, parameter: Tensor) -> bool:
+    """True for the memory of adapters, which stays: it is small, and a refit reads it while the trainer sleeps."""
+    return model.adapters is not None and parameter is model.adapters.flat
 
 
 def _same_view(local: Tensor, host: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.fused import use_fused_layers
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.linear import linear, use_fast_linears
 from spmdrl.types import UserError
 
 
@@ -26,6 +26,7 @@ class Operators:
 
     install: Callable[[nn.Module], None]  # into a model that is not sharded yet
     token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
+    linear: Callable[[Tensor, Tensor], Tensor] = linear  # x [..., D] and a weight [V, D] give [..., V]
     casts_inputs: bool = True  # whether FSDP casts a decoder layer's inputs to the dtype of its weights
     switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators
 
@@ -35,6 +36,7 @@ _FUSED = Operators(use_fused_layers, logprobs.next_token_logprobs)
 _INVARIANT = Operators(
     invariant.use_invariant_operators,
     functools.partial(logprobs.next_token_logprobs, head=invariant.HEAD),
+    linear=invariant.linear,
     switches=invariant.SWITCHES,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from spmdrl.model.adapters import Adapters
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens
@@ -52,6 +54,8 @@ class PackedModel(nn.Module):
     and which rows predict wanted tokens, is then known without waiting for the device.
     """
 
+    adapters: Adapters | None  # set after the model was sharded, where the model itself is frozen
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -66,6 +70,20 @@ class PackedModel(nn.Module):
         self.kernel: Kernel = kernel
         self.context = context
         self.context_style: Style = context_style
+        self.register_module("adapters", None)
+
+    def summing_gradients(self) -> AbstractContextManager[None]:
+        """Surround the backward passes of an update. FSDP sums its gradients in each of them, adapters at the end."""
+        return self.adapters.summing_gradients() if self.adapters is not None else nullcontext()
+
+    def refresh(self) -> None:
+        """Take over what the optimizer or a checkpoint has changed; every rank that trains must call this."""
+        if self.adapters is not None:
+            self.adapters.refresh()
+
+    def change_of(self, weight: str) -> Tensor | None:
+        """Return what adapters add to a parameter of `model`, float32 in its shape; None where they add nothing."""
+        return None if self.adapters is None else self.adapters.change_of(weight)
 
     def _predict(self, micro_batch: MicroBatch, wanted: Tensor) -> _PredictingRows:
         """Run the layers on this rank's chunk; `wanted` [T] bool are the tokens to predict."""

@@ -1,14 +1,19 @@
-"""The files of a model directory, looked at before anything is loaded: only safetensors of the directory itself."""
+"""The weight files of a model directory: only safetensors of the directory itself; may they be read, and which are
+they?"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config.strict import read_json, shown
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.types import UserError
 
 _WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
@@ -70,3 +75,19 @@ def _index_problems(index: Path, where: str) -> Iterator[str]:
             f"{where}: {index.name} names {len(named)} files, and {len(absent)} of them are missing; the first is "
             f"{shown(absent[0])}"
         )
+
+
+def weights_digest(path: str, mesh: DeviceMesh) -> str:
+    """Hash the weight files of a model directory, a part of them on each rank; every rank of the mesh must call this.
+
+    It depends on neither the ranks nor the directory's place.
+    """
+    files = sorted(Path(path).glob(f"*{_WEIGHTS}"))
+    mine = {file.name: _hash(file) for file in files[mesh.get_local_rank() :: mesh.size()]}
+    of_all = sorted(pair for part in gather_objects(mesh, mine) for pair in part.items())
+    return hashlib.sha256(json.dumps(of_all).encode()).hexdigest()
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -24,6 +24,7 @@ from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.learn.policy_loss import policy_loss_problems
 from spmdrl.model import invariant, sglang_operators
+from spmdrl.model.adapted import adapter_problems
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
     compute_dtype,
@@ -79,6 +80,7 @@ def open_inputs(
     tokenizer = found.get(_open_tokenizer, cfg, policy)
     for model in (policy, critic) if critic and critic.cfg.path != cfg.model.path else (policy,):
         found.ask(_weight_problems, model)
+    found.ask(_adapter_problems, cfg, policy)
     for model in (policy, critic):
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
@@ -271,6 +273,10 @@ def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
 
 def _parallel_problems(cfg: Config | SftConfig, model: _OpenedModel) -> Iterator[str]:
     return parallel_model_problems(model.config, model.cfg, cfg.parallel)
+
+
+def _adapter_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+    return adapter_problems(policy.config, policy.cfg, cfg.lora)
 
 
 def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel) -> Iterator[str]:

@@ -46,6 +46,11 @@ class Weight:
     sent_as: tuple[tuple[str, torch.Size], ...]  # its own name and shape, or those of a checkpoint's unfused parts
 
     @property
+    def is_in_place(self) -> bool:
+        """True when it is sent as it is, and not in a checkpoint's parts."""
+        return self.sent_as == ((self.name, self.shape),)
+
+    @property
     def layout(self) -> ParameterLayout:
         """The place of each rank's part in the weight."""
         return ParameterLayout(self.shape, self.splits)

@@ -28,10 +28,19 @@ class Gatherer:
     """
 
     def __init__(
-        self, policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, bucket_bytes: int, naming: Naming
+        self,
+        policy: Policy,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        naming: Naming,
+        merge: bool = False,
     ) -> None:
+        """`merge` adds what adapters change, in float32, to each weight once it is whole."""
         self._policy, self._model = policy, policy.model
         self._mesh = mesh
+        self._change_of = policy.change_of if merge else _no_change
         reshard(policy)
         # Parameters (tied ones once) and the buffers that belong to the weights.
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
@@ -52,21 +61,20 @@ class Gatherer:
         reshard(self._policy)
         tensors = {weight.name: self._local(weight.name) for weight in bucket.weights}
         shards = self._gather(bucket, tensors)
-        wholes, sources = [], []
-        for weight, entries in zip(bucket.weights, bucket.entries, strict=True):
-            in_place = weight.sent_as == ((weight.name, weight.shape),)
-            whole = entries[0].view(flat) if in_place else self._new(weight)
+        wholes = [
+            entries[0].view(flat) if weight.is_in_place else self._new(weight)
+            for weight, entries in zip(bucket.weights, bucket.entries, strict=True)
+        ]
+        alone = [(whole, weight) for whole, weight in zip(wholes, bucket.weights, strict=True) if weight not in shards]
+        copy_all([whole for whole, _ in alone], [tensors[weight.name] for _, weight in alone])
+        for whole, weight, entries in zip(wholes, bucket.weights, bucket.entries, strict=True):
             if weight in shards:
                 weight.layout.join(whole, shards[weight])
-            elif in_place:
-                wholes.append(whole)
-                sources.append(tensors[weight.name])
-            else:
-                whole.copy_(tensors[weight.name], non_blocking=True)
-            if not in_place:
+            if (change := self._change_of(weight.name)) is not None:
+                whole.copy_(change.add_(whole))
+            if not weight.is_in_place:
                 parts = revert_weight_conversion(self._model, {weight.name: whole})
                 copy_all([entry.view(flat) for entry in entries], [parts[entry.name] for entry in entries])
-        copy_all(wholes, sources)
         if self._mesh.device_type == "cuda" and not flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # readers of host memory do not wait for the device
 
@@ -112,6 +120,10 @@ class Gatherer:
             self._send = torch.zeros(largest, dtype=torch.uint8, device=self._mesh.device_type)
             self._receive = torch.empty(num_ranks * largest, dtype=torch.uint8, device=self._mesh.device_type)
         return self._send[:num_bytes], self._receive[: num_ranks * num_bytes]
+
+
+def _no_change(_: str) -> None:
+    return None
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

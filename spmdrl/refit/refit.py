@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import RefitConfig
 from spmdrl.dist.collectives import gather_objects
@@ -33,7 +36,9 @@ class Refit:
         cfg: RefitConfig,
         *,
         dtype: torch.dtype,
+        merge: bool = False,
     ) -> None:
+        """`merge` gives the engine weights with what adapters add to them."""
         self._engine = engine
         self._mesh = meshes.training
         self._gatherer = Gatherer(
@@ -42,6 +47,7 @@ class Refit:
             dtype=dtype,
             bucket_bytes=bucket_bytes(cfg, device_bytes=device_bytes() if engine.device.type == "cuda" else None),
             naming=engine.naming,
+            merge=merge,
         )
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
         self._verify = cfg.verify
@@ -66,22 +72,23 @@ class Refit:
         self._engine.end_update()
         self._done += 1
         if verifies:
-            self._require_equal(expected, version)
+            require_equal(self._mesh, self._engine.differing(expected), version=version)
 
     def _verifies(self) -> bool:
         if isinstance(self._verify, int):
             return self._done % self._verify == 0
         return self._verify == "every" or self._done == 0
 
-    def _require_equal(self, expected: dict[str, str], version: int) -> None:
-        differing = gather_objects(self._mesh, self._engine.differing(expected))
-        names = sorted({name for names in differing for name in names})
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise RefitMismatch(
-                f"after the refit to version {version} the engine does not hold the trainer's weights: "
-                f"{', '.join(names[:3])}{more} differ"
-            )
+
+def require_equal(mesh: DeviceMesh, differing: Sequence[str], *, version: int) -> None:
+    """Raise RefitMismatch on every rank of the mesh when some of them found tensors that differ."""
+    names = sorted({name for names in gather_objects(mesh, list(differing)) for name in names})
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise RefitMismatch(
+            f"after the refit to version {version} the engine does not hold the trainer's weights: "
+            f"{', '.join(names[:3])}{more} differ"
+        )
 
 
 def load_whole(engine: WeightSink, tensors: dict[str, torch.Tensor], *, version: int) -> None:

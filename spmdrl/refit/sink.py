@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from spmdrl.model.adapters import Strength
 from spmdrl.refit.bucket import Bucket
 
 Naming = Literal["model", "checkpoint"]  # whose tensor names: the model's own, or those of its files
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """The adapters of one version of the policy, in one bucket of tensors with PEFT's names."""
+
+    version: int
+    config: Mapping[str, Any]  # PEFT's adapter_config.json
+    bucket: Bucket
+    flat: Tensor  # [bucket.num_bytes] uint8
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, as views of `flat`."""
+        return {entry.name: entry.view(self.flat) for entry in self.bucket.flat_entries}
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        about = self.config
+        return Strength(rank=about["r"], alpha=about["lora_alpha"], rslora=about.get("use_rslora", False)).scale
 
 
 class WeightSink(Protocol):
@@ -23,6 +46,11 @@ class WeightSink(Protocol):
     version: int  # the step whose weights are loaded; -1 before the first refit
     naming: Naming  # whose tensor names it loads
     device: torch.device  # of the memory that it allocates
+
+    @property
+    def has_weights(self) -> bool:
+        """True from the end of an update until the engine gives its weights back or is started again."""
+        ...
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Allocate memory [num_bytes] uint8 for buckets."""
@@ -55,5 +83,14 @@ class WeightSink(Protocol):
         """Return the names of weights whose digests differ from `expected` or are missing in it.
 
         Ranks that do not lead the engine return an empty list.
+        """
+        ...
+
+    def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        """Take the adapters of a version, for the requests that are taken from now on; those of earlier versions stay
+        as long as running requests need them.
+
+        The adapters' memory may be written to again afterwards. Returns the names of tensors that the engine does not
+        hold as they were given; on ranks that do not lead the engine none.
         """
         ...

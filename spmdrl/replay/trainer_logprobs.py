@@ -50,7 +50,9 @@ class LogprobHook:
                     found[index, tuple(token_ids.tolist())] = value
         return found
 
-    def _after(self, _: PackedModel, inputs: tuple[Any, ...], outputs: TokenLogprobs) -> None:
+    def _after(self, model: PackedModel, inputs: tuple[Any, ...], outputs: TokenLogprobs) -> None:
+        if model.adapters is not None and not model.adapters.is_on:
+            return  # the reference's
         (micro_batch,) = inputs
         key = _key(micro_batch)
         if key not in self._first:

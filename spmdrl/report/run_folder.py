@@ -133,6 +133,15 @@ class RunFolder:
         return self.path / f"hf-{step:08d}"
 
     @property
+    def adapter(self) -> Path:
+        """The final adapters as a PEFT directory."""
+        return self.path / "adapter"
+
+    def adapter_after(self, step: int) -> Path:
+        """The adapters after a step, as a PEFT directory."""
+        return self.path / f"adapter-{step:08d}"
+
+    @property
     def curves(self) -> Path:
         """The run as one picture."""
         return self.path / "curves.png"

@@ -30,6 +30,7 @@ from spmdrl.engine.channels import (
     PROBES,
     REPLIES,
     ROLLOUTS,
+    AdapterOrder,
     Dismissed,
     RefitOrder,
     Shutdown,
@@ -40,6 +41,8 @@ from spmdrl.engine.remote import expected_by
 from spmdrl.engine.restart import Restarts
 from spmdrl.faults.stop_request import StopRequest
 from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.digest import digests
+from spmdrl.refit.refit import require_equal
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.collect import Collected
@@ -59,7 +62,7 @@ def serve(run: Launch[Config]) -> None:
     engine = run.enter(closing(start_engine(run)))
     messages: list[str] = []
     deliver = _Deliveries(plan, engine, meshes)
-    weights = _Weights(engine, meshes)
+    weights = _Weights(engine, meshes, with_adapters=run.cfg.sends_adapters)
     with deliver.reporting_problems(weights), deliver.ending(weights):
         restarts = Restarts(meshes.engines, None, message=messages.append)
         sampler = LocalSampler(run, engine, restarts, message=messages.append)
@@ -104,8 +107,9 @@ def serve(run: Launch[Config]) -> None:
 class _Weights:
     """Receives refits on a rank that holds an engine or a part of one."""
 
-    def __init__(self, engine: RolloutEngine, meshes: Meshes) -> None:
-        self._engine, self._meshes = engine, meshes
+    def __init__(self, engine: RolloutEngine, meshes: Meshes, *, with_adapters: bool = False) -> None:
+        """`with_adapters`: every refit ends with adapters, and few begin with weights."""
+        self._engine, self._meshes, self._with_adapters = engine, meshes, with_adapters
         self._orders, self._replies = Link(meshes.world, ORDERS), Link(meshes.world, REPLIES)
         self._replies_for_all = meshes.engines.get_local_rank() == 0
         self._buckets: Sequence[Bucket] = ()
@@ -118,9 +122,31 @@ class _Weights:
 
     def receive(self) -> None:
         """Wait for the next refit and receive it. Raises Dismissed when there will be none."""
-        order: RefitOrder | Dismissed = self._orders.receive(source=FIRST)
+        order = self._next_order()
+        if isinstance(order, RefitOrder):
+            self._receive_weights(order)
+            if not self._with_adapters:
+                return
+            order = self._next_order()
+        assert isinstance(order, AdapterOrder), "after its base an engine gets adapters"
+        self._take_adapters(order)
+
+    def _next_order(self) -> RefitOrder | AdapterOrder:
+        order: RefitOrder | AdapterOrder | Dismissed = self._orders.receive(source=FIRST)
         if isinstance(order, Dismissed):
             raise order
+        return order
+
+    def _take_adapters(self, order: AdapterOrder) -> None:
+        """Raises RefitMismatch on every rank that holds an engine when an engine does not hold what was sent."""
+        adapters, arrived = order.adapters, digests({name: [x] for name, x in order.adapters.tensors.items()})
+        differing = [name for name, digest in arrived.items() if digest != order.digests[name]]
+        differing += self._engine.load_adapters(adapters)
+        require_equal(self._meshes.engines, differing, version=adapters.version)
+        self._engine.require_alive()
+        self._received += 1
+
+    def _receive_weights(self, order: RefitOrder) -> None:
         self._buckets = order.buckets or self._buckets
         # All are here: with the reply the ranks that train begin to send.
         gather_objects(self._meshes.engines, None)

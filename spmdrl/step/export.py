@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from spmdrl.checkpoint.tensor_files import write_tensors
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
+from spmdrl.model.peft_files import write_adapter
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
@@ -47,27 +49,44 @@ def export_hf(
     bucket_bytes: int = EXPORT_BUCKET_BYTES,
     file_bytes: int = EXPORT_FILE_BYTES,
 ) -> None:
-    """Write config, tokenizer and safetensors weights in `dtype`; every rank that trains must call this.
+    """Write config, tokenizer and safetensors weights in `dtype`, adapters merged into their base; every rank that
+    trains must call this.
 
     The files are dealt out to the ranks that hold one copy of the model; none ever has all of it. The directory
     appears whole or not at all; one that was there before is replaced.
     """
     ranks = meshes.model.copy
-    is_first = meshes.training.get_local_rank() == 0
     # The ranks of the first copy write, which begin the order of the ranks that train.
     writes = meshes.training.get_local_rank() < ranks.size()
+    with _appearing_whole(destination, meshes) as unfinished:
+        gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint", merge=True)
+        files = list(_files(gatherer.buckets, file_bytes))
+        names = _file_names(len(files))
+        mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
+        _write_weights(gatherer, files, [unfinished / name for name in names], mine)
+        if meshes.training.get_local_rank() == 0:
+            _write_the_rest(policy, tokenizer, unfinished, dtype, dict(zip(names, files, strict=True)))
+
+
+def export_adapter(policy: Policy, destination: Path, meshes: Meshes) -> None:
+    """Write the policy's adapters, if it has any, as a PEFT directory; every rank that trains must call this."""
+    if policy.adapters is None:
+        return
+    with _appearing_whole(destination, meshes) as unfinished:
+        if meshes.training.get_local_rank() == 0:
+            write_adapter(unfinished, policy.adapters.config, policy.adapters.tensors)
+
+
+@contextmanager
+def _appearing_whole(destination: Path, meshes: Meshes) -> Iterator[Path]:
+    """Give a directory to write into, which becomes `destination` once every rank has left the block."""
+    is_first = meshes.training.get_local_rank() == 0
     unfinished = destination.with_name(destination.name + ".unfinished")
     if is_first:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier(meshes.training)
-    gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint")
-    files = list(_files(gatherer.buckets, file_bytes))
-    names = _file_names(len(files))
-    mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
-    _write_weights(gatherer, files, [unfinished / name for name in names], mine)
-    if is_first:
-        _write_the_rest(policy, tokenizer, unfinished, dtype, dict(zip(names, files, strict=True)))
+    yield unfinished
     barrier(meshes.training)
     if is_first:
         shutil.rmtree(destination, ignore_errors=True)

@@ -24,7 +24,7 @@ from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.refit.refit import Refit
+from spmdrl.refit.adapters import Refitting
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
 from spmdrl.run import Launch
 from spmdrl.types import StopRequested
@@ -54,7 +54,7 @@ class Handover:
         self,
         trainer: TrainerMemory,
         engine: RolloutEngine,
-        refit: Refit,
+        refit: Refitting,
         mesh: DeviceMesh,
         offload: OffloadConfig,
         *,
@@ -249,7 +249,7 @@ class TrainerAlone:
         return []
 
 
-def start_handover(run: Launch[Config], trainer: TrainerMemory, engine: RolloutEngine, refit: Refit) -> Handover:
+def start_handover(run: Launch[Config], trainer: TrainerMemory, engine: RolloutEngine, refit: Refitting) -> Handover:
     """The handover of a run whose trainer sleeps and whose engine was just started."""
     return Handover(
         trainer,

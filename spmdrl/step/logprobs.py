@@ -14,8 +14,8 @@ from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import CRITIC, POLICY
+from spmdrl.model.adapted import Reference
 from spmdrl.model.load import reshard
-from spmdrl.model.policy import Policy
 from spmdrl.step.batch import Batch
 from spmdrl.types import MicroBatch, TrainingDiverged
 
@@ -23,7 +23,7 @@ Forward = Callable[[MicroBatch], Tensor]
 
 
 def add_logprobs(
-    batch: Batch, learners: Mapping[str, Learner], reference: Policy | None, cfg: Config, meshes: Meshes
+    batch: Batch, learners: Mapping[str, Learner], reference: Reference | None, cfg: Config, meshes: Meshes
 ) -> Batch:
     """Add `old_logprobs` where something needs them before the updates (`plan.needs_old_logprobs`) or they are the
     engine's, `ref_logprobs` where there is a reference, and `values` where there is a critic. Every rank that trains

@@ -20,7 +20,7 @@ from spmdrl.report.samples import worst_token_rows
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.evaluate import eval_metrics
-from spmdrl.step.export import export_hf
+from spmdrl.step.export import export_adapter, export_hf
 from spmdrl.step.handover import Handover, TrainerAlone
 from spmdrl.types import StopRequested
 
@@ -88,7 +88,7 @@ class Steps(Generic[SettingsT]):
             saver.wait()
             self._sampler.dismiss()
             if run.cfg.export.at_end:
-                self._export(run.folder.hf)
+                self._export(run.folder.hf, run.folder.adapter)
         run.report.compare(scalars(merge_over(self._training, resource_metrics(run.report.take_peaks()))))
 
     def __iter__(self) -> Iterator[int]:
@@ -151,7 +151,7 @@ class Steps(Generic[SettingsT]):
         if self._run.plan.saves_after(step):
             self._save()
         if self._run.plan.exports_after(step):
-            self._export(self._run.folder.hf_after(step))
+            self._export(self._run.folder.hf_after(step), self._run.folder.adapter_after(step))
         self._report_memory()
         if self._stopping:
             raise StopRequested
@@ -183,10 +183,12 @@ class Steps(Generic[SettingsT]):
         with self._handover.training(), self._run.report.span("save"):
             self._saver.save(self._done, metrics=self._measured, collector=self._sampler.state(self._done))
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, model: Path, adapter: Path) -> None:
         run = self._run
         with self._handover.training(), run.report.span("export"):
-            export_hf(self._policy, run.inputs.tokenizer, folder, run.meshes, dtype=run.dtype)
+            export_adapter(self._policy, adapter, run.meshes)
+            if run.cfg.export.merged:
+                export_hf(self._policy, run.inputs.tokenizer, model, run.meshes, dtype=run.dtype)
 
     def _report_memory(self) -> None:
         if edges := self._handover.take_edges():

@@ -21,7 +21,7 @@ from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
 from spmdrl.config.strict import read_json
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.learn.learners import POLICY
-from spmdrl.model.load import DTYPES, load_model_config, load_policy
+from spmdrl.model.load import DTYPES, load_model_config
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
 from spmdrl.step.export import export_hf, refuse_overwriting
@@ -45,13 +45,14 @@ def export_checkpoint(run: Path, *, step: int | None = None, to: Path | None = N
             "model": cfg.model.model_copy(update={"attention": "auto", "cpu_offload": False}),
             "parallel": ParallelConfig(),
         }
+        | ({"true_on_policy": False} if isinstance(cfg, Config) else {})
     )
     load_model_config(alone.model)
     tokenizer = load_tokenizer(alone.model.path, trust_remote_code=alone.model.trust_remote_code)
     with open_run(alone, folder) as ranks:
         saved = folder_of(folder.checkpoints, step)
         require_whole(saved, ranks.meshes.training, remedy="name another by --step")
-        policy = load_policy(alone.model, ranks.meshes.model, temperature=1.0)
+        policy = ranks.load_policy()
         restore_weights(saved, policy, ranks.meshes.training, name=POLICY)
         export_hf(policy, tokenizer, destination, ranks.meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
     return destination

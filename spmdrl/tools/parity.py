@@ -103,9 +103,9 @@ def compare(arguments: argparse.Namespace) -> bool:
 
 def _settings(cfg: Config | SftConfig) -> Settings:
     if isinstance(cfg, SftConfig):
-        return Settings(model=cfg.model, pack=cfg.pack, learning=Imitation())
+        return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=Imitation())
     learning = Reinforcement(loss=cfg.loss, temperature=cfg.rollout.temperature)
-    return Settings(model=cfg.model, pack=cfg.pack, learning=learning)
+    return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=learning)
 
 
 def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None:

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.config import CorrectionConfig, LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.config import CorrectionConfig, LoraConfig, LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.config.plan import Plan, needs_old_logprobs, parallel_problems
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model.load import load_model_config, load_policy, load_reference, parallel_model_problems
+from spmdrl.model.adapted import load_trained, random_values, reference_of
+from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.logprobs import next_token_logprobs
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.flops import with_costs
@@ -68,7 +69,7 @@ class Reinforcement:
         if needs_old_logprobs(self.loss, CorrectionConfig(), num_updates=len(batch.mini_batches)):
             forwards["old_logprobs"] = lambda m: policy(m).logprobs
         if self.loss.kl_coef:
-            reference = load_reference(model, meshes.model, temperature=self.temperature)
+            reference = reference_of(policy, model, meshes, temperature=self.temperature)
             forwards["ref_logprobs"] = lambda m: reference(m).logprobs
         return choose_tokens(add_columns(batch, forwards, meshes.training), self.loss, meshes, seed=0)
 
@@ -90,6 +91,7 @@ class Settings:
     """Settings that all cases share; a case may change some."""
 
     model: ModelConfig
+    lora: LoraConfig | None = None
     pack: PackConfig
     learning: Reinforcement | Imitation
 
@@ -232,7 +234,9 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     learning = settings.learning
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
-        policy = load_policy(model, meshes.model, temperature=learning.temperature)
+        policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
+        if policy.adapters is not None:  # with B = 0, as they begin, A would have no gradient
+            policy.adapters.load(random_values(policy.adapters.tensors, seed=0))
         policy.token_logprobs = case.token_logprobs
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
@@ -264,7 +268,9 @@ def deviation(one: CaseResult, other: CaseResult) -> Deviation:
 
 
 def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
-    """Gather every weight of the model on the host of a copy's first rank; every rank must call this."""
+    """Gather every trained weight on the host of a copy's first rank; every rank must call this."""
+    if policy.adapters is not None:
+        return {name: tensor.cpu().clone() for name, tensor in policy.adapters.tensors.items()}
     gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**28, naming="model")
     weights: dict[str, Tensor] = {}
     for bucket in gatherer.whole_tensors():

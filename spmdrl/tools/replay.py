@@ -29,7 +29,6 @@ from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.verdict import EXIT_DIVERGED
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
-from spmdrl.model.load import load_policy, load_reference
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
 from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
@@ -79,8 +78,8 @@ def replay(path: Path, step: int) -> Replay:
 def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: int) -> list[StepFingerprint]:
     """Run the phases of the step between sampling and refit; returns what every rank found."""
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
-    policy = load_policy(cfg.model, meshes.model, **run.logprob_options)
-    reference = load_reference(cfg.model, meshes.model, **run.logprob_options) if cfg.has_reference else None
+    policy = run.load_policy()
+    reference = run.load_reference(policy)
     learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():

@@ -22,21 +22,30 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.kinds import start_engine
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.model.load import load_policy, reshard
+from spmdrl.model.adapted import load_trained
+from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
-from spmdrl.refit.refit import Refit
+from spmdrl.refit.adapters import Refitting, make_refit
 from spmdrl.types import MicroBatch, Request, Response
 from tests.helpers.launches import launch_of
 
 START_LIMIT_S = 240.0  # two cores that are busy with other things
 
 
-def settings(path: str, num_ranks: int, *, refit: dict[str, Any] | None = None, **rollout: Any) -> Config:
+def settings(
+    path: str,
+    num_ranks: int,
+    *,
+    refit: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **rollout: Any,
+) -> Config:
     """A run of the model in `path` with SGLang; buckets so small that there are many."""
     return Config.model_validate(
         {
             "run": {"name": "engine", "num_steps": 1},
             "model": {"path": path, "logits_chunk_tokens": 16},
+            "lora": lora,
             "data": {"max_prompt_tokens": 32, "sources": [{"kind": "reasoning_gym", "task": "chain_sum"}]},
             "rollout": {
                 "engine": "sglang",
@@ -63,7 +72,7 @@ class Rank:
     meshes: Meshes
     policy: Policy
     engine: RolloutEngine
-    refit: Refit
+    refit: Refitting
     before: dict[str, Any]  # `surroundings` before the engine was started
 
     def changed(self) -> set[str]:
@@ -93,12 +102,12 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         plan = make_plan(cfg, num_ranks=world.num_ranks)
-        policy = load_policy(cfg.model, meshes.model, temperature=cfg.rollout.temperature)
+        policy = load_trained(cfg.model, cfg.lora, meshes, temperature=cfg.rollout.temperature, seed=1)
         before = surroundings()
         run = launch_of(cfg, plan, world, meshes, Path(cfg.model.path))
         engine = start_engine(run)
         try:
-            refit = Refit(policy, engine, meshes, cfg.refit, dtype=run.dtype)
+            refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
             yield Rank(world, meshes, policy, engine, refit, before)
         finally:
             engine.close()

@@ -24,13 +24,14 @@ from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang.adapters import AdapterSlots
 from spmdrl.engine.sglang.layout import Share, held_parts, held_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.transport import Transport, choose_transport
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digests
-from spmdrl.refit.sink import Naming
+from spmdrl.refit.sink import AdapterVersion, Naming
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
@@ -60,6 +61,7 @@ class SGLangEngine(RolloutEngine):
             on_policy=options.arguments.get("rl_on_policy_target") is not None,
         )
         self._released: set[str] = set()
+        self._adapters = AdapterSlots(self._share)
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
@@ -149,18 +151,20 @@ class SGLangEngine(RolloutEngine):
         source = RequestQueue(requests)
         finished: _Finished = queue.SimpleQueue()
         self._finished = finished
-        running = 0
+        self._adapters.none_running()
+        versions: dict[int, int] = {}  # of the running requests, by place
         while True:
-            for index, request in source.take(0 if self._abort else self._options.max_running - running):
+            for index, request in source.take(0 if self._abort else self._options.max_running - len(versions)):
+                versions[index] = self.version
                 self._submit(index, request, finished)
-                running += 1
-            if not running:
+            if not versions:
                 assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
                 return
             if (answered := _first(finished)) is not None:
                 index, answer = answered
-                running -= 1
-                response = _response(answer.result())
+                version = versions.pop(index)
+                response = _response(answer.result(), version if self._adapters.holds(version) else None)
+                self._adapters.end(version)
                 if response.finish_reason == "abort" and not self._abort:
                     raise RuntimeError(f"SGLang gave up a request by itself: {answer.result()['meta_info']}")
                 yield index, response
@@ -173,8 +177,9 @@ class SGLangEngine(RolloutEngine):
     def _submit(self, index: int, request: Request, finished: _Finished) -> None:
         assert self._process is not None
         token_ids = request.prompt_ids + request.response_ids
+        adapters = self._adapters.begin(self.version)
         answer = self._process.start(
-            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}")
+            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters)
         )
         answer.add_done_callback(lambda done: finished.put((index, done)))
 
@@ -192,7 +197,7 @@ class SGLangEngine(RolloutEngine):
         self._released |= self._options.release
 
     def wake(self) -> None:
-        assert "weights" not in self._released, "the engine's weights were released: refit before waking it"
+        assert self.has_weights, "the engine's weights were released: refit before waking it"
         self._resume(self._released)
 
     def _settle(self) -> None:
@@ -272,6 +277,18 @@ class SGLangEngine(RolloutEngine):
                 self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
         super().end_update()
 
+    @property
+    def has_weights(self) -> bool:
+        return self.version >= 0 and (self._options.keeps_weights or "weights" not in self._released)
+
+    def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        differing: list[str] = []
+        with _death_reported_later():
+            if self._process is not None:
+                differing = self._adapters.load(self._process, adapters)
+        self.version = adapters.version
+        return differing
+
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         """Ask this rank's process for its digests too; it answers when it has loaded the bucket."""
         expected = digests(held_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._share))
@@ -300,6 +317,7 @@ class SGLangEngine(RolloutEngine):
                 self._process.close()
                 self._process = self._start()
         self.version = -1
+        self._adapters.clear()
         self._loading, self._is_idle = None, True
         self._released = set()
 
@@ -346,7 +364,8 @@ def _sampling_params(request: Request) -> dict[str, Any]:
     }
 
 
-def _response(answer: Mapping[str, Any]) -> Response:
+def _response(answer: Mapping[str, Any], version: int | None) -> Response:
+    """Translate an answer; `version` is that of its adapters, and without them SGLang knows it."""
     about = answer["meta_info"]
     logprobs = about["output_token_logprobs"]
     reason: FinishReason = about["finish_reason"]["type"]
@@ -355,10 +374,16 @@ def _response(answer: Mapping[str, Any]) -> Response:
         token_ids=tuple(answer["output_ids"]),
         logprobs=tuple(logprob for logprob, *_ in logprobs),
         finish_reason=reason,
-        # A request that was aborted while it waited has a span without tokens.
-        spans=tuple(
-            Span(int(x["version"]), x["end"] - x["start"])
-            for x in about.get("weight_versions") or ()
-            if x["end"] > x["start"]
-        ),
+        spans=tuple(_spans(about) if version is None else _whole_span(version, len(answer["output_ids"]))),
     )
+
+
+def _spans(about: Mapping[str, Any]) -> Iterator[Span]:
+    for span in about.get("weight_versions") or ():
+        if span["end"] > span["start"]:  # a request that was aborted while it waited has a span without tokens
+            yield Span(int(span["version"]), span["end"] - span["start"])
+
+
+def _whole_span(version: int, num_tokens: int) -> Iterator[Span]:
+    if num_tokens:
+        yield Span(version, num_tokens)

@@ -71,6 +71,18 @@ def held_parts(tensors: Mapping[str, Tensor], share: Share) -> dict[str, list[Te
     }
 
 
+def padded_adapters(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+    """Pad adapters, by PEFT's names, where the weights that they change are padded. Every device gets all of them."""
+    return {name: _padded_adapter(name, tensor, share.inner_multiple) for name, tensor in tensors.items()}
+
+
+def _padded_adapter(name: str, tensor: Tensor, multiple: int) -> Tensor:
+    *_, module, side, _ = name.split(".")
+    if module not in _INNER or (module in _CUT_BY_ROWS) == (side == "lora_A"):
+        return tensor
+    return _padded(tensor, 0 if side == "lora_B" else 1, multiple)
+
+
 def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, list[Tensor]]]:
     """Return this device's parts of what is fused into each weight, by expert."""
     fused: dict[str, dict[int, list[Tensor]]] = {}

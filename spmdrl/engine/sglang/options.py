@@ -22,6 +22,7 @@ from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
@@ -44,6 +45,10 @@ _OTHER_SETTING = {
     "rl_on_policy_target": "true_on_policy",
     "disable_cuda_graph": "rollout.cuda_graphs",
     "enable_memory_saver": "offload.engine",
+    "enable_weights_cpu_backup": "offload.engine",
+    "enable_lora": "[lora]",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
 }
 _ROOM_TOKENS = 8  # SGLang ends responses a little before its limits
 _FIXED = {
@@ -56,6 +61,9 @@ _FIXED = {
     "dp_size",
     "gpu_id_step",
     "load_format",
+    "lora_paths",
+    "lora_strict_loading",
+    "max_loaded_loras",
     "nccl_port",
     "nnodes",
     "node_rank",
@@ -75,6 +83,7 @@ class SGLangOptions:
     environment: Mapping[str, str]  # of its processes
     owner: str  # the id of the process that starts them
     release: frozenset[str]  # kinds of memory given back while the trainer works: kv_cache, weights, cuda_graph
+    keeps_weights: bool = False  # on the host, while their device memory is given back
     max_running: int  # requests in flight
     longest_tokens: int  # of a prompt and its response
 
@@ -105,6 +114,7 @@ def sglang_problems(
     ):
         yield problem
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
+    yield from adapter_problems(cfg, model_config, device_type=device_type)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
@@ -274,6 +284,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         sampling_backend="pytorch" if on_cpu else None,
         grammar_backend="none" if on_cpu else None,
     )
+    arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
     if cfg.true_on_policy:
         arguments |= {
             "rl_on_policy_target": "fsdp",
@@ -301,6 +312,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         environment=environment,
         owner=f"{os.getpid()}",
         release=release,
+        keeps_weights=bool(arguments.get("enable_weights_cpu_backup")),
         max_running=rollout.max_running,
         longest_tokens=longest,
     )

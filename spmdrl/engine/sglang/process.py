@@ -33,6 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from spmdrl.dist.session import apart_from_the_run
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import cpu as sglang_cpu
+from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
 
 T = TypeVar("T")
@@ -196,6 +197,26 @@ def serialized(name: str, handle: Handle) -> bytes:
     return MultiprocessingSerializer.serialize([(name, handle)])
 
 
+def serialized_adapters(entries: Sequence[Entry], flat: Tensor) -> bytes:
+    """Serialize tensors in host memory `flat` [num_bytes] uint8 for one process, which may open it once."""
+    import_sglang()
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    described = [
+        FlattenedTensorMetadata(
+            name=entry.name,
+            shape=entry.shape,
+            dtype=entry.dtype,
+            start_idx=entry.start,
+            end_idx=entry.start + entry.num_bytes,
+            numel=entry.num_bytes,
+        )
+        for entry in entries
+    ]
+    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": described})
+
+
 def digest(tensor: Tensor) -> str:
     """Compute the engine's own digest of a weight, 16 hexadecimal digits."""
     import_sglang()
@@ -281,14 +302,22 @@ class SGLangProcess:
         reply = await getattr(self._manager, method)(getattr(io_struct, request)(**fields))
         if isinstance(reply, tuple) and not reply[0]:
             raise RuntimeError(f"SGLang refused {method}: {reply[1]}")
+        if isinstance(reply, io_struct.LoRAUpdateOutput) and not reply.success:
+            raise RuntimeError(f"SGLang refused {method}: {reply.error_message}")
         return reply
 
-    async def generate(self, token_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str) -> dict[str, Any]:
-        """Sample one response; returns sglang's answer: output_ids and meta_info."""
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, adapters: str | None = None
+    ) -> dict[str, Any]:
+        """Sample one response, with the adapters of this name; returns sglang's answer: output_ids and meta_info."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
-            input_ids=list(token_ids), sampling_params=dict(sampling), return_logprob=True, rid=request_id
+            input_ids=list(token_ids),
+            sampling_params=dict(sampling),
+            return_logprob=True,
+            rid=request_id,
+            lora_path=adapters,
         )
         return await anext(self._manager.generate_request(request, None))
 

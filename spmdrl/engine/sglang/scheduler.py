@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from spmdrl.engine.sglang.adapters import MISMATCH
+from spmdrl.engine.sglang.cpu.pinning import pin_nothing
+
+_WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
     """Run SGLang's scheduler until it is told to end; the engine starts its processes with this."""
     add_hooks()
+    if not torch.cuda.is_available():
+        from sglang.srt.lora import layers
+        from sglang.srt.lora.backend import torch_backend
+
+        pin_nothing(layers, torch_backend)  # which compute with adapters
     run_scheduler_process(*arguments, **options)  # it applies the hooks
 
 
 def add_hooks() -> None:
     """Register what SGLang shall call beside its own functions in this process."""
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", clear_padding_row, HookType.AFTER)
+    HookRegistry.register(f"{_WORKER}.load_lora_adapter_from_tensors", refuse_what_differs, HookType.AROUND)
+
+
+def refuse_what_differs(load: Callable[..., Any], *arguments: Any) -> Any:
+    """Answer that adapters are refused when checksums differ; without this the engine would end there."""
+    try:
+        return load(*arguments)
+    except RuntimeError as error:
+        if MISMATCH not in str(error):
+            raise
+        return LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters={})
 
 
 def clear_padding_row(reply: Any, updater: Any, request: Any) -> None:

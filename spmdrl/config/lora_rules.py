@@ -1,0 +1,14 @@
+"""Rules between adapters and other tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdrl.config.base import rule
+from spmdrl.config.whole import Config, SftConfig
+
+
+@rule(Config, SftConfig)
+def merged_belongs_to_adapters(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.lora is None and not cfg.export.merged:
+        yield "export.merged = false leaves nothing to export without [lora]; set export.at_end = false instead"

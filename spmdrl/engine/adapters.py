@@ -1,0 +1,114 @@
+"""Adapters in the torch engine: several versions at once, and for each row those of its own request."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.model.adapters import PREFIX
+from spmdrl.refit.sink import AdapterVersion
+
+Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
+Rows = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
+
+
+class AdapterBank:
+    """The adapters that an engine holds, on the linear layers of its model."""
+
+    def __init__(self, model: nn.Module, product: Product) -> None:
+        """`product` is how the model's linear layers multiply."""
+        self._product, self._device = product, next(model.parameters()).device
+        self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        self._hooks: dict[str, Any] = {}
+        self._held: dict[int, _Held] = {}  # by version
+        self._chosen: list[tuple[Rows, _Held]] = []  # disjoint rows of the next forward pass, and their adapters
+
+    @property
+    def versions(self) -> Collection[int]:
+        """The versions that are held."""
+        return self._held.keys()
+
+    def load(self, adapters: AdapterVersion) -> dict[str, Tensor]:
+        """Copy the adapters of a version; return the copies by name."""
+        tensors = {name: tensor.to(self._device, copy=True) for name, tensor in adapters.tensors.items()}
+        pairs = {
+            name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
+            for name, a in tensors.items()
+            if name.endswith(".lora_A.weight")
+        }
+        self._held[adapters.version] = _Held(pairs, adapters.scale)
+        for name in pairs.keys() - self._hooks.keys():
+            self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
+        return tensors
+
+    def drop(self, version: int) -> None:
+        """Free the adapters of a version."""
+        del self._held[version]
+
+    def choose(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Choose the adapters of each row in the next forward pass, given runs of rows: their version and how many.
+
+        Rows of a version that has none are computed by the base alone.
+        """
+        self._chosen = [(rows, self._held[version]) for version, rows in _by_version(runs) if version in self._held]
+
+    def add_to(self, y: Tensor, x: Tensor, layers: tuple[str, ...]) -> Tensor:
+        """Add what the chosen adapters make of x [n, D] to y [n, V], the outputs of these layers side by side."""
+        for rows, held in self._chosen:
+            if (pair := held.side_by_side(layers, self._layers)) is not None:
+                a, b = pair
+                y[rows] += self._product(self._product(x[rows], a), b) * held.scale
+        return y
+
+    def _hook(self, name: str) -> Callable[..., Tensor]:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            x = inputs[0].flatten(0, -2)
+            return self.add_to(output.flatten(0, -2), x, (name,)).view_as(output)
+
+        return add
+
+
+class _Held:
+    """The adapters of one version."""
+
+    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], scale: float) -> None:
+        self._pairs, self.scale = pairs, scale
+        self._joined: dict[tuple[str, ...], tuple[Tensor, Tensor] | None] = {}
+
+    def side_by_side(self, names: tuple[str, ...], layers: dict[str, nn.Linear]) -> tuple[Tensor, Tensor] | None:
+        """Return A [R, D] and B [V, R] of layers with the same input whose outputs lie side by side; None where none
+        of them has an adapter."""
+        if len(names) == 1:
+            return self._pairs.get(names[0])
+        if names not in self._joined:
+            self._joined[names] = self._join(names, layers)
+        return self._joined[names]
+
+    def _join(self, names: tuple[str, ...], layers: dict[str, nn.Linear]) -> tuple[Tensor, Tensor] | None:
+        found = [self._pairs.get(name) for name in names]
+        if not any(found):
+            return None
+        blocks = [
+            pair[1] if pair is not None else layers[name].weight.new_zeros(len(layers[name].weight), 0)
+            for name, pair in zip(names, found, strict=True)
+        ]
+        return torch.cat([pair[0] for pair in found if pair is not None]), torch.block_diag(*blocks)
+
+
+def _by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
+    """Yield each version with its rows."""
+    places: dict[int, list[range]] = {}
+    start = 0
+    for version, run in itertools.groupby(runs, key=lambda run: run[0]):
+        end = start + sum(length for _, length in run)
+        places.setdefault(version, []).append(range(start, end))
+        start = end
+    for version, mine in places.items():
+        yield (
+            version,
+            slice(mine[0].start, mine[0].stop) if len(mine) == 1 else torch.tensor([i for run in mine for i in run]),
+        )

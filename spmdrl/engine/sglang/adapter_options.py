@@ -1,0 +1,85 @@
+"""How SGLang is started for adapters, and which adapters it cannot apply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.config.plan import Plan
+from spmdrl.model.adapted import plan_adapters
+from spmdrl.model.load import load_model_config, model_without_memory
+from spmdrl.model.targets import targets_of
+from spmdrl.types import UserError
+
+# SGLang computes layers with the same input as one. It fills what is missing beside one that is there with zeros, but
+# looks for it beside these only.
+_WANTED_BESIDE = {
+    "q_proj": ("v_proj",),
+    "k_proj": ("q_proj", "v_proj"),
+    "v_proj": ("q_proj",),
+    "up_proj": ("gate_proj",),
+}
+_ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_MERGE = "or set lora.merge = true, which sends merged weights"
+
+
+def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
+    """Yield a sentence for each reason why SGLang could not apply the adapters of `[lora]`."""
+    if not cfg.sends_adapters:
+        return
+    if cfg.true_on_policy:
+        yield (
+            'true_on_policy = true has no exact kernels for adapters in rollout.engine = "sglang"; set lora.merge = '
+            "true, or true_on_policy = false"
+        )
+    try:
+        _, modules = _rank_and_modules(cfg, model_config)
+    except UserError:
+        return  # said where the model is checked
+    if unknown := [module for module in modules if module not in _ADAPTED]:
+        yield (
+            f"SGLang has no adapters for {', '.join(unknown)}; set lora.targets to some of {', '.join(_ADAPTED)}, "
+            f"{_MERGE}"
+        )
+    for module in modules:
+        if absent := [beside for beside in _WANTED_BESIDE.get(module, ()) if beside not in modules]:
+            yield (
+                f"SGLang adapts {module} together with {' and '.join(absent)}; name {' and '.join(absent)} in "
+                f"lora.targets too, {_MERGE}"
+            )
+    of_experts = [module for module in modules if module in _OF_EXPERTS]
+    if device_type == "cpu" and getattr(model_config, "num_experts", None) and of_experts:
+        yield (
+            f"SGLang adapts experts on a CUDA device only, and lora.targets names {', '.join(of_experts)}; set it to "
+            f"{', '.join(module for module in _ADAPTED if module not in _OF_EXPERTS)}, {_MERGE}"
+        )
+
+
+def adapter_arguments(cfg: Config, plan: Plan, *, device_type: str) -> dict[str, Any]:
+    """Return SGLang's arguments for adapters; none where it gets whole weights."""
+    if not cfg.sends_adapters:
+        return {}
+    model_config = load_model_config(cfg.model)
+    rank, modules = _rank_and_modules(cfg, model_config)
+    has_experts = bool(getattr(model_config, "num_experts", None))
+    return {
+        "enable_lora": True,
+        "lora_backend": "torch_native" if device_type == "cpu" else "triton" if has_experts else "csgmv",
+        "lora_strict_loading": True,
+        "lora_target_modules": modules,
+        "max_lora_rank": rank,
+        # Requests of older versions still run where engines may be that many steps ahead.
+        "max_loras_per_batch": plan.steps_ahead + 1,
+        "enable_weights_cpu_backup": "weights" in cfg.offload.engine,  # refits do not bring the base back
+    }
+
+
+def _rank_and_modules(cfg: Config, model_config: Any) -> tuple[int, list[str]]:
+    """Return the rank of the adapters, and the last parts of the names of the layers that have some, in order."""
+    assert cfg.lora is not None
+    model = model_without_memory(model_config, cfg.model)
+    planned = plan_adapters(model, cfg.lora)
+    names = [target.module.rpartition(".")[2] for target in targets_of(model, planned.wanted)]
+    return planned.strength.rank, list(dict.fromkeys(names))

@@ -1,0 +1,146 @@
+"""The policy that a run trains, whole or by adapters, and the reference that it is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spmdrl.algo.seeds import mix
+from spmdrl.config import LoraConfig, ModelConfig
+from spmdrl.dist.mesh import Meshes
+from spmdrl.model.adapters import Adapters, Strength
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.load import load_policy, load_reference, model_without_memory
+from spmdrl.model.operators import operators_of
+from spmdrl.model.peft_files import base_problems, read_adapter
+from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.targets import ALL_LINEAR, Wanted, short_names, target_problems, targets_of
+from spmdrl.model.weight_files import weights_digest
+from spmdrl.types import MicroBatch, UserError
+
+Reference = Callable[[MicroBatch], TokenLogprobs]
+
+
+def load_trained(
+    cfg: ModelConfig,
+    lora: LoraConfig | None,
+    meshes: Meshes,
+    *,
+    temperature: float,
+    seed: int,
+    kernel: Kernel | None = None,
+) -> Policy:
+    """Load the policy that is trained: all of it, or with `lora` its adapters on a frozen base.
+
+    Raises UserError like `load_policy`, and for targets that the model does not have.
+    """
+    if lora is None:
+        return load_policy(cfg, meshes.model, temperature=temperature, kernel=kernel)
+    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", kernel=kernel)
+    plan = plan_adapters(policy.model, lora)
+    tp = meshes.model.tp
+    multiply = operators_of(policy.kernel).linear
+    targets = targets_of(policy.model, plan.wanted, multiply=multiply, tp=tp if tp.size() > 1 else None)
+    config = peft_config(plan.strength, short_names(policy.model, targets), base=cfg.path)
+    base = weights_digest(cfg.path, meshes.training)
+    policy.adapters = Adapters(targets, plan.strength, meshes.training, config=config, base=base)
+    policy.adapters.load(random_start(policy.adapters.tensors, seed=seed) | plan.start)
+    return policy
+
+
+def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | None) -> Iterator[str]:
+    """Yield a sentence when `[lora]` does not fit the model; takes no memory for it."""
+    if lora is not None:
+        try:
+            plan_adapters(model_without_memory(model_config, cfg), lora)
+        except UserError as error:
+            yield from str(error).splitlines()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """The adapters that `[lora]` asks for."""
+
+    strength: Strength
+    wanted: Wanted  # see `targets_of`
+    start: dict[str, Tensor]  # what they begin with, where they come from files
+
+
+def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
+    """Settle rank, scale and targets. The model may be on the meta device.
+
+    Raises UserError for targets that the model does not have, and for files that cannot be read or are of another base.
+    """
+    if lora.path is None:
+        if problems := list(target_problems(model, lora.targets)):
+            raise UserError("\n".join(problems))
+        return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, {})
+    files = read_adapter(lora.path)
+    shapes = {target.weight: target.weight_shape for target in targets_of(model, ALL_LINEAR)}
+    if problems := list(base_problems(files, shapes, lora.path)):
+        raise UserError("\n".join(problems))
+    return AdapterPlan(files.strength, tuple(files.modules), dict(files.tensors))
+
+
+def reference_of(
+    policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperature: float, kernel: Kernel | None = None
+) -> Reference:
+    """Return the frozen model that the policy is compared with: its own base, or where it has none a second model."""
+    adapters = policy.adapters
+    if adapters is None:
+        return load_reference(cfg, meshes.model, temperature=temperature, kernel=kernel)
+
+    def base(micro_batch: MicroBatch) -> TokenLogprobs:
+        with adapters.off():
+            return policy(micro_batch)
+
+    return base
+
+
+def peft_config(strength: Strength, target_modules: list[str], *, base: str) -> dict[str, Any]:
+    """Describe adapters as PEFT's adapter_config.json does."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": strength.rank,
+        "lora_alpha": strength.alpha,
+        "use_rslora": strength.rslora,
+        "target_modules": target_modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_dora": False,
+    }
+
+
+def random_start(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give every A random numbers, as PEFT does; every B stays 0."""
+    return random_values({name: a for name, a in matrices.items() if ".lora_A." in name}, seed=seed)
+
+
+def random_values(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give these matrices random numbers in +-1 / sqrt(columns).
+
+    They depend on the seed and on the matrix's name, not on the ranks or on which other matrices there are.
+    """
+    return {name: _uniform(matrix, mix(seed, _number(name))) for name, matrix in matrices.items()}
+
+
+def _uniform(like: Tensor, seed: int) -> Tensor:
+    bound = 1.0 / math.sqrt(like.shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(like.shape, generator=generator) * 2.0 - 1.0) * bound
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

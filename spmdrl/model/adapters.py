@@ -1,0 +1,185 @@
+"""Low-rank adapters (LoRA): a frozen base, and for some of its weights two small matrices that are trained.
+
+An adapter adds `scale * B (A x)` to what a weight makes of x. All matrices of a model are float32 views of one memory,
+which every rank holds whole, outside FSDP. What the optimizer sees is one parameter: the same memory as a table whose
+rows are dealt out to the ranks that train. Gradients are summed over them once an update, each rank steps its own rows,
+and the rows are gathered again. The base keeps its own names; switched off, adapters do nothing at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from spmdrl.dist.collectives import gather_flat, scatter_sums
+
+ROW = 64  # elements in a row of the table; every matrix begins a row, so that it is aligned for every device
+PREFIX = "base_model.model."  # PEFT's, before the names of the model's own modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strength:
+    """How much the product of an adapter's matrices counts."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Target(Protocol):
+    """A weight that gets an adapter."""
+
+    @property
+    def module(self) -> str:
+        """The module's name in PEFT's files, after `PREFIX`."""
+        ...
+
+    @property
+    def weight(self) -> str:
+        """The name of the parameter in the model."""
+        ...
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The parameter's shape, whole."""
+        ...
+
+    def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Give the shapes of A and of B."""
+        ...
+
+    def install(self, a: Tensor, b: Tensor, *, scale: float, is_on: Callable[[], bool]) -> None:
+        """Make the model add the adapter's part in every forward pass in which `is_on()`."""
+        ...
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply B with A: what they change, in the shape of the weight and without its scale."""
+        ...
+
+
+class Adapters(nn.Module):
+    """The adapters of one model. They begin as zeros: `load` gives them values."""
+
+    flat: nn.Parameter  # [rows, ROW] float32, a DTensor whose rows are dealt out: what the optimizer steps
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        strength: Strength,
+        mesh: DeviceMesh,
+        *,
+        config: Mapping[str, Any],
+        base: str,
+    ) -> None:
+        """`mesh` are all ranks that train; `config` is what PEFT's adapter_config.json says of these adapters, and
+        `base` the digest of the files that their base was read from."""
+        super().__init__()
+        self.strength, self.config, self.base = strength, dict(config), base
+        self._mesh = mesh
+        self._targets = {target.weight: target for target in targets}
+        self._places: dict[str, tuple[int, tuple[int, int]]] = {}  # first element and shape, by PEFT's name
+        num_rows = 0
+        for target in targets:
+            for name, shape in zip(matrix_names(target), target.shapes(strength.rank), strict=True):
+                self._places[name] = num_rows * ROW, shape
+                num_rows += math.ceil(math.prod(shape) / ROW)
+        self._rows_each = math.ceil(num_rows / mesh.size())
+        self._whole = torch.zeros(self._rows_each * mesh.size(), ROW, device=mesh.device_type)
+        self._leaves = {name: self._view(self._whole, name).requires_grad_() for name in self._places}
+        self._is_on = True
+        mine = self._whole[self._own()]
+        self.flat = nn.Parameter(_as_table(mine, num_rows, mesh))
+        for target in targets:
+            a, b = (self._leaves[name] for name in matrix_names(target))
+            target.install(a, b, scale=strength.scale, is_on=lambda: self._is_on)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every matrix by its name in PEFT's files: float32, whole, the same on every rank, views of one memory."""
+        return {name: leaf.detach() for name, leaf in self._leaves.items()}
+
+    @property
+    def is_on(self) -> bool:
+        """False inside `off()`."""
+        return self._is_on
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Make the model compute as if it had no adapters, bit for bit."""
+        before, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = before
+
+    @contextmanager
+    def summing_gradients(self) -> Iterator[None]:
+        """Sum the gradients of the backward passes in this block over all ranks that train, once, at its end.
+
+        Every one of them must enter it.
+        """
+        gradients = torch.zeros_like(self._whole)
+        for name, leaf in self._leaves.items():
+            leaf.grad = self._view(gradients, name)  # backward passes add to it in place
+        try:
+            yield
+            own = gradients.new_empty(self._rows_each, ROW)
+            scatter_sums(self._mesh, own.view(-1), gradients.view(-1))
+            self.flat.grad = _as_table(own, len(self.flat), self._mesh)
+        finally:
+            for leaf in self._leaves.values():
+                leaf.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gather the rows that other ranks have changed; every rank that trains must call this."""
+        gather_flat(self._mesh, self._whole.view(-1), self._whole[self._own()].flatten().clone())
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy whole matrices into their places, by PEFT's names; every rank must give the same."""
+        for name, tensor in tensors.items():
+            self._view(self._whole, name).copy_(tensor)
+
+    @torch.no_grad()
+    def change_of(self, weight: str) -> Tensor | None:
+        """Return what is added to a parameter of the model, float32 in its shape; None where nothing is."""
+        if (target := self._targets.get(weight)) is None:
+            return None
+        a, b = (self._leaves[name].detach() for name in matrix_names(target))
+        return target.product(a, b).mul_(self.strength.scale)
+
+    def _own(self) -> slice:
+        """Return this rank's rows of the memory."""
+        first = self._mesh.get_local_rank() * self._rows_each
+        return slice(first, first + self._rows_each)
+
+    def _view(self, memory: Tensor, name: str) -> Tensor:
+        start, shape = self._places[name]
+        return memory.view(-1)[start : start + math.prod(shape)].view(shape)
+
+
+def matrix_names(target: Target) -> tuple[str, str]:
+    """Name the matrices A and B of a target as PEFT's files do."""
+    stem = f"{PREFIX}{target.module}"
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def _as_table(own: Tensor, num_rows: int, mesh: DeviceMesh) -> DTensor:
+    """View this rank's rows as its part of a table of `num_rows`; what lies beyond is filling."""
+    left = max(0, num_rows - mesh.get_local_rank() * len(own))
+    shape = torch.Size((num_rows, ROW))
+    return DTensor.from_local(own[:left], mesh, [Shard(0)], shape=shape, stride=(ROW, 1))

@@ -1,0 +1,123 @@
+"""Adapters on disk, in PEFT's format: adapter_config.json and adapter_model.safetensors in one directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spmdrl.model.adapters import PREFIX, Strength
+from spmdrl.types import UserError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+# Settings with which PEFT computes something else, or gives layers different ranks, by the values that do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "layer_replication": ([], None),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": ([], None),
+}
+# Starts that change the base, from which such adapters would be a difference.
+_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The contents of a directory in PEFT's format."""
+
+    strength: Strength
+    tensors: Mapping[str, Tensor]  # float32, by PEFT's names
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the adapted modules, in the order of the file."""
+        stems = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in self.tensors)
+        return list(dict.fromkeys(stems))
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write adapters into a directory that exists."""
+    path = folder / WEIGHTS
+    path.touch()
+    mode = path.stat().st_mode  # safetensors makes files readable by their owner only
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    path.chmod(mode)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_adapter(path: str) -> AdapterFiles:
+    """Read a directory. Raises UserError about `lora.path` when it holds no adapters, or adapters of another kind."""
+    setting, folder = f'lora.path = "{path}"', Path(path)
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{setting} is not a directory of adapters: it has no {CONFIG}")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind, rank, alpha = config.get("peft_type"), config.get("r"), config.get("lora_alpha")
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise UserError(f"{setting} cannot be read: {' '.join(str(error).split())}") from error
+    if kind != "LORA" or not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise UserError(f'{setting} has peft_type = "{kind}", r = {rank}, lora_alpha = {alpha}; only LoRA can be read')
+    if problems := [*_other_kinds(config), *_other_names(tensors)]:
+        raise UserError(f"{setting} {'; '.join(problems)}")
+    strength = Strength(rank=rank, alpha=alpha, rslora=bool(config.get("use_rslora")))
+    return AdapterFiles(strength, {name: tensor.float() for name, tensor in tensors.items()})
+
+
+def _other_kinds(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each setting of PEFT's with which adapters are not those that are trained here."""
+    for name, plain in _PLAIN.items():
+        if (value := config.get(name)) not in plain:
+            yield f"sets {name} = {json.dumps(value)}, which is not supported"
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGING_STARTS):
+        yield (
+            f'has init_lora_weights = "{start}", with which PEFT changes the base too; save it with '
+            "path_initial_model_for_weight_conversion, as a plain adapter"
+        )
+
+
+def _other_names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a clause when the file holds something else than pairs of matrices."""
+    unknown = [name for name in tensors if not (name.startswith(PREFIX) and name.endswith(_SIDES))]
+    if unknown:
+        yield f"holds {len(unknown)} tensors that are no matrices of adapters; the first is {unknown[0]}"
+    stems = {name.removesuffix(side) for name in tensors for side in _SIDES if name.endswith(side)}
+    if alone := sorted(f"{stem}{side}" for stem in stems for side in _SIDES if f"{stem}{side}" not in tensors):
+        yield f"lacks {len(alone)} matrices; the first is {alone[0]}"
+    if not tensors:
+        yield "holds no tensors"
+
+
+_SIDES = (".lora_A.weight", ".lora_B.weight")
+
+
+def base_problems(files: AdapterFiles, shapes: Mapping[str, tuple[int, ...]], path: str) -> Iterator[str]:
+    """Yield a sentence when adapters do not fit the model that has weights of these shapes, by name."""
+    setting, rank = f'lora.path = "{path}" belongs to another base than model.path', files.strength.rank
+    unknown = [module for module in files.modules if f"{module}.weight" not in shapes]
+    if unknown:
+        yield f"{setting}: it adapts {len(unknown)} layers that this model does not have; the first is {unknown[0]}"
+        return
+    for module in files.modules:
+        outputs, inputs = shapes[f"{module}.weight"]
+        wanted = {".lora_A.weight": (rank, inputs), ".lora_B.weight": (outputs, rank)}
+        for side, shape in wanted.items():
+            if (found := tuple(files.tensors[f"{PREFIX}{module}{side}"].shape)) != shape:
+                yield f"{setting}: {module}{side} is {list(found)}, and should be {list(shape)} there"
+                return

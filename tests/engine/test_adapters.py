@@ -1,0 +1,202 @@
+"""The real SGLang with adapters: base and versions in one batch, each as the trainer computes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmdrl.dist.collectives import gather_objects
+from spmdrl.engine.sglang import adapters as sglang_adapters
+from spmdrl.refit.adapters import AdapterRefit
+from spmdrl.refit.refit import RefitMismatch
+from spmdrl.types import Request, Response
+from tests.helpers.adapters import change_adapters
+from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sglang_engine import (
+    START_LIMIT_S,
+    Rank,
+    answers,
+    prompts,
+    rank_with_engine,
+    settings,
+    trainer_logprobs,
+)
+
+NUM_TOKENS = 24
+CAPACITY = 12  # requests of each version
+
+
+def requests(count: int = CAPACITY) -> list[Request]:
+    return [Request(prompt_ids=ids, seed=i, max_response_tokens=NUM_TOKENS) for i, ids in enumerate(prompts(count))]
+
+
+def worst(rank: Rank, responses: list[Response], asked: list[Request] | None = None) -> float:
+    """Largest difference between the engine's log-probabilities and those of the trainer's adapters; every rank must
+    call this."""
+    mine = [(r.prompt_ids, a) for r, a in zip(asked or requests(), responses, strict=False)]
+    everyones = [
+        prompt + answer.token_ids for part in gather_objects(rank.meshes.training, mine) for prompt, answer in part
+    ]
+    forwards = dict(zip(everyones, trainer_logprobs(rank.policy, everyones), strict=True))
+    return max(
+        (
+            float((torch.tensor(a.logprobs) - forwards[prompt + a.token_ids][len(prompt) - 1 :]).abs().max())
+            for prompt, a in mine
+        ),
+        default=0.0,
+    )
+
+
+def versions_of(responses: list[Response]) -> set[int]:
+    return {span.version for response in responses for span in response.spans}
+
+
+def loaded(rank: Rank) -> set[str]:
+    """The names of the adapters that SGLang itself knows."""
+    process = rank.engine._process  # type: ignore[attr-defined]
+    return set(process._manager.lora_registry.get_all_adapters()) if process is not None else set()
+
+
+def three_versions(rank: Rank) -> tuple[list[float], list[set[str]]]:
+    """Sample with versions 2, 3 and 4 in one `generate`; the differences of each, and what was loaded."""
+    snapshots, held = [dict(rank.policy.adapters.tensors)], [loaded(rank)]  # type: ignore[union-attr]
+    snapshots = [{name: x.clone() for name, x in snapshots[0].items()}]
+
+    def asking() -> Iterator[Request | None]:
+        for version in (2, 3, 4):
+            if version > 2:
+                change_adapters(rank.policy, 0.03)
+                rank.refit(version=version)
+                snapshots.append({name: x.clone() for name, x in rank.policy.adapters.tensors.items()})  # type: ignore[union-attr]
+                held.append(loaded(rank))
+            # Long enough that they run beside those of the next version.
+            yield from (
+                Request(prompt_ids=ids, seed=i, max_response_tokens=90) for i, ids in enumerate(prompts(CAPACITY)[:4])
+            )
+
+    found = dict(rank.engine.generate(asking()))
+    differences = []
+    for number, snapshot in enumerate(snapshots):
+        rank.policy.adapters.load(snapshot)  # type: ignore[union-attr]
+        responses = [found[4 * number + i] for i in range(4)]
+        assert versions_of(responses) == {2 + number}
+        differences.append(worst(rank, responses))
+    return differences, held
+
+
+def mismatch(rank: Rank) -> str:
+    """The message about tensors that arrive otherwise; the engine survives."""
+    real = sglang_adapters._checksum
+    sglang_adapters._checksum = lambda tensor: real(tensor + (tensor.shape[0] == 4))  # those of every A
+    try:
+        rank.refit(version=7)
+    except RefitMismatch as error:
+        return str(error)
+    finally:
+        sglang_adapters._checksum = real
+    return ""
+
+
+def all_of_it(path: str, tp_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    cfg = settings(path, tp_size, tp_size=tp_size, lora={"rank": 4, "alpha": 8.0}, sglang={"max_loras_per_batch": 4})
+    cfg = cfg.model_copy(update={"offload": cfg.offload.model_copy(update={"engine": ("kv_cache", "weights")})})
+    with rank_with_engine(cfg) as rank:
+        engine, refit = rank.engine, rank.refit
+        assert isinstance(refit, AdapterRefit)
+        bases: list[int] = []
+        base = refit._base
+
+        def load_base(*, version: int) -> None:
+            bases.append(version)
+            base(version=version)
+
+        refit._base = load_base  # type: ignore[assignment]
+        refit(version=0)
+        responses = answers(engine, requests())
+        found["fresh"] = worst(rank, responses)
+        segments = len(os.listdir("/dev/shm"))
+        for version in (1, 2):
+            change_adapters(rank.policy, 0.03)
+            engine.sleep()
+            refit(version=version)
+            engine.wake()
+            responses = answers(engine, requests())
+            assert versions_of(responses) <= {version}
+            found[f"version {version}"] = worst(rank, responses)
+        with rank.policy.adapters.off():  # type: ignore[union-attr]
+            found["from_base"] = worst(rank, responses)
+        found["loaded"] = loaded(rank)
+        if tp_size == 1:
+            found["together"], found["held"] = three_versions(rank)
+            found["cached"] = cached(rank)
+        found["bases"] = list(bases)
+
+        def aborted() -> Iterator[Request]:
+            yield from requests(6)
+            engine.abort()
+            yield requests(7)[6]
+
+        dict(engine.generate(aborted()))
+        change_adapters(rank.policy, 0.03)
+        refit(version=6)
+        found["after an abort"] = worst(rank, answers(engine, requests()))
+        found["loaded after an abort"] = loaded(rank)
+        found["mismatch"] = mismatch(rank)
+        found["segments"] = len(os.listdir("/dev/shm")) - segments
+
+        if (process := engine._process) is not None:  # type: ignore[attr-defined]
+            os.kill(process.process_ids[0], 9)
+            while not process.is_dead():
+                pass
+        change_adapters(rank.policy, 0.03)
+        refit(version=8)  # into a dead engine: the caller asks afterwards
+        engine.revive()
+        refit(version=8)
+        found["restarted"] = worst(rank, answers(engine, requests()))
+        found["loaded after a restart"] = loaded(rank)
+        found["bases after a restart"] = bases[len(found["bases"]) :]
+        return found
+
+
+def cached(rank: Rank) -> list[int]:
+    """Tokens of one prompt that came from the prefix cache: the second time, and after a refit of adapters."""
+    process = rank.engine._process  # type: ignore[attr-defined]
+    prompt, counts = tuple(range(2, 30)), []
+    for version in (4, 4, 5):
+        if version == 5:
+            change_adapters(rank.policy, 0.03)
+            rank.refit(version=5)
+        answer = process.result(
+            process.start(process.generate(prompt, {"max_new_tokens": 2}, f"cached-{len(counts)}", f"policy-{version}"))
+        )
+        counts.append(answer["meta_info"]["cached_tokens"])
+    return counts
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sglang_samples_what_the_trainer_computes(tmp_path: Path, tp_size: int) -> None:
+    results = run_ranks(tp_size, all_of_it, save_qwen3(tmp_path), tp_size, timeout_s=2 * START_LIMIT_S)
+    for found in results:
+        for name in ("fresh", "version 1", "version 2", "after an abort", "restarted"):
+            assert found[name] <= 1e-5, name
+        assert found["bases"] == [0], "the base goes into an engine once"
+        assert found["bases after a restart"] == [8]
+        assert "after the refit to version 7 the engine does not hold the trainer's weights" in found["mismatch"]
+        assert "lora_A" in found["mismatch"] and "lora_B" not in found["mismatch"]
+    lead = results[0]
+    assert lead["from_base"] > 1e-2, "the adapters are not applied"
+    assert lead["loaded"] == {"policy-2"}
+    assert lead["loaded after an abort"] == {"policy-6"}
+    assert lead["loaded after a restart"] == {"policy-8"}
+    assert lead["segments"] <= 2
+    if tp_size == 1:
+        assert max(lead["together"]) <= 1e-5
+        assert lead["held"] == [{"policy-2"}, {"policy-2", "policy-3"}, {"policy-2", "policy-3", "policy-4"}]
+        assert lead["cached"][1] > 20 and lead["cached"][2] == 0, "keys of another version are not read"

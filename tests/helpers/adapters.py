@@ -1,0 +1,58 @@
+"""Adapters with random numbers, and a model that has them merged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.model.policy import Policy
+from spmdrl.refit.bucket import bucket_of
+from spmdrl.refit.sink import AdapterVersion
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."
+
+
+def random_adapters(
+    model: nn.Module, version: int, *, rank: int = 4, targets: Sequence[str] = ALL_LINEAR, **config: Any
+) -> AdapterVersion:
+    """Adapters of a version, whose number is the seed; they change the model's answers."""
+    generator = torch.Generator().manual_seed(version)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] in targets:
+            outputs, inputs = layer.weight.shape
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) / 8
+    bucket = bucket_of(list(tensors.items()))
+    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+    for entry in bucket.flat_entries:
+        entry.view(flat).copy_(tensors[entry.name])
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": 2.0 * rank, "target_modules": list(targets)}
+    return AdapterVersion(version, about | config, bucket, flat)
+
+
+@torch.no_grad()
+def merged(model: nn.Module, adapters: AdapterVersion) -> Any:
+    """A copy of the model with W + scale B A as its weights."""
+    whole, tensors = copy.deepcopy(model), adapters.tensors
+    for name, a in tensors.items():
+        if name.endswith("lora_A.weight"):
+            layer = whole.get_submodule(name.removeprefix(PREFIX).removesuffix(".lora_A.weight"))
+            layer.weight += adapters.scale * tensors[name.replace("lora_A", "lora_B")] @ a
+    return whole
+
+
+@torch.no_grad()
+def change_adapters(policy: Policy, amount: float) -> None:
+    """Change every adapter as an update would: alike on every rank."""
+    assert policy.adapters is not None
+    tensors = policy.adapters.tensors
+    for number, (name, tensor) in enumerate(tensors.items()):
+        generator = torch.Generator().manual_seed(number)
+        tensors[name] = tensor + amount * torch.randn(tensor.shape, generator=generator)
+    policy.adapters.load(tensors)

@@ -1,0 +1,253 @@
+"""Adapters on one rank and on several: equal to PEFT's, to a model without them, and to themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from spmdrl.config import LoraConfig, OptimConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
+from spmdrl.learn.learner import Learner
+from spmdrl.learn.objective import SftObjective
+from spmdrl.learn.update import update
+from spmdrl.model.adapted import adapter_problems, load_trained, random_values, reference_of
+from spmdrl.model.load import load_model_config, load_reference
+from spmdrl.model.peft_files import write_adapter
+from spmdrl.sft import main as fine_tune
+from spmdrl.step.batch import build_batch
+from spmdrl.step.export import export_adapter, export_hf
+from spmdrl.tools.parity_cases import GradientAsWeight
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.types import Sequence
+from tests.helpers.configs import model_config, plan_for
+from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
+from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
+from tests.helpers.small_run import write_sft_config
+
+RANK = 4
+LORA = LoraConfig(rank=RANK, alpha=6.0)
+
+
+def test_every_layout_of_adapters_gives_what_one_rank_gives(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
+    settings = dataclasses.replace(by_reward(path), lora=LORA)
+    require_same(matrix(settings, lambda case: case.parallel.ep == 1))
+
+
+def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
+    """Log-probabilities before and after an update on a batch, gradients, and exports."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        cfg = model_config(path)
+        policy = load_trained(cfg, lora, meshes, temperature=1.0, seed=0)
+        second = load_reference(cfg, meshes.model, temperature=1.0)
+        base = reference_of(policy, cfg, meshes, temperature=1.0)
+        batch = build_batch(random_sequences(8), plan_for(8, 1), meshes, aggregation="token_mean")
+
+        @torch.no_grad()
+        def logprobs(model: Any) -> Tensor:
+            return torch.cat([model(micro_batch).logprobs for micro_batch in batch.micro_batches])
+
+        found: dict[str, Any] = {"reference": logprobs(second), "fresh": logprobs(policy)}
+        policy.adapters.load(random_values(policy.adapters.tensors, seed=1))
+        found |= {"start": {name: x.clone() for name, x in policy.adapters.tensors.items()}}
+        found |= {"changed": logprobs(policy), "off": logprobs(base), "config": policy.adapters.config}
+        optim = OptimConfig(name="spmdrl.tools.parity_cases:GradientAsWeight", lr=1.0, max_grad_norm=1e30)
+        learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
+        assert isinstance(learner.optimizer, GradientAsWeight)
+        export_adapter(policy, exports / "adapter", meshes)
+        tokenizer = _NoTokenizer()
+        export_hf(policy, tokenizer, exports / "hf", meshes, dtype=torch.float32)
+        update(learner, batch.mini_batches, meshes, step=1)
+        return found | {"gradients": {name: x.clone() for name, x in policy.adapters.tensors.items()}}
+
+
+class _NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+def _token_mean_loss(model: Any, sequences: list[Sequence]) -> Tensor:
+    losses, num_tokens = [], 0
+    for sequence in sequences:
+        pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
+        labels = torch.tensor([[token if trained else -100 for token, trained in pairs]])
+        count = sum(sequence.loss_mask)
+        losses.append(count * model(input_ids=torch.tensor([sequence.token_ids]), labels=labels).loss)
+        num_tokens += count
+    return torch.stack(losses).sum() / num_tokens
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_are_those_of_peft(tmp_path: Path, rslora: bool) -> None:
+    path = save_llama(tmp_path / "model")
+    lora = LoraConfig(rank=RANK, alpha=6.0, rslora=rslora)
+    (found,) = run_ranks(1, _one_update, path, lora, tmp_path)
+
+    # Before anything is learned, and switched off afterwards: the model without adapters, to the last bit.
+    assert torch.equal(found["fresh"], found["reference"]) and torch.equal(found["off"], found["reference"])
+    assert not torch.equal(found["changed"], found["reference"])
+
+    # PEFT reads what was written, computes the same loss and the same gradients.
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter", is_trainable=True
+    )
+    held = get_peft_model_state_dict(model)
+    assert held.keys() == found["start"].keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in found["start"].items())
+    loss = _token_mean_loss(model, random_sequences(8))
+    loss.backward()
+    for name, gradient in found["gradients"].items():
+        theirs = model.get_parameter(name.replace(".weight", ".default.weight")).grad
+        torch.testing.assert_close(gradient, theirs, rtol=1e-5, atol=1e-6)
+
+    # The merged export is the adapted model.
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        torch.testing.assert_close(_token_mean_loss(merged, random_sequences(8)), loss.detach(), rtol=0, atol=1e-6)
+    theirs = model.merge_and_unload()
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=0, atol=1e-6)
+
+
+def _loaded(path: str, lora: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        adapters = load_trained(model_config(path), lora, build_meshes(world), temperature=1.0, seed=0).adapters
+        return {name: x.clone() for name, x in adapters.tensors.items()}, adapters.config
+
+
+def test_adapters_of_peft_are_read(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "model")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path),
+        PeftConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    saved = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    (found, config), _ = run_ranks(2, _loaded, path, LoraConfig(path=str(tmp_path / "theirs")))
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    assert (config["r"], config["lora_alpha"]) == (3, 5)
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+
+
+def _fine_tuned(config: Path, *overrides: str) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = fine_tune([str(config), *overrides])
+    return code, errors.getvalue()
+
+
+@pytest.fixture
+def fine_tuning(tmp_path: Path) -> Path:
+    """The configuration of a small run."""
+    save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1)
+    return write_sft_config(
+        tmp_path,
+        lora={"rank": 8},
+        sft={"sequences_per_step": 8, "max_response_tokens": 8},
+        pack={"max_tokens_per_micro_batch": 64},
+        checkpoint={"every": 1},
+        report={"console": "plain", "tensorboard": False},
+    )
+
+
+def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Path, fine_tuning: Path) -> None:
+    whole, parts = [f"run.dir={tmp_path}/whole"], [f"run.dir={tmp_path}/parts"]
+    assert run_ranks(1, _fine_tuned, fine_tuning, *whole, "run.num_steps=4") == [(0, "")]
+    assert run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=2", "export.at_end=false") == [(0, "")]
+    checkpoint = tmp_path / "parts/run/checkpoints/step-00000002"
+    weights = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in checkpoint.iterdir()) < weights, "the base is not saved"
+    shutil.copytree(tmp_path / "parts", tmp_path / "other")
+    assert run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=4") == [(0, "")]
+    one, other = (load_file(folder / "run/adapter/adapter_model.safetensors") for folder in _runs(tmp_path))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    # Two ranks go on from the same checkpoint.
+    on_two = [f"run.dir={tmp_path}/other", "run.num_steps=4", "export.merged=false"]
+    assert run_ranks(2, _fine_tuned, fine_tuning, *on_two) == [(0, ""), (0, "")]
+    two = load_file(tmp_path / "other/run/adapter/adapter_model.safetensors")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5)
+    assert not (tmp_path / "other/run/hf").exists()
+
+    # Another base in the same place.
+    save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1, seed=1)
+    ((code, error),) = run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=5")
+    assert code == 2 and "adapters of another base" in error, error
+
+
+def _runs(folder: Path) -> tuple[Path, Path]:
+    return folder / "whole", folder / "parts"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"targets": ["q_prj"]}, 'lora.targets names "q_prj", but Qwen3ForCausalLM has no such layer; its layers are'),
+        (
+            {"targets": ["lm_head"]},
+            'lora.targets names "lm_head", but embedding and head, which share their weights get no',
+        ),
+        ({"targets": ["mlp"]}, 'lora.targets names "mlp", which is no linear layer but a Qwen3MLP'),
+        ({"path": "nowhere"}, 'lora.path = "nowhere" is not a directory of adapters: it has no adapter_config.json'),
+        ({"dropout": 0.1}, "lora: dropout = 0.1 would make"),
+        ({"use_dora": True}, "lora: use_dora = true trains magnitudes"),
+        ({"path": "x", "rank": 3}, 'lora: rank has no meaning for path = "x"'),
+        ({"rnk": 3}, "lora.rnk: no such setting; did you mean lora.rank?"),
+    ],
+)
+def test_settings_that_do_not_fit_are_told(
+    tmp_path: Path, fine_tuning: Path, settings: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tomllib.loads(fine_tuning.read_text()) | {"lora": settings}
+    fine_tuning.write_text(tomlkit.dumps(written))
+    assert fine_tune([str(fine_tuning), "--dry-run"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def _saved(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> str:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "init_lora_weights": True} | changes
+    write_adapter(folder, config, tensors)
+    return str(folder)
+
+
+def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "model")
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair = {f"{stem}.lora_A.weight": torch.zeros(2, 48), f"{stem}.lora_B.weight": torch.zeros(64, 2)}
+    elsewhere = {name.replace("layers.0", "layers.9"): tensor for name, tensor in pair.items()}
+    wider = pair | {f"{stem}.lora_A.weight": torch.zeros(2, 32)}
+    for number, (tensors, changes, sentence) in enumerate(
+        [
+            (pair, {"peft_type": "LOHA"}, 'peft_type = "LOHA"'),
+            (pair, {"use_dora": True}, "sets use_dora = true, which is not supported"),
+            (pair, {"rank_pattern": {"q_proj": 4}}, 'sets rank_pattern = {"q_proj": 4}'),
+            (pair, {"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", with which PEFT changes the base'),
+            (pair | {"extra": torch.zeros(1)}, {}, "no matrices of adapters; the first is extra"),
+            ({f"{stem}.lora_A.weight": torch.zeros(2, 48)}, {}, "lacks 1 matrices"),
+            (elsewhere, {}, "another base than model.path: it adapts 1 layers"),
+            (wider, {}, "is [2, 32], and should be [2, 48] there"),
+        ]
+    ):
+        folder = _saved(tmp_path / str(number), tensors, **changes)
+        cfg = model_config(path)
+        (found,) = adapter_problems(load_model_config(cfg), cfg, LoraConfig(path=folder))
+        assert sentence in found and "lora.path" in found, found

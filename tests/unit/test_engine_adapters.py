@@ -1,0 +1,173 @@
+"""The embedded engine with adapters: of several versions at once, each request with those of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.versions import LiveVersions
+from spmdrl.refit.refit import load_whole
+from spmdrl.types import Request, Response, Span
+from tests.helpers.adapters import ALL_LINEAR, merged, random_adapters
+from tests.helpers.models import save_gemma3, save_llama, save_qwen3
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module", params=[save_qwen3, save_llama, save_gemma3])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
+
+
+def engine_for(model: Any, max_running: int = 16) -> TorchEngine:
+    engine = TorchEngine(
+        model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=max_running
+    )
+    load_whole(engine, dict(model.named_parameters()), version=0)
+    return engine
+
+
+def request(number: int, prompt: int | None = None) -> Request:
+    ids = tuple(2 + (7 * (number if prompt is None else prompt) + 3 * i) % 90 for i in range(1 + number % 5))
+    return Request(prompt_ids=ids, seed=number, max_response_tokens=NUM_TOKENS + number % 3)
+
+
+def worst(model: Any, asked: list[Request], responses: list[Response]) -> float:
+    """Largest difference from a plain forward pass."""
+    found = 0.0
+    for one, answer in zip(asked, responses, strict=True):
+        ids = torch.tensor([one.prompt_ids + answer.token_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(one.prompt_ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, ids[0, len(one.prompt_ids) :, None])[:, 0]
+        found = max(found, float((torch.tensor(answer.logprobs) - expected).abs().max()))
+    return found
+
+
+def answers(engine: TorchEngine, asked: list[Request]) -> list[Response]:
+    found = dict(engine.generate(asked))
+    return [found[i] for i in sorted(found)]
+
+
+@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])
+def test_adapters_are_their_merged_model(model: Any, targets: tuple[str, ...]) -> None:
+    """Base, then two versions: the answers of each are those of the model with that version merged."""
+    engine, asked = engine_for(model), [request(i) for i in range(9)]
+    assert worst(model, asked, answers(engine, asked)) <= 1e-5
+    for version in (1, 2):
+        adapters = random_adapters(model, version, targets=targets)
+        assert engine.load_adapters(adapters) == []
+        found = answers(engine, asked)
+        assert worst(merged(model, adapters), asked, found) <= 1e-5
+        assert worst(model, asked, found) > 1e-2, "the adapters are not applied"
+        assert all(response.spans == (Span(version, len(response.token_ids)),) for response in found)
+
+
+def test_rslora_divides_by_the_root_of_the_rank(model: Any) -> None:
+    engine, asked = engine_for(model), [request(i) for i in range(3)]
+    adapters = random_adapters(model, 1, use_rslora=True)
+    assert adapters.scale == 2 * 4 / 4**0.5
+    engine.load_adapters(adapters)
+    assert worst(merged(model, adapters), asked, answers(engine, asked)) <= 1e-5
+
+
+def asking(load: dict[int, Callable[[], Any]], count: int) -> Iterator[Request | None]:
+    """Requests, all of one prompt, among which adapters are loaded."""
+    for number in range(count):
+        if number in load:
+            load[number]()
+            yield None  # let what was taken before begin
+        yield request(number, prompt=0)
+
+
+@pytest.mark.parametrize("max_running", [4, 32])
+def test_a_request_keeps_the_version_that_was_newest_when_it_was_taken(model: Any, max_running: int) -> None:
+    """Base, v1 and v2 sample the same prompts in one batch; nothing waits, and no row reads another's keys."""
+    engine = engine_for(model, max_running)
+    versions = [random_adapters(model, version) for version in (1, 2)]
+    load = {5 * adapters.version: lambda adapters=adapters: engine.load_adapters(adapters) for adapters in versions}
+    responses = dict(engine.generate(asking(load, 15)))
+    for number, response in responses.items():
+        (span,) = response.spans
+        assert span.version == number // 5
+        whole = model if span.version == 0 else merged(model, versions[span.version - 1])
+        assert worst(whole, [request(number, prompt=0)], [response]) <= 1e-5
+
+
+def test_a_version_lives_as_long_as_a_request_needs_it(model: Any) -> None:
+    engine = engine_for(model, 4)
+    for version in (1, 2):
+        engine.load_adapters(random_adapters(model, version))
+    assert sorted(engine._adapters.versions) == [2]
+    held: list[list[int]] = []
+
+    def requests() -> Iterator[Request | None]:
+        yield replace(request(0), max_response_tokens=60)
+        for version in (3, 4):
+            engine.load_adapters(random_adapters(model, version))
+            held.append(sorted(engine._adapters.versions))
+            yield None
+            yield replace(request(version), max_response_tokens=40)
+
+    assert {i: response.spans[0].version for i, response in engine.generate(requests())} == {0: 2, 1: 3, 2: 4}
+    assert held == [[2, 3], [2, 3, 4]]
+    assert sorted(engine._adapters.versions) == [4]
+
+
+def test_aborted_requests_hold_no_version(model: Any) -> None:
+    engine = engine_for(model, 4)
+    engine.load_adapters(random_adapters(model, 1))
+
+    def requests() -> Iterator[Request]:
+        yield request(0)
+        engine.load_adapters(random_adapters(model, 2))
+        engine.abort()
+        yield request(1)
+
+    assert {response.finish_reason for _, response in engine.generate(requests())} == {"abort"}
+    assert sorted(engine._adapters.versions) == [2]
+
+
+def test_tensors_that_arrive_otherwise_are_named(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, adapters = engine_for(model), random_adapters(model, 1)
+    real = engine._adapters.load
+
+    def load(given: Any) -> dict[str, torch.Tensor]:
+        copies = real(given)
+        next(iter(copies.values()))[0, 0] += 1
+        return copies
+
+    monkeypatch.setattr(engine._adapters, "load", load)
+    assert engine.load_adapters(adapters) == [next(iter(adapters.tensors))]
+
+
+def test_a_dead_version_is_told_once() -> None:
+    versions = LiveVersions()
+    for version in (1, 2, 3):
+        versions.hold(version)
+    versions.begin(1)
+    assert versions.take_dead(3) == [2]
+    assert versions.take_dead(3) == []
+    versions.end(1)
+    assert versions.take_dead(3) == [1]
+
+
+def test_adapters_in_bits_of_their_rows(tmp_path: Path) -> None:
+    """Exact kernels: a row's log-probabilities do not depend on the versions beside it."""
+    model = AutoModelForCausalLM.from_pretrained(save_qwen3(tmp_path))
+    engine = TorchEngine(
+        model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="invariant", max_running=16
+    )
+    load_whole(engine, dict(model.named_parameters()), version=0)
+    load = {5: lambda: engine.load_adapters(random_adapters(model, 1))}
+    together = dict(engine.generate(asking(load, 10)))
+    for number in range(5, 10):
+        alone = answers(engine, [request(number, prompt=0)])[0]
+        assert (alone.token_ids, alone.logprobs) == (together[number].token_ids, together[number].logprobs)
