@@ -18,6 +18,7 @@ run `rollout/serve.py`, and the loop here sees a sampler whose engines are elsew
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -52,6 +53,7 @@ from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.probe import probe_metrics
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.steps import Steps
+from spmdrl.types import Prompt
 
 
 def train(run: Launch[Config]) -> None:
@@ -72,7 +74,7 @@ def train(run: Launch[Config]) -> None:
     engine = run.enter(closing(start_engine(run)))
     handover = start_handover(run, trainer, engine, Refit(policy, engine, meshes, cfg.refit, dtype=run.dtype))
     sampler = start_sampler(run, engine, handover.restarts)
-    steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn)
+    steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn, success_at=cfg.success_at)
 
     steps.announce()
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
@@ -119,11 +121,21 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
+        *_success_lines(cfg, prompt, outcome.reward),
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]
+
+
+def _success_lines(cfg: Config, prompt: Prompt, reward: float) -> Iterator[str]:
+    """Yield a warning where the reference answer earns something other than what `eval/accuracy` counts as right."""
+    if cfg.eval is not None and prompt.answer and reward > 0 and not math.isclose(reward, cfg.success_at):
+        yield (
+            f"warning: eval/accuracy counts a reward of {cfg.success_at:g} or more as right, and the reference answer "
+            f"gets {reward:g}; if that is the best reward, set eval.success_at = {reward:g}"
+        )
 
 
 def _environment_lines(cfg: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ JSON cannot represent nan or infinity: a number that is not finite is written as
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,10 +17,29 @@ from spmdrl.types import UserError
 
 Row = dict[str, Any]
 
+TAIL_BYTES = 1 << 18  # of a file, in which `last_rows` looks
+
 
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a file that may still be growing: an incomplete last line is ignored."""
     return [row for row, _ in _rows_with_ends(path)]
+
+
+def last_rows(path: Path, count: int) -> list[Row]:
+    """Read the last rows of a file that may be long and may still be growing; lines that are not whole are passed
+    over, and a file that cannot be read has none."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            file.seek(begin)
+            lines = file.read().split(b"\n")[1 if begin else 0 : -1]
+    except OSError:
+        return []
+    rows = []
+    for line in lines[-count:]:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def cut_after(path: Path, step: int) -> list[Row]:

@@ -43,10 +43,12 @@ class Steps(Generic[SettingsT]):
         sampler: Sampler,
         *,
         warn: MismatchLimits = NO_LIMITS,
+        success_at: float = 1.0,
     ) -> None:
-        """`warn`: limits beyond which a step's mismatch is shown to the user."""
+        """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
+        held-out answer is right."""
         self._run: Launch[SettingsT] = run
-        self._policy, self._saver, self._warn = policy, saver, warn
+        self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
         self._training = run.meshes.training
         # The last finished step and its metrics: the contents of a checkpoint.
@@ -170,7 +172,7 @@ class Steps(Generic[SettingsT]):
         run = self._run
         with self._handover.rollout():
             pending = self._sampler.sample_held_out()
-        metrics = eval_metrics(run.rewards.collect(pending), run.rewards.cfg)
+        metrics = eval_metrics(run.rewards.collect(pending), success_at=self._success_at)
         evaluated = scalars(merge_over(self._training, metrics))
         run.report.eval(step, evaluated)
         return evaluated

@@ -59,7 +59,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         pending = sample(
             engine, held_out.prompts, sampling, world, rewards.submit, run_seed=cfg.run.seed, step=0, in_order=True
         )
-        return scalars(eval_metrics(rewards.collect(pending), cfg.reward))
+        return scalars(eval_metrics(rewards.collect(pending), success_at=cfg.success_at))
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:

@@ -21,11 +21,11 @@ from spmdrl.config import Config, ReportConfig
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
-from spmdrl.report.curves import smoothed
 from spmdrl.report.files import StepRowsFile, cut_after, read_rows
 from spmdrl.report.memory import restart_host_peak
 from spmdrl.report.resources import resource_metrics
 from spmdrl.report.samples import sample_rows
+from spmdrl.report.series import smoothed
 from spmdrl.tools import plot
 from spmdrl.types import RewardedRollout, Rollout, UserError
 from tests.helpers.rollouts import (
