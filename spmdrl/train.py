@@ -39,7 +39,6 @@ from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.refit.refit import Refit
 from spmdrl.replay.recorder import start_recorder
-from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_sampler
@@ -52,6 +51,7 @@ from spmdrl.step.handover import start_handover
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.probe import probe_metrics
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
+from spmdrl.step.samples import gather_samples
 from spmdrl.step.steps import Steps
 from spmdrl.types import Prompt
 
@@ -103,7 +103,7 @@ def train(run: Launch[Config]) -> None:
             with report.span("refit"):
                 handover.refit(version=step)
             steps.evaluate(step)
-            samples = sample_rows(rewarded, batch.advantages, run.inputs.tokenizer)
+            samples = gather_samples(rewarded, batch.advantages, run.inputs.tokenizer, cfg.report, meshes.training)
             metrics = [collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updates]
             values = steps.report(step, metrics, samples=samples)
             adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
@@ -121,7 +121,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
-        *_success_lines(cfg, prompt, outcome.reward),
+        *success_lines(cfg, prompt, outcome.reward),
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
         f"{len(inputs.held_out)} held-out prompts",
@@ -129,7 +129,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
     ]
 
 
-def _success_lines(cfg: Config, prompt: Prompt, reward: float) -> Iterator[str]:
+def success_lines(cfg: Config, prompt: Prompt, reward: float) -> Iterator[str]:
     """Yield a warning where the reference answer earns something other than what `eval/accuracy` counts as right."""
     if cfg.eval is not None and prompt.answer and reward > 0 and not math.isclose(reward, cfg.success_at):
         yield (

@@ -68,18 +68,23 @@ ROWS = (2, 3)  # of small panels; fewer where both leave as little over
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
-    """Write a PNG of one run, or of several in the same axes: reward and accuracy large, diagnostics next to them."""
+    """Write a PNG of one run, or of several in the same axes."""
+    with rc_context(STYLE):
+        figure_of(runs).savefig(path)
+
+
+def figure_of(runs: Runs) -> Figure:
+    """Draw reward and accuracy large, and diagnostics next to them."""
     histories = {label: History(rows) for label, rows in runs.items()}
     panels = [(chart.title, name) for chart, name in charts_of([*histories.values()]) if name in SIDE_PANELS]
-    with rc_context(STYLE):
-        figure, main, sides = _sheet(len(panels) + 1)
-        _draw_reward(main, histories)
-        for axes, (title, name) in zip(sides, panels, strict=False):
-            for history, color in zip(histories.values(), _colors(histories), strict=True):
-                _draw_line(axes, history[name], color=color, width=1.8)
-            _finish(axes, title=title)
-        _draw_step_time(sides[-1], runs)
-        figure.savefig(path)
+    figure, main, (*sides, times) = _sheet(len(panels) + 1)
+    _draw_reward(main, histories)
+    for axes, (title, name) in zip(sides, panels, strict=True):
+        for history, color in zip(histories.values(), _colors(histories), strict=True):
+            _draw_line(axes, history[name], color=color, width=1.8)
+        _finish(axes, title=title)
+    _draw_step_time(times, runs)
+    return figure
 
 
 def draw_comparison(compared: Comparison, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: one JSON object per line, in the order of steps, each step once.
+"""metrics.jsonl, samples.jsonl and their like: one JSON object per line, in the order of steps, each step once.
 
 JSON cannot represent nan or infinity: a number that is not finite is written as null.
 """
@@ -84,19 +84,18 @@ class MetricsFile:
 
 
 class StepRowsFile:
-    """Writes a few rows per step, such as the rollouts of samples.jsonl, flushed at once."""
+    """Writes a few rows per step, such as the rollouts of samples.jsonl. Without rows there is no file."""
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         cut_after(path, start_step)
-        self._file = path.open("ab")
+        self._path = path
 
     def write(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        # A prompt's metadata can hold anything that data files can, such as dates: other types are written as text.
-        self._file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        if not rows:
+            return
+        with self._path.open("ab") as file:
+            # A prompt's metadata can hold anything that data files can, such as dates: other types are written as text.
+            file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
 
 
 def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:

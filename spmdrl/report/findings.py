@@ -137,7 +137,7 @@ def counted(name: str) -> Look:
         if not len(steps):
             return None
         when = f"in step {steps[0]}" if len(steps) == 1 else f"in {len(steps)} steps, {steps[0]} to {steps[-1]}"
-        return f"{name} adds up to {format_number(float(seen.values.sum()))}, {when} of {run.last_step}"
+        return f"{name} adds up to {seen.values.sum():g}, {when} of {run.last_step}"
 
     return look
 

@@ -100,6 +100,6 @@ def _samples(samples: Sequence[Row]) -> Table:
         table.add_row(
             Text("reward " + (format_number(reward) if isinstance(reward, int | float) else "none"), style="bold"),
             Text(visible(str(sample.get("prompt", "")))[-60:], style="dim"),
-            Text(visible(str(sample["response"]))),
+            Text(visible(str(sample.get("response", "")))),
         )
     return table

@@ -113,7 +113,7 @@ class Watcher:
             rows=self._rows,
             num_steps=read_num_steps(folder.plan) or last_step,
             ranks=[self._health(status, files, now) for status in read_statuses(files)],
-            samples=[row for row in last_rows(folder.samples, NUM_SAMPLES) if "response" in row],
+            samples=last_rows(folder.samples, NUM_SAMPLES),
             findings=self._findings,
             verdict="\n".join(verdicts),
             trouble=trouble,

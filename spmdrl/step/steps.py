@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 from spmdrl.algo.metrics import Metrics, histograms, merge_all, scalars, worst_tokens
 from spmdrl.checkpoint import Saver
+from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import MismatchLimits
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.learn.mismatch import exceeded
@@ -61,8 +62,11 @@ class Steps(Generic[SettingsT]):
 
     def announce(self) -> None:
         """Show where the run begins, and write down what was launched."""
-        run = self._run
-        for note in run.resume_point.notes:
+        run, origin = self._run, self._run.resume_point
+        if origin.saved_step is not None:
+            where = folder_of(origin.folder, origin.step)
+            run.report.message(f"goes on after step {origin.step} of {run.plan.num_steps}, from {where}")
+        for note in origin.notes:
             run.report.message(note)
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()  # the result is one line of JSON
     try:
         print(json.dumps(evaluate_export(arguments.run)))
     except UserError as error:

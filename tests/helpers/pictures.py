@@ -16,7 +16,7 @@ from spmdrl.report.reading import RecordedRun, read_run
 from spmdrl.report.series import History
 from spmdrl.report.watch_page import watch_page
 from spmdrl.report.watching import Watcher
-from tests.helpers.recorded import SEEDS, as_if_running
+from tests.helpers.recorded import SEEDS, as_if_running, beat
 
 COLUMNS = 120
 
@@ -32,6 +32,7 @@ def watch_picture(folder: Path) -> str:
     """A recorded run in the middle of a step; `folder` is for a copy."""
     run = as_if_running(folder)
     moved_at = read_statuses(FaultFiles(run))[0].moved_at
+    beat(run, at=moved_at)
     return as_svg(watch_page(Watcher(run).read(now=moved_at + 2.0), width=COLUMNS), title="watch runs/demo")
 
 

@@ -23,8 +23,8 @@ def as_if_running(folder: Path) -> Path:
     return run
 
 
-def beat(run: Path, *, seconds_ago: float = 0.0) -> None:
-    """Make the ranks' last beats so old."""
-    then = time.time() - seconds_ago
+def beat(run: Path, *, at: float | None = None) -> None:
+    """Make the ranks' last beats those of a unix time, by default of now."""
+    then = time.time() if at is None else at
     for status in (run / "ranks").iterdir():
         os.utime(status, (then, then))

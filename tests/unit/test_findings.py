@@ -122,7 +122,7 @@ def test_what_success_explains_is_no_fault(name: str, excuse: dict[str, Values])
 def test_a_finding_names_numbers_and_steps() -> None:
     seen = {one.rule.name: one.seen for fault in FAULTY.values() for one in findings(History(rows(HEALTHY | fault)))}
     assert seen["the gradient spikes"] == "update/grad_norm was 40 times its median before in step 60"
-    assert seen["rewards failed"] == "reward/failed_count adds up to 1.00, in step 17 of 100"
+    assert seen["rewards failed"] == "reward/failed_count adds up to 1, in step 17 of 100"
     assert seen["many responses are cut"] == (
         "rollout/truncated_fraction is 0.382 (median of steps 91 to 100), above 0.250"
     )

@@ -117,7 +117,7 @@ def test_ranks_that_beat_are_alive_and_others_fall_silent(run: Path) -> None:
 
 
 def test_a_run_that_died_yesterday_is_silent_at_once(run: Path) -> None:
-    beat(run, seconds_ago=86400)
+    beat(run, at=time.time() - 86400)
     snapshot = Watcher(run).read(now=time.time())
     assert {rank.state for rank in snapshot.ranks} == {"silent"} and "no beat for 24:00:0" in shown(snapshot)
 
@@ -140,7 +140,7 @@ def test_the_end_of_a_run_is_told(run: Path) -> None:
 
 def test_findings_are_told(run: Path) -> None:
     add_row(run, {"step": 61, "reward/failed_count": 3.0})
-    assert "rewards failed: reward/failed_count adds up to 3.00, in step 61 of 61" in shown(
+    assert "rewards failed: reward/failed_count adds up to 3, in step 61 of 61" in shown(
         Watcher(run).read(now=time.time())
     )
 
