@@ -413,6 +413,6 @@ RULES = (
         look=never_right,
         why="accuracy is the share of answers with full marks, and these rewards have another maximum",
         remedy="set eval.success_at to the reward from which an answer is right",
-        page="data.md#rewards",
+        page="seeing.md#accuracy",
     ),
 )
