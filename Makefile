@@ -65,7 +65,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
-  test-browser test-long test-floor test-gpu lint format bench bench-table bench-check docs site clean
+  test-browser pictures test-long test-floor test-gpu lint format bench bench-table bench-check docs site clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,12 +142,15 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 test-e2e: $(INSTALLED) ## whole runs from the command line
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
 
-test-browser: $(CHROMIUM) $(INSTALLED) ## the page of tools.episodes in a real browser
+test-browser: $(CHROMIUM) $(INSTALLED) ## the pages of tools.episodes and tools.compare in a real browser
 	@if test -z "$(CHROMIUM)"; then \
 	  echo "tests/browser is skipped: there is no npm to install Chromium with; CHROMIUM=FILE names one that is there"; \
 	else \
 	  set -x; CHROMIUM="$(abspath $(CHROMIUM))" $(PYTEST) tests/browser; \
 	fi
+
+pictures: $(CHROMIUM) $(INSTALLED) ## draw the pictures in docs/images that show recorded runs
+	CHROMIUM="$(abspath $(CHROMIUM))" PICTURES=docs/images $(PYTEST) tests/browser/test_compare_page.py
 
 test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers itself; test-long has them where it is installed
 	$(ONE_THREAD) $(PYTEST) tests/unit/test_verifiers.py

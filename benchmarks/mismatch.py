@@ -31,9 +31,10 @@ from results import RESULTS, ROOT, provenance
 from results import write_result as write_file
 from rows import OTHERS
 
-from spmdrl.report.curves import FAINT_INK, RUN_COLORS, STYLE, smoothed
+from spmdrl.report.curves import FAINT_INK, RUN_COLORS, STYLE
 from spmdrl.report.files import read_rows
 from spmdrl.report.run_folder import RunFolder
+from spmdrl.report.series import smoothed
 
 RESULT, PICTURE = RESULTS / "mismatch.json", ROOT / "docs/images/mismatch.svg"
 MAX_SEEDS = 10  # seeds are below

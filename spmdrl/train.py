@@ -18,6 +18,7 @@ run `rollout/serve.py`, and the loop here sees a sampler whose engines are elsew
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -38,7 +39,6 @@ from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.preflight.launch import run_from_command_line
 from spmdrl.refit.adapters import make_refit
 from spmdrl.replay.recorder import start_recorder
-from spmdrl.report.samples import sample_rows
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_sampler
@@ -51,7 +51,9 @@ from spmdrl.step.handover import start_handover
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.probe import probe_metrics
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
+from spmdrl.step.samples import gather_samples
 from spmdrl.step.steps import Steps
+from spmdrl.types import Prompt
 
 
 def train(run: Launch[Config]) -> None:
@@ -73,7 +75,7 @@ def train(run: Launch[Config]) -> None:
     refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
     handover = start_handover(run, trainer, engine, refit)
     sampler = start_sampler(run, engine, handover.restarts)
-    steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn)
+    steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn, success_at=cfg.success_at)
 
     steps.announce()
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
@@ -102,7 +104,7 @@ def train(run: Launch[Config]) -> None:
             with report.span("refit"):
                 handover.refit(version=step)
             steps.evaluate(step)
-            samples = sample_rows(rewarded, batch.advantages, run.inputs.tokenizer)
+            samples = gather_samples(rewarded, batch.advantages, run.inputs.tokenizer, cfg.report, meshes.training)
             metrics = [collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updates]
             values = steps.report(step, metrics, samples=samples)
             adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
@@ -120,11 +122,21 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
+        *success_lines(cfg, prompt, outcome.reward),
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]
+
+
+def success_lines(cfg: Config, prompt: Prompt, reward: float) -> Iterator[str]:
+    """Yield a warning where the reference answer earns something other than what `eval/accuracy` counts as right."""
+    if cfg.eval is not None and prompt.answer and reward > 0 and not math.isclose(reward, cfg.success_at):
+        yield (
+            f"warning: eval/accuracy counts a reward of {cfg.success_at:g} or more as right, and the reference answer "
+            f"gets {reward:g}; if that is the best reward, set eval.success_at = {reward:g}"
+        )
 
 
 def _environment_lines(cfg: Config) -> Iterator[str]:

@@ -44,6 +44,7 @@ HARMLESS = (
     "eval.temperature",
     "eval.top_p",
     "eval.max_response_tokens",
+    "eval.success_at",
     "checkpoint",
     "export",
     "resume",

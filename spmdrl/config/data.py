@@ -81,6 +81,9 @@ class EvalConfig(HeldOutConfig):
     """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
     max_response_tokens: Count | None = None
     """Longest response. Unset: `rollout.max_response_tokens`."""
+    success_at: float | None = None
+    """The reward from which a response counts as right in `eval/accuracy`. Unset: full marks, which is a reward of 1
+    from every term with a positive weight."""
 
 
 class PairsConfig(Section):

@@ -74,7 +74,9 @@ class WatchdogConfig(Section):
 
 class ReportConfig(Section):
     samples_per_step: Whole = 4
-    """Rollouts written to samples.jsonl and TensorBoard each step."""
+    """Prompt groups, spread over all ranks, of which each step writes a rollout to samples.jsonl and TensorBoard."""
+    whole_groups: bool = False
+    """Write all rollouts of these groups, so that the responses to a prompt can be compared."""
     console: Literal["auto", "live", "plain"] = "auto"
     """`auto` shows a live display on a terminal, and prints one line for each step elsewhere."""
     tensorboard: bool = True

@@ -55,6 +55,13 @@ class Config(Section):
     debug: DebugConfig = DebugConfig()
 
     @property
+    def success_at(self) -> float:
+        """The reward from which a response counts as right: `eval.success_at`, or a reward of 1 from every term."""
+        if self.eval is not None and self.eval.success_at is not None:
+            return self.eval.success_at
+        return sum(term.weight for term in self.reward.terms if term.weight > 0)
+
+    @property
     def has_reference(self) -> bool:
         """True when a frozen reference model is loaded."""
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0

@@ -111,9 +111,16 @@ def bear_any_text() -> None:
 
 
 def list_problems(title: str, problems: str) -> str:
-    """Put a title before a problem, or before a list if `problems` has a line for each of several."""
+    """Put a title before a problem, or before a list if `problems` has a line for each of several. An indented line,
+    such as one of a traceback, belongs to the problem before it."""
     lines = problems.splitlines()
-    return f"{title}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{title}:", *lines])
+    if all(_is_indented(line) for line in lines[1:]):
+        return f"{title}: {problems}"
+    return "\n".join([f"{title}:", *(f"    {line}" if _is_indented(line) else f"  - {line}" for line in lines)])
+
+
+def _is_indented(line: str) -> bool:
+    return line.startswith(" ")
 
 
 Claim = Literal["first", "late", "unwritten"]

@@ -112,7 +112,7 @@ class Progress:
     def summary(self) -> str:
         """Summarize the whole run in one line."""
         changes = [
-            f"{shown.label} {format_number(values[0])} -> {format_number(values[-1])}"
+            f"{shown.label} {' -> '.join(format_number(value) for value in _ends(values))}"
             for shown, values in self.history()
             if shown.name in ("reward/mean", "eval/accuracy", "update/loss")
         ]
@@ -271,6 +271,11 @@ def _table(*columns: str, numeric: tuple[str, ...]) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left", no_wrap=True)
     return table
+
+
+def _ends(values: list[float]) -> list[float]:
+    """The first and the last value; only one where there is no other."""
+    return [values[0], values[-1]] if len(values) > 1 else values
 
 
 def phase_times(scalars: Mapping[str, float]) -> dict[str, float]:

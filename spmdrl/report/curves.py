@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,21 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from spmdrl.report.charts import charts_of
+from spmdrl.report.comparison import Comparison
 from spmdrl.report.console import phase_times
 from spmdrl.report.files import Row
+from spmdrl.report.series import History, Series, smoothed
 
 Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by its label in the picture
 
 INK, FAINT_INK, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 RUN_COLORS = ("#2563eb", "#e0672b", "#0d9467", "#b5379f", "#8a6d00", "#52606d")
-PHASE_COLORS = ("#2563eb", "#7fb3f5", "#0d9467", "#f2a541", "#b5379f", "#8ccfb0", "#9aa5b1")
+# As many as a step has phases, so that no two of them look the same.
+PHASE_COLORS = (
+    *("#2563eb", "#f2a541", "#0d9467", "#b5379f", "#e0532b", "#6bc4d6"),
+    *("#8a6d00", "#a78bfa", "#9aa5b1", "#c2274b", "#84b84c", "#52606d"),
+)
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
@@ -53,69 +59,88 @@ EVAL_STYLE: dict[str, Any] = {
 }
 # Evaluations and saves happen once in many steps and would only add spikes to the time of a step.
 OCCASIONAL_PHASES = ("eval", "save")
+# Beside the reward, where a run has them; the time of a step comes last.
 SIDE_PANELS = (
-    ("response length, tokens", "rollout/response_tokens"),
-    ("entropy, nats", "update/entropy_nats"),
-    ("largest engine mismatch, nats", "mismatch/max_abs_nats"),
+    *("rollout/response_tokens", "update/entropy_nats", "mismatch/max_abs_nats", "eval/reward"),
+    *("update/k3_ref_nats", "update/k1_ref_nats", "update/k2_ref_nats", "update/grad_norm", "update/lr"),
 )
+ROWS = (2, 3)  # of small panels; fewer where both leave as little over
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
-    """Write a PNG of one run, or of several in the same axes: reward and accuracy large, diagnostics next to them."""
+    """Write a PNG of one run, or of several in the same axes."""
     with rc_context(STYLE):
-        # A figure without pyplot needs no window system and has no global state; PNGs are always rendered by Agg.
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10, wspace=0.03, hspace=0.04)
-        figure = Figure(figsize=(12.0, 5.2), dpi=150, layout=layout, facecolor="white")
-        main, *sides, times = figure.subplot_mosaic("aabc;aade").values()
-        _draw_reward(main, runs)
-        for axes, (title, name) in zip(sides, SIDE_PANELS, strict=True):
-            _draw_scalar(axes, runs, name, title=title)
-        _draw_step_time(times, runs)
+        figure_of(runs).savefig(path)
+
+
+def figure_of(runs: Runs) -> Figure:
+    """Draw reward and accuracy large, and diagnostics next to them."""
+    histories = {label: History(rows) for label, rows in runs.items()}
+    panels = [(chart.title, name) for chart, name in charts_of([*histories.values()]) if name in SIDE_PANELS]
+    figure, main, (*sides, times) = _sheet(len(panels) + 1)
+    _draw_reward(main, histories)
+    for axes, (title, name) in zip(sides, panels, strict=True):
+        for history, color in zip(histories.values(), _colors(histories), strict=True):
+            _draw_line(axes, history[name], color=color, width=1.8)
+        _finish(axes, title=title)
+    _draw_step_time(times, runs)
+    return figure
+
+
+def draw_comparison(compared: Comparison, path: Path) -> None:
+    """Write a PNG of every chart that these runs fill: each line the mean of its runs, in a band from their lowest to
+    their highest."""
+    charts = list(charts_of([history for line in compared.lines for history in line.histories]))
+    columns = min(4, len(charts))
+    rows = -(-len(charts) // columns)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(3.6 * columns, 2.5 * rows + 0.5), dpi=150, layout=_layout(), facecolor="white")
+        for place, (chart, name) in enumerate(charts, start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            for line, color in zip(compared.lines, _colors(compared.lines), strict=True):
+                band = line.band(name)
+                marker = "o" if len(band.steps) == 1 else None
+                axes.plot(band.steps, band.means, color=color, linewidth=1.8, marker=marker, label=line.label)
+                axes.fill_between(band.steps, band.lows, band.highs, color=color, alpha=0.18, linewidth=0.0)
+            _finish(axes, title=chart.title)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
         figure.savefig(path)
 
 
-def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values of a scalar where it was reported; null is read as nan."""
-    found = [(row["step"], math.nan if row[name] is None else row[name]) for row in rows if name in row]
-    return np.array([step for step, _ in found], dtype=int), np.array([value for _, value in found], dtype=float)
+def _layout() -> ConstrainedLayoutEngine:
+    return ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10, wspace=0.03, hspace=0.04)
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Average over a centred window of about a twentieth of the run, half of that at the ends; nan is skipped."""
-    place = np.arange(len(values))
-    full_reach = len(values) // 40
-    reach = np.clip(np.minimum(place, place[::-1]), full_reach // 2, full_reach)
-    low, high = np.maximum(place - reach, 0), np.minimum(place + reach + 1, len(values))
-    known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    with np.errstate(invalid="ignore"):
-        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+def _sheet(num_sides: int) -> tuple[Figure, Axes, list[Axes]]:
+    """A figure with one large pair of axes, and small ones beside it, of which the last fills what is left."""
+    rows = min(ROWS, key=lambda rows: -num_sides % rows)
+    columns = -(-num_sides // rows)
+    names = [str(min(place, num_sides - 1)) for place in range(rows * columns)]
+    mosaic: list[Any] = [["main", "main", *names[row * columns : (row + 1) * columns]] for row in range(rows)]
+    # A figure without pyplot needs no window system and has no global state; PNGs are always rendered by Agg.
+    figure = Figure(figsize=(5.4 + 3.2 * columns, 2.6 * rows), dpi=150, layout=_layout(), facecolor="white")
+    axes = figure.subplot_mosaic(mosaic)
+    return figure, axes["main"], [axes[str(place)] for place in range(num_sides)]
 
 
-def _draw_reward(axes: Axes, runs: Runs) -> None:
+def _draw_reward(axes: Axes, runs: Mapping[str, History]) -> None:
     """Draw the reward, faint, with its running mean, and evaluations as dots; the loss if there is no reward."""
     several = len(runs) > 1
     noun, name = ("reward", "reward/mean") if _any_has(runs, "reward/mean") else ("loss", "update/loss")
-    for (label, rows), color in zip(runs.items(), _colors(runs), strict=True):
-        steps, values = series(rows, name)
-        _draw_line(axes, steps, values, color=color, width=2.4, label=label if several else f"{noun}, training")
-        steps, accuracy = series(rows, "eval/accuracy")
-        if len(steps):
+    for (label, run), color in zip(runs.items(), _colors(runs), strict=True):
+        _draw_line(axes, run[name], color=color, width=2.4, label=label if several else f"{noun}, training")
+        accuracy = run["eval/accuracy"]
+        if len(accuracy):
             dots = None if several else "accuracy, held out"
-            axes.plot(steps, accuracy, color=color if several else RUN_COLORS[1], label=dots, **EVAL_STYLE)
+            colour = color if several else RUN_COLORS[1]
+            axes.plot(accuracy.steps, accuracy.values, color=colour, label=dots, **EVAL_STYLE)
     and_dots = ", and accuracy on held-out prompts (dots)" if _any_has(runs, "eval/accuracy") else ""
     title = f"{noun}{and_dots}" if several else next(iter(runs))
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=10)
     axes.legend(loc="lower right" if noun == "reward" else "upper right", fontsize=9.5)
     axes.set_xlabel("step")
     _finish(axes)
-
-
-def _draw_scalar(axes: Axes, runs: Runs, name: str, *, title: str) -> None:
-    for rows, color in zip(runs.values(), _colors(runs), strict=True):
-        _draw_line(axes, *series(rows, name), color=color, width=1.8)
-    _finish(axes, title=title)
 
 
 def _draw_step_time(axes: Axes, runs: Runs) -> None:
@@ -131,7 +156,7 @@ def _draw_step_time(axes: Axes, runs: Runs) -> None:
         seconds = np.array([[row.get(f"time/{phase}_s") or 0.0 for row in trained] for phase in phases])
         peaks.append(np.percentile(seconds.sum(axis=0), 95))
         if len(runs) > 1:
-            _draw_line(axes, steps, seconds.sum(axis=0), color=color, width=1.8)
+            _draw_line(axes, Series(steps, seconds.sum(axis=0)), color=color, width=1.8)
         else:
             colors = [PHASE_COLORS[place % len(PHASE_COLORS)] for place in range(len(phases))]
             axes.stackplot(steps, [smoothed(one) for one in seconds], colors=colors, labels=phases, linewidth=0.0)
@@ -142,12 +167,10 @@ def _draw_step_time(axes: Axes, runs: Runs) -> None:
         axes.set_ylim(0.0, 1.25 * max(peaks) or 1.0)
 
 
-def _draw_line(
-    axes: Axes, steps: np.ndarray, values: np.ndarray, *, color: str, width: float, label: str | None = None
-) -> None:
-    axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.28)
-    marker = "o" if len(steps) == 1 else None
-    axes.plot(steps, smoothed(values), color=color, linewidth=width, marker=marker, label=label)
+def _draw_line(axes: Axes, drawn: Series, *, color: str, width: float, label: str | None = None) -> None:
+    axes.plot(drawn.steps, drawn.values, color=color, linewidth=0.9, alpha=0.28)
+    marker = "o" if len(drawn) == 1 else None
+    axes.plot(drawn.steps, smoothed(drawn.values), color=color, linewidth=width, marker=marker, label=label)
 
 
 def _finish(axes: Axes, *, title: str | None = None) -> None:
@@ -156,18 +179,18 @@ def _finish(axes: Axes, *, title: str | None = None) -> None:
         axes.set_title(title, loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.yaxis.set_major_formatter("{x:g}")
-    drawn = np.concatenate([[], *(line.get_ydata() for line in axes.lines)])
-    drawn = drawn[np.isfinite(drawn)]
-    if len(drawn) and drawn.min() >= 0.0:
-        axes.set_ylim(0.0, 1.08 * drawn.max() or 1.0)
-    if not len(drawn) and not axes.collections:
+    low, high = axes.dataLim.intervaly
+    is_drawn = bool(np.isfinite([low, high]).all())
+    if is_drawn and low >= 0.0:
+        axes.set_ylim(0.0, 1.08 * high or 1.0)
+    if not is_drawn:
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=FAINT_INK)
 
 
-def _colors(runs: Runs) -> list[str]:
-    return [RUN_COLORS[place % len(RUN_COLORS)] for place in range(len(runs))]
+def _colors(lines: Sized) -> list[str]:
+    return [RUN_COLORS[place % len(RUN_COLORS)] for place in range(len(lines))]
 
 
-def _any_has(runs: Runs, name: str) -> bool:
-    return any(name in row for rows in runs.values() for row in rows)
+def _any_has(runs: Mapping[str, History], name: str) -> bool:
+    return any(name in run.names for run in runs.values())

@@ -1,25 +1,21 @@
 """The episodes of a step as one HTML page that needs nothing else: no server, no network.
 
-The page is `page/episodes.html` with its style sheet and its program in place. The data are JSON in a block that is no
-program, and the program puts them into the page as text only. A content security policy admits that one program by its
-digest, so nothing that a policy or an environment writes can run.
+The page's program puts the data into it as text only, and `pages.py` lets no other program run: nothing that a policy
+or an environment writes can.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Message, Observation
+from spmdrl.report.pages import assembled
 from spmdrl.report.pieces import TokenTexts, Writer, writers_of_context
 from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Trajectory, Turn
 
@@ -87,7 +83,7 @@ def episodes_page(
         "groups": list(groups.values()),
         "strings": vocabulary.strings,
     }
-    return _assembled(data, title=f"{run}, step {step}")
+    return assembled("episodes", title=f"{run}, step {step}", data=_finite(data))
 
 
 def _question(prompt: Prompt) -> str:
@@ -204,24 +200,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _assembled(data: dict[str, Any], *, title: str) -> str:
-    """Put style, program and data into the page."""
-    folder = files("spmdrl.report") / "page"
-    page, style, program = (
-        (folder / f"episodes.{suffix}").read_text(encoding="utf-8") for suffix in ("html", "css", "js")
-    )
-    # ASCII, and without the characters that could end the block or begin a comment in it.
-    written = json.dumps(_finite(data), separators=(",", ":"))
-    for character in "<>&":
-        written = written.replace(character, f"\\u{ord(character):04x}")
-    parts = {"TITLE": html.escape(title), "STYLE": style, "PROGRAM": program, "DATA": written}
-    parts |= {"STYLE-DIGEST": _digest(style), "PROGRAM-DIGEST": _digest(program)}
-    # One pass over the page: nothing is looked for in what was put in.
-    head, *rest = page.split("{{")
-    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in rest))
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,10 +1,11 @@
-"""metrics.jsonl and samples.jsonl: one JSON object per line, in the order of steps, each step once.
+"""metrics.jsonl, samples.jsonl and their like: one JSON object per line, in the order of steps, each step once.
 
 JSON cannot represent nan or infinity: a number that is not finite is written as null.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,10 +19,29 @@ from spmdrl.types import UserError
 
 Row = dict[str, Any]
 
+TAIL_BYTES = 1 << 18  # of a file, in which `last_rows` looks
+
 
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a file that may still be growing: an incomplete last line is ignored."""
     return [row for row, _ in _rows_with_ends(path)]
+
+
+def last_rows(path: Path, count: int) -> list[Row]:
+    """Read the last rows of a file that may be long and may still be growing; lines that are not whole are passed
+    over, and a file that cannot be read has none."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            file.seek(begin)
+            lines = file.read().split(b"\n")[1 if begin else 0 : -1]
+    except OSError:
+        return []
+    rows = []
+    for line in lines[-count:]:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def cut_after(path: Path, step: int) -> list[Row]:
@@ -66,19 +86,18 @@ class MetricsFile:
 
 
 class StepRowsFile:
-    """Writes a few rows per step, such as the rollouts of samples.jsonl, flushed at once."""
+    """Writes a few rows per step, such as the rollouts of samples.jsonl. Without rows there is no file."""
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         cut_after(path, start_step)
-        self._file = path.open("ab")
+        self._path = path
 
     def write(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        # A prompt's metadata can hold anything that data files can, such as dates: other types are written as text.
-        self._file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        if not rows:
+            return
+        with self._path.open("ab") as file:
+            # A prompt's metadata can hold anything that data files can, such as dates: other types are written as text.
+            file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
 
 
 def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:

@@ -33,7 +33,7 @@ _BETWEEN_SPANS = "between spans"
 
 
 class Report:
-    """Console, metrics.jsonl, samples.jsonl, TensorBoard and curves of one run.
+    """Console, metrics.jsonl, samples.jsonl, worst_tokens.jsonl, TensorBoard and curves of one run.
 
     Every rank has one and measures its phases with `span`. Only the one with `active=True` prints and writes; without a
     folder it only prints. `start_step` is the step of the checkpoint to resume from, None for a new run; rows that an
@@ -126,8 +126,7 @@ class Report:
         histograms: Mapping[str, Sequence[float]],
         worst_tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Show and write a finished step. The first `report.samples_per_step` samples are written, and all rows of
-        worst tokens."""
+        """Show and write a finished step, with rows of its samples and of its worst tokens."""
         if self._files:
             self._files.step(step, scalars, samples, histograms, worst_tokens)
         if self._display:
@@ -192,7 +191,8 @@ class Report:
         if not rows:
             return "no step was finished; an empty metrics.jsonl"
         draw_curves({folder.path.name: rows}, folder.curves)
-        return "curves.png, metrics.jsonl and samples.jsonl"
+        written = (folder.curves, folder.metrics, folder.samples)
+        return ", ".join(path.name for path in written if path.exists())
 
 
 class _Files:
@@ -200,9 +200,9 @@ class _Files:
 
     def __init__(self, cfg_report: ReportConfig, folder: RunFolder, *, start_step: int | None) -> None:
         last_step = -1 if start_step is None else start_step
-        self._samples_per_step = cfg_report.samples_per_step
         self.metrics = MetricsFile(folder.metrics, start_step=last_step)
         self._samples = StepRowsFile(folder.samples, start_step=last_step)
+        self._worst_tokens = StepRowsFile(folder.worst_tokens, start_step=last_step)
         self._memory = StepRowsFile(folder.memory, start_step=last_step) if cfg_report.memory else None
         self._tensorboard = None
         if cfg_report.tensorboard:
@@ -219,9 +219,9 @@ class _Files:
         histograms: Mapping[str, Sequence[float]],
         worst_tokens: Sequence[Mapping[str, Any]],
     ) -> None:
-        samples = samples[: self._samples_per_step]
         self.metrics.write(step, scalars)
-        self._samples.write(step, [*samples, *worst_tokens])
+        self._samples.write(step, samples)
+        self._worst_tokens.write(step, worst_tokens)
         if self._tensorboard:
             self._tensorboard.write_samples(step, samples)
             self._tensorboard.write_histograms(step, histograms)
@@ -238,8 +238,5 @@ class _Files:
 
     def close(self) -> None:
         self.metrics.close()
-        self._samples.close()
-        if self._memory:
-            self._memory.close()
         if self._tensorboard:
             self._tensorboard.close()

@@ -100,6 +100,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def worst_tokens(self) -> Path:
+        """The tokens of every step about which engine and trainer disagree most, one JSON object each."""
+        return self.path / "worst_tokens.jsonl"
+
+    @property
     def memory(self) -> Path:
         """The memory of every rank at each switch between trainer and engine, one JSON object each; optional."""
         return self.path / "memory.jsonl"

@@ -1,4 +1,4 @@
-"""Rows of samples.jsonl: rollouts, and the tokens with the largest mismatch between engine and trainer."""
+"""Rows of samples.jsonl, which are rollouts, and of worst_tokens.jsonl: where engine and trainer disagree most."""
 
 from __future__ import annotations
 
@@ -15,38 +15,27 @@ from spmdrl.types import RewardedRollout, Rollout, Turn
 def sample_rows(
     rewarded: Sequence[RewardedRollout], advantages: Mapping[int, float], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Make a row of one rollout of each group: prompt, response, reward, advantage, and a summary of its logprobs. With
-    an environment it also has the conversation, turn by turn."""
-    groups: dict[int, dict[str, Any]] = {}
-    for item in rewarded:
-        prompt_id = item.rollout.prompt.prompt_id
-        if prompt_id not in groups:
-            groups[prompt_id] = _row(item, advantages[item.index], tokenizer)
-    return list(groups.values())
+    """Make a row of each rollout: prompt, response, reward, advantage, and a summary of its logprobs. With an
+    environment it also has the conversation, turn by turn."""
+    return [_row(item, advantages[item.index], tokenizer) for item in rewarded]
 
 
 def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Make one row that lists these tokens, the worst first, each with its text, the text before it, and the logprobs
-    of trainer and engine; no row without tokens."""
-    if not tokens:
-        return []
+    """Make a row of each token, the worst first, with its text, the text before it, and the logprobs of trainer and
+    engine."""
     return [
         {
-            "worst_tokens": [
-                {
-                    "sequence_index": token.sequence_index,
-                    **({"sequence_part": token.sequence_part} if token.sequence_part else {}),
-                    "position": token.position,
-                    "token_id": token.token_ids[-1],
-                    "token": tokenizer.decode(token.token_ids[-1:]),
-                    "context": tokenizer.decode(token.token_ids[:-1]),
-                    "mismatch_nats": token.value,
-                    "old_logprob_nats": token.rollout_logprob + token.value,
-                    "rollout_logprob_nats": token.rollout_logprob,
-                }
-                for token in tokens
-            ]
+            "sequence_index": token.sequence_index,
+            **({"sequence_part": token.sequence_part} if token.sequence_part else {}),
+            "position": token.position,
+            "token_id": token.token_ids[-1],
+            "token": tokenizer.decode(token.token_ids[-1:]),
+            "context": tokenizer.decode(token.token_ids[:-1]),
+            "mismatch_nats": token.value,
+            "old_logprob_nats": token.rollout_logprob + token.value,
+            "rollout_logprob_nats": token.rollout_logprob,
         }
+        for token in tokens
     ]
 
 

@@ -13,9 +13,17 @@ import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
+from spmdrl.report.charts import GROUPS
+
+# Of each group its charts; TensorBoard reads tags as regular expressions.
+LAYOUT = {
+    group: {chart.title: ["Multiline", [f"^{re.escape(name)}$" for name in chart.names]] for chart in charts}
+    for group, charts in GROUPS.items()
+} | {"Time": {"time of each phase, s": ["Multiline", ["^time/(?!step_s).*_s$"]]}}
+
 
 class TensorBoard:
-    """Writes scalars and histograms under their own names, and sample texts under `samples`.
+    """Writes scalars and histograms under their own names, sample texts under `samples`, and the page `Custom scalars`.
 
     `start_step` is the last finished step, -1 for a new run: TensorBoard hides what an earlier launch wrote for later
     steps.
@@ -23,6 +31,7 @@ class TensorBoard:
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         self._writer = SummaryWriter(str(path), purge_step=start_step + 1)
+        self._writer.add_custom_scalars(LAYOUT)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         # One event for all of them: handing one event per scalar to the writing thread costs milliseconds per step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,8 @@ class RewardPool:
             )
         if outcome.failure is not None:
             where = f"on a first sample{sandbox_hint('reward', self._sandbox)}"
-            raise UserError(f"the reward failed {where}: {outcome.failure}\n{task.traceback}".rstrip())
+            how = textwrap.indent(task.traceback, "    ", lambda line: True)
+            raise UserError(f"the reward failed {where}: {outcome.failure}\n{how}".rstrip())
         return outcome
 
     def close(self) -> None:

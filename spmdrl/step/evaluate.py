@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spmdrl.algo.metrics import Mean, Metrics
-from spmdrl.config import RewardConfig
 from spmdrl.step.episodes import held_out_episode_metrics
 from spmdrl.types import RewardOutcome, Rollout
 
+_ROUNDING = 1e-6  # of a sum of weighted terms
 
-def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], cfg: RewardConfig) -> Metrics:
-    """Metrics of an evaluation. Accuracy is the share of responses with full marks: a reward of 1 from every term."""
+
+def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], *, success_at: float) -> Metrics:
+    """Metrics of an evaluation. Accuracy is the share of responses whose reward is `success_at` or more."""
     outcomes = list(outcomes)
-    full_marks = sum(term.weight for term in cfg.terms if term.weight > 0) - 1e-6
 
     def accuracy(part: Sequence[tuple[Rollout, RewardOutcome]]) -> Mean:
-        return Mean.of(float(outcome.reward >= full_marks) for _, outcome in part)
+        return Mean.of(float(outcome.reward >= success_at - _ROUNDING) for _, outcome in part)
 
     metrics: Metrics = {
         "eval/accuracy": accuracy(outcomes),

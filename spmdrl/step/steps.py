@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 from spmdrl.algo.metrics import Metrics, histograms, merge_all, scalars, worst_tokens
 from spmdrl.checkpoint import Saver
+from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import MismatchLimits
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.learn.mismatch import exceeded
@@ -43,10 +44,12 @@ class Steps(Generic[SettingsT]):
         sampler: Sampler,
         *,
         warn: MismatchLimits = NO_LIMITS,
+        success_at: float = 1.0,
     ) -> None:
-        """`warn`: limits beyond which a step's mismatch is shown to the user."""
+        """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
+        held-out answer is right."""
         self._run: Launch[SettingsT] = run
-        self._policy, self._saver, self._warn = policy, saver, warn
+        self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
         self._training = run.meshes.training
         # The last finished step and its metrics: the contents of a checkpoint.
@@ -59,8 +62,11 @@ class Steps(Generic[SettingsT]):
 
     def announce(self) -> None:
         """Show where the run begins, and write down what was launched."""
-        run = self._run
-        for note in run.resume_point.notes:
+        run, origin = self._run, self._run.resume_point
+        if origin.saved_step is not None:
+            where = folder_of(origin.folder, origin.step)
+            run.report.message(f"goes on after step {origin.step} of {run.plan.num_steps}, from {where}")
+        for note in origin.notes:
             run.report.message(note)
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())
@@ -170,7 +176,7 @@ class Steps(Generic[SettingsT]):
         run = self._run
         with self._handover.rollout():
             pending = self._sampler.sample_held_out()
-        metrics = eval_metrics(run.rewards.collect(pending), run.rewards.cfg)
+        metrics = eval_metrics(run.rewards.collect(pending), success_at=self._success_at)
         evaluated = scalars(merge_over(self._training, metrics))
         run.report.eval(step, evaluated)
         return evaluated

@@ -1,6 +1,7 @@
 """`python -m spmdrl.tools.doctor`: reports what is installed here, and what is missing to train or sample.
+`python -m spmdrl.tools.doctor RUN`: reports what looks wrong in a run, why it matters and what to set.
 
-It must run on machines where nothing works yet, so it imports no part of spmdrl that needs another package.
+The first must run on machines where nothing works yet, so it imports no part of spmdrl that needs another package.
 """
 
 from __future__ import annotations
@@ -49,9 +50,39 @@ _PACKAGES = (
 )
 
 
-def main(argv: Sequence[str] = ()) -> None:
-    """Print the report. Problems are printed, never raised."""
-    argparse.ArgumentParser(prog="python -m spmdrl.tools.doctor", description=__doc__).parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, 1 when something looks wrong in a run, 2 when there is no such run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help="a run's folder, such as runs/demo")
+    run = parser.parse_args(argv).run
+    if run is not None:
+        return examine_run(run)
+    examine_machine()
+    return 0
+
+
+def examine_run(path: Path) -> int:
+    """Print what looks wrong in a run; returns the exit code."""
+    # Imported here because the machine is examined where the packages that these need may be missing.
+    from spmdrl.faults.verdict import EXIT_USER_ERROR
+    from spmdrl.report.checkup import checkup
+    from spmdrl.report.findings import findings
+    from spmdrl.report.reading import read_run
+    from spmdrl.report.series import History
+    from spmdrl.types import UserError
+
+    try:
+        run = read_run(path)
+    except UserError as error:
+        print(f"cannot examine the run: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    found = findings(History(run.rows))
+    print("\n".join(checkup(run, found)))
+    return int(bool(found))
+
+
+def examine_machine() -> None:
+    """Print the report on this machine. Problems are printed, never raised."""
     torch, torch_problem = _import("torch")
     for title, lines in (
         ("Software", _software()),
@@ -284,4 +315,4 @@ def _missing_for_ring_attention() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

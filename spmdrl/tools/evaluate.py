@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
@@ -60,7 +61,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
         pending = sample(
             engine, held_out.prompts, sampling, world, rewards.submit, run_seed=cfg.run.seed, step=0, in_order=True
         )
-        return scalars(eval_metrics(rewards.collect(pending), cfg.reward))
+        return scalars(eval_metrics(rewards.collect(pending), success_at=cfg.success_at))
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()  # the result is one line of JSON
     print(json.dumps(evaluate_export(arguments.run)))
     return 0
 

@@ -189,12 +189,16 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_FILES)
 
 
+def _amount(parameters: float) -> str:
+    return f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.2f} million"
+
+
 def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, problems: Sequence[str]) -> None:
     rank, phases = prediction.rank, prediction.phases
     run, parallel, size = rank.run, cfg.parallel, rank.size
     console.print(
-        f"{size.whole / 1e9:.2f} billion parameters, {size.shard / 1e9:.2f} on each of {run.training_ranks} training "
-        f"ranks (dp_replicate {parallel.dp_replicate}, cp {parallel.cp}, tp {parallel.tp}, ep {parallel.ep}); "
+        f"{_amount(size.whole)} parameters, {_amount(size.shard)} on each of {run.training_ranks} training ranks "
+        f"(dp_replicate {parallel.dp_replicate}, cp {parallel.cp}, tp {parallel.tp}, ep {parallel.ep}); "
         f"{micro_batch_tokens(cfg, run)} tokens of a micro-batch on a rank"
     )
     too_large = _too_large(phases, rank.device_bytes)

@@ -171,7 +171,7 @@ def steady_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def sample_rows(run: Path) -> list[dict[str, Any]]:
-    """All that the run writes of samples: rollouts, and the tokens with the largest mismatch."""
+    """The rollouts that the run wrote."""
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 

@@ -285,18 +285,16 @@ def test_worst_tokens_are_written_with_their_text() -> None:
 
     token = TokenValue(-0.5, sequence_index=7, position=3, token_ids=(97, 98, 99), rollout_logprob=-1.0)
     (row,) = worst_token_rows([token], Letters())  # type: ignore[arg-type]
-    assert row["worst_tokens"] == [
-        {
-            "sequence_index": 7,
-            "position": 3,
-            "token_id": 99,
-            "token": "c",
-            "context": "ab",
-            "mismatch_nats": -0.5,
-            "old_logprob_nats": -1.5,
-            "rollout_logprob_nats": -1.0,
-        }
-    ]
+    assert row == {
+        "sequence_index": 7,
+        "position": 3,
+        "token_id": 99,
+        "token": "c",
+        "context": "ab",
+        "mismatch_nats": -0.5,
+        "old_logprob_nats": -1.5,
+        "rollout_logprob_nats": -1.0,
+    }
 
 
 def test_limits_are_exceeded_upwards_except_the_effective_sample_size() -> None:

@@ -243,6 +243,8 @@ def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
         "the disk is full",
     ]
     assert error_report(kind="user", message="a\nb").text() == "cannot go on:\n  - a\n  - b"
+    assert error_report(kind="user", message="a\n  at b").text() == "cannot go on: a\n  at b"
+    assert error_report(kind="user", message="a\n  at b\nc").text() == "cannot go on:\n  - a\n      at b\n  - c"
     assert error_report(kind="user", message="a", step=0).text() == "cannot start: a"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import struct
 import tomllib
 from dataclasses import dataclass
@@ -16,16 +17,19 @@ import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from spmdrl.config import Config, ReportConfig
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.report import Report, RunFolder
+from spmdrl.report.charts import GROUPS
 from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
-from spmdrl.report.curves import smoothed
+from spmdrl.report.curves import PHASE_COLORS, figure_of
 from spmdrl.report.files import StepRowsFile, cut_after, read_rows
 from spmdrl.report.memory import restart_host_peak
 from spmdrl.report.resources import resource_metrics
 from spmdrl.report.samples import sample_rows
+from spmdrl.report.series import smoothed
 from spmdrl.tools import plot
 from spmdrl.types import RewardedRollout, Rollout, UserError
 from tests.helpers.rollouts import (
@@ -68,7 +72,7 @@ def samples_of(step: int) -> list[dict[str, Any]]:
 
 def report_steps(folder: RunFolder, steps: range, *, start_step: int | None = None) -> Report:
     """Report these steps as a training loop would, with an evaluation before the first and after every other one."""
-    cfg = ReportConfig(samples_per_step=2, console="plain")
+    cfg = ReportConfig(console="plain")
     report = Report(cfg, folder, num_steps=NUM_STEPS, active=True, start_step=start_step)
     if start_step is None:
         report.eval(0, {"eval/accuracy": 0.0})
@@ -108,7 +112,7 @@ def test_files_hold_what_was_given(whole: RunFolder) -> None:
         {"step": step} | (evaluated.get(step, {})) | (scalars_of(step) if step else {}) for step in range(NUM_STEPS + 1)
     ]
     assert read_rows(whole.samples) == [
-        {"step": step} | sample for step in range(1, NUM_STEPS + 1) for sample in samples_of(step)[:2]
+        {"step": step} | sample for step in range(1, NUM_STEPS + 1) for sample in samples_of(step)
     ]
 
 
@@ -119,6 +123,19 @@ def test_tensorboard_holds_the_same_numbers_as_metrics_jsonl(whole: RunFolder) -
             if name != "step":
                 expected.setdefault(name, []).append((row["step"], float(np.float32(value))))
     assert read_scalars(whole) == expected
+
+
+def test_tensorboards_first_page_has_every_chart_and_draws_what_was_measured(whole: RunFolder) -> None:
+    (event,) = read_events(whole).Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for group in layout.category for chart in group.chart}
+    assert {group.title for group in layout.category} == {*GROUPS, "Time"}
+    drawn = {
+        title: [name for name in read_scalars(whole) if any(re.fullmatch(tag, name) for tag in tags)]
+        for title, tags in charts.items()
+    }
+    assert drawn["reward"] == ["reward/mean"] and drawn["accuracy, held out"] == ["eval/accuracy"]
+    assert drawn["time of each phase, s"] == ["time/rollout_s", "time/update_s"]
 
 
 def test_tensorboard_holds_histograms_and_samples(whole: RunFolder) -> None:
@@ -201,7 +218,6 @@ def test_samples_of_two_files_are_those_of_one(tmp_path: Path) -> None:
             file = StepRowsFile(tmp_path / name, start_step=steps[0] - 1)
             for step in steps:
                 file.write(step, samples_of(step))
-            file.close()
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
@@ -306,6 +322,14 @@ def test_live_display_shows_where_a_resumed_run_is() -> None:
     assert "\x1b[?25h" in shown  # the cursor is back
 
 
+def test_one_evaluation_is_no_progress() -> None:
+    progress = Progress(num_steps=1, start_step=0, clock=lambda: 0.0)
+    progress.end_eval({"eval/accuracy": 0.0625})
+    assert progress.summary() == "step 0 of 1 in 0:00; eval accuracy 0.062"
+    progress.end_eval({"eval/accuracy": 0.0625})
+    assert progress.summary().endswith("eval accuracy 0.062 -> 0.062")
+
+
 def test_live_and_plain_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """A number that has a place in the line has one in the table."""
     progress = Progress(num_steps=2, start_step=0)
@@ -347,6 +371,14 @@ def test_curves_are_a_png(whole: RunFolder) -> None:
     width, height = png_size(whole.curves)
     assert 1200 <= width <= 2400 and 500 <= height <= 1200
     assert whole.curves.stat().st_size > 20_000  # more than an empty sheet
+
+
+def test_phases_have_colours_of_their_own_and_no_panel_is_empty(tmp_path: Path) -> None:
+    assert len(set(PHASE_COLORS)) == len(PHASE_COLORS) >= 12
+    tuned = {"tuned": [{"step": step, "update/loss": 1.0, "update/lr": 1e-3, "time/update_s": 1.0} for step in (1, 2)]}
+    figure = figure_of(tuned)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["tuned", "learning rate", "time per step, s"]
+    assert not [text for axes in figure.axes for text in axes.texts], "nothing says that it was not measured"
 
 
 def test_plot_draws_several_runs_over_each_other(

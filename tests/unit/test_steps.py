@@ -28,7 +28,7 @@ def started(*, asked_to_stop: bool, newest: int | None) -> tuple[Steps[Any], moc
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "merge_over", lambda mesh, metrics: {})
     monkeypatch.setattr(module, "resource_metrics", lambda peaks: {})
-    monkeypatch.setattr(module, "eval_metrics", lambda outcomes, cfg: {})
+    monkeypatch.setattr(module, "eval_metrics", lambda outcomes, success_at: {})
 
 
 @pytest.mark.parametrize("newest", [None, 0])

@@ -1,0 +1,418 @@
+"""Rules over a run's metrics, as data: what looks wrong in it. Each says what it saw, why that matters and what to set.
+
+A rule looks at the early and the late part of a run: the first and the last tenth of its steps, `WINDOW` at least. A
+value of a part is the median, so that one odd step is no finding. A rule that compares the two needs `MIN_STEPS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdrl.report.console import format_number
+from spmdrl.report.series import History, Series
+
+WINDOW = 5  # reports: the fewest whose median says something
+MIN_STEPS = 20  # so that the early and the late part are apart
+SPIKE_MEMORY = 20  # steps before a spike that it is compared with
+
+Look = Callable[[History], str | None]
+"""Looks at a run; returns what it saw, in numbers and steps, or None where nothing is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A way in which a run goes wrong, how it shows, and what helps."""
+
+    name: str
+    look: Look
+    why: str
+    remedy: str
+    page: str  # of docs/
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A rule that has seen something."""
+
+    rule: Rule
+    seen: str
+
+
+def findings(run: History) -> list[Finding]:
+    """Apply every rule to a run, in the order of `RULES`."""
+    return [Finding(rule=rule, seen=seen) for rule in RULES if (seen := rule.look(run)) is not None]
+
+
+def late(series: Series) -> Series:
+    """The last tenth of what was reported, `WINDOW` reports at least; fewer where there are fewer."""
+    size = max(WINDOW, len(series) // 10)
+    return Series(series.steps[-size:], series.values[-size:])
+
+
+def early(series: Series) -> Series:
+    """The first tenth, like `late`."""
+    size = max(WINDOW, len(series) // 10)
+    return Series(series.steps[:size], series.values[:size])
+
+
+def _both(series: Series) -> tuple[float, float] | None:
+    """Medians of the early and the late part; None for a run that is too short to compare them."""
+    known = series.finite()
+    if len(known) < MIN_STEPS:
+        return None
+    return float(np.median(early(known).values)), float(np.median(late(known).values))
+
+
+def _change(name: str, series: Series, before: float, now: float) -> str:
+    last = late(series.finite())
+    return (
+        f"{name} was {format_number(before)} at first and is {format_number(now)} "
+        f"(median of steps {last.steps[0]} to {last.steps[-1]})"
+    )
+
+
+def above(name: str, limit: float) -> Look:
+    """Looks whether a scalar stays above a limit."""
+
+    def look(run: History) -> str | None:
+        last = late(run[name].finite())
+        if len(last) < WINDOW or (now := float(np.median(last.values))) <= limit:
+            return None
+        return (
+            f"{name} is {format_number(now)} (median of steps {last.steps[0]} to {last.steps[-1]}), "
+            f"above {format_number(limit)}"
+        )
+
+    return look
+
+
+def below(name: str, limit: float) -> Look:
+    """Looks whether a scalar stays below a limit."""
+
+    def look(run: History) -> str | None:
+        last = late(run[name].finite())
+        if len(last) < WINDOW or (now := float(np.median(last.values))) >= limit:
+            return None
+        return (
+            f"{name} is {format_number(now)} (median of steps {last.steps[0]} to {last.steps[-1]}), "
+            f"below {format_number(limit)}"
+        )
+
+    return look
+
+
+def grown(name: str, factor: float, *, floor: float = 0.0) -> Look:
+    """Looks whether a scalar has grown by a factor, and beyond `floor`, under which its size does not matter."""
+
+    def look(run: History) -> str | None:
+        medians = _both(run[name])
+        if medians is None or medians[1] <= max(factor * medians[0], floor):
+            return None
+        return _change(name, run[name], *medians)
+
+    return look
+
+
+def shrunk(name: str, fraction: float) -> Look:
+    """Looks whether a scalar has fallen below a fraction of what it was."""
+
+    def look(run: History) -> str | None:
+        medians = _both(run[name])
+        if medians is None or medians[0] <= 0 or medians[1] >= fraction * medians[0]:
+            return None
+        return _change(name, run[name], *medians)
+
+    return look
+
+
+def counted(name: str) -> Look:
+    """Looks whether something that should not happen has happened."""
+
+    def look(run: History) -> str | None:
+        seen = run[name].finite()
+        steps = seen.steps[seen.values > 0]
+        if not len(steps):
+            return None
+        when = f"in step {steps[0]}" if len(steps) == 1 else f"in {len(steps)} steps, {steps[0]} to {steps[-1]}"
+        return f"{name} adds up to {seen.values.sum():g}, {when} of {run.last_step}"
+
+    return look
+
+
+def spikes(name: str, factor: float) -> Look:
+    """Looks for values that are a multiple of the median of the `SPIKE_MEMORY` before them."""
+
+    def look(run: History) -> str | None:
+        seen = run[name].finite()
+        ratios = [
+            (float(value / usual), int(seen.steps[place]))
+            for place, value in enumerate(seen.values)
+            if place >= WINDOW and (usual := np.median(seen.values[max(0, place - SPIKE_MEMORY) : place])) > 0
+        ]
+        if not ratios or max(ratios)[0] <= factor:
+            return None
+        many = sum(ratio > factor for ratio, _ in ratios)
+        ratio, step = max(ratios)
+        return f"{name} was {ratio:.0f} times its median before in step {step}" + (
+            f", and beyond {factor:g} times in {many} steps" if many > 1 else ""
+        )
+
+    return look
+
+
+def unmoved(name: str) -> Look:
+    """Looks whether a scalar has been the same number from the first report to the last."""
+
+    def look(run: History) -> str | None:
+        seen = run[name].finite()
+        if len(seen) < 2 * WINDOW or np.ptp(seen.values) > 0:
+            return None
+        return f"{name} is {format_number(float(seen.values[0]))} in all of the {len(seen)} steps so far"
+
+    return look
+
+
+def written_as_null(run: History) -> str | None:
+    """Looks for numbers of the update that were not finite."""
+    for name, series in run.matching("update/"):
+        bad = series.steps[~np.isfinite(series.values)]
+        if len(bad):
+            return f"{name} is not a finite number in {len(bad)} steps, first in step {bad[0]}"
+    return None
+
+
+def any_of(prefix: str, suffix: str, look: Callable[[str], Look]) -> Look:
+    """Looks in the same way at all scalars whose names begin and end so; returns the first thing seen."""
+
+    def each(run: History) -> str | None:
+        return next((seen for name, _ in run.matching(prefix, suffix) if (seen := look(name)(run))), None)
+
+    return each
+
+
+def without(look: Look, excuse: Callable[[History], bool]) -> Look:
+    """Looks only where there is no excuse."""
+    return lambda run: None if excuse(run) else look(run)
+
+
+def reward_rose(run: History) -> bool:
+    """True when the late reward is above that of the middle of the run by more than its steps scatter."""
+    reward = run["reward/mean"].finite()
+    half = len(reward) // 2
+    if half < WINDOW:
+        return True
+    middle, last = reward.values[half - half // 4 : half + half // 4 + 1], late(reward).values
+    error = _scatter(reward) * np.sqrt(1 / len(middle) + 1 / len(last))
+    return bool(last.mean() > middle.mean() + 2 * error)
+
+
+def _scatter(series: Series) -> float:
+    """Standard deviation of single steps around their trend, whatever the trend."""
+    return float(np.std(np.diff(series.values)) / np.sqrt(2))
+
+
+def young(run: History) -> bool:
+    """True for a run that has only begun."""
+    return run.last_step < MIN_STEPS
+
+
+def mostly_right(run: History) -> bool:
+    """True when the policy answers nine tenths of the held-out prompts: then little is left to learn."""
+    accuracy = run["eval/accuracy"].finite()
+    return bool(len(accuracy) and accuracy.values[-1] >= 0.9)
+
+
+def nothing_left(run: History) -> bool:
+    """True while the reward rises, and once nearly all answers are right."""
+    return reward_rose(run) or mostly_right(run)
+
+
+def fell_back(run: History) -> str | None:
+    """Looks whether the reward has lost more than half of what it had won."""
+    reward = run["reward/mean"].finite()
+    if len(reward) < MIN_STEPS:
+        return None
+    size = len(early(reward))
+    means = np.convolve(reward.values, np.full(size, 1 / size), mode="valid")
+    start, best, now = means[0], means.max(), means[-1]
+    if best - now <= max(0.5 * (best - start), 2 * _scatter(reward)):
+        return None
+    peak = int(reward.steps[int(means.argmax()) + size - 1])
+    return (
+        f"reward/mean was {format_number(float(best))} at best, around step {peak}, and is {format_number(float(now))}"
+        f" now; it began at {format_number(float(start))}"
+    )
+
+
+def never_right(run: History) -> str | None:
+    """Looks whether no held-out answer ever counted as right while rewards were earned."""
+    accuracy, reward = run["eval/accuracy"].finite(), run["eval/reward"].finite()
+    if len(accuracy) < 2 or accuracy.values.any() or not (reward.values > 0).any():
+        return None
+    return (
+        f"eval/accuracy is 0 in all of {len(accuracy)} evaluations, "
+        f"while eval/reward reached {format_number(float(reward.values.max()))}"
+    )
+
+
+def slower_phase(run: History) -> str | None:
+    """Looks for a phase that takes more than twice as long as at first, and a tenth of the step or more."""
+    steps = _both(run["time/step_s"])
+    if steps is None:
+        return None
+    for name, series in run.matching("time/", "_s"):
+        medians = _both(series)
+        if name == "time/step_s" or medians is None:
+            continue
+        if medians[1] > max(2 * medians[0], 0.1 * steps[1]):
+            return _change(name, series, *medians) + f", of {format_number(steps[1])} s for a step"
+    return None
+
+
+# Thresholds are for a finding that is worth a look, not for a proof. Why each is where it is stands beside it.
+RULES = (
+    Rule(
+        name="numbers that are not finite",
+        look=written_as_null,
+        why="a sum over tokens overflowed or divided by nothing; what follows it means little",
+        remedy="look at samples.jsonl of that step; lower optim.lr, or set model.compute_dtype to bfloat16",
+        page="faults.md",
+    ),
+    Rule(
+        name="the reward never moves",
+        look=unmoved("reward/mean"),
+        why="every rollout of every step got the same reward, so no group has an advantage and nothing is learned",
+        remedy="check the reward on a reference answer with --dry-run; read responses in samples.jsonl: are they in "
+        "the form that the reward looks for? Else begin with easier prompts",
+        page="data.md#rewards",
+    ),
+    Rule(
+        name="rewards failed",
+        look=counted("reward/failed_count"),
+        why="a failed reward counts as 0, whatever the response was worth",
+        remedy="read `failure` in samples.jsonl and the traceback in logs/; a time limit is reward.timeout_s",
+        page="data.md#rewards",
+    ),
+    Rule(
+        name="environments failed",
+        look=counted("episode/failed_count"),
+        why="episodes without an end are masked: their tokens are sampled and not trained on",
+        remedy="read `environment_failure` in samples.jsonl and the logs of the ranks",
+        page="environments.md#processes-time-and-sandboxes",
+    ),
+    Rule(
+        name="the reward fell back",
+        look=fell_back,
+        why="the policy was better before; what follows is rarely repaired by more steps",
+        remedy="go back to an earlier checkpoint (resume.checkpoint) with a lower optim.lr or a higher loss.kl_coef; "
+        "keep the best one with checkpoint.keep_best",
+        page="losses.md#kl-to-the-reference",
+    ),
+    Rule(
+        # With eight rollouts a group, a policy that is right in 97 of 100 cases has 80 % of equal groups.
+        name="most groups agree",
+        look=without(above("reward/equal_groups_fraction", 0.8), mostly_right),
+        why="a group whose rewards are all equal has no advantages: its tokens cost time and teach nothing",
+        remedy="set rollout.dynamic_sampling to replace such groups, raise rollout.group_size, or choose prompts that "
+        "are neither too easy nor too hard",
+        page="collecting.md#dynamic-sampling",
+    ),
+    Rule(
+        # A tenth of the first entropy is left when the policy has stopped to explore. That is the aim once it is right.
+        name="entropy collapsed",
+        look=without(shrunk("update/entropy_nats", 0.1), nothing_left),
+        why="the policy is sure of itself and no longer tries anything else, while the reward does not rise",
+        remedy="raise loss.clip_high, set loss.entropy_coef or loss.entropy_target_nats, or lower optim.lr",
+        page="losses.md#entropy",
+    ),
+    Rule(
+        # Twice is beyond what a policy gains by thinking a little longer without a better reward.
+        name="responses grow and the reward does not",
+        look=without(grown("rollout/response_tokens", 2.0), nothing_left),
+        why="longer responses cost time and memory; with token_mean a long response also weighs more",
+        remedy="look at samples.jsonl for repetition; set reward.overlong_tokens, or another loss.aggregation",
+        page="losses.md#from-tokens-to-one-number",
+    ),
+    Rule(
+        # A response that was cut rarely has an answer. A quarter of them is a quarter of the sampling.
+        name="many responses are cut",
+        look=above("rollout/truncated_fraction", 0.25),
+        why="a response that ends at the limit has no answer, so it is punished for its length alone",
+        remedy="raise rollout.max_response_tokens, or shape the reward near the limit with reward.overlong_tokens",
+        page="losses.md#rewards-before-they-are-compared",
+    ),
+    Rule(
+        # Kernels in bfloat16 differ by about 0.01 nats a token; less than 0.001 is rounding in float32.
+        name="engine and trainer drift apart",
+        look=grown("mismatch/mean_abs_nats", 3.0, floor=1e-3),
+        why="rollouts are no longer samples of the policy that is trained, and gradients are of something else",
+        remedy="find the tokens in worst_tokens.jsonl; correct with correction.level, or set true_on_policy",
+        page="agreement.md#correct-for-it",
+    ),
+    Rule(
+        # Half of the tokens would do as well if they had equal weights.
+        name="engine and trainer disagree",
+        look=below("mismatch/effective_fraction", 0.5),
+        why="a few tokens carry most of the weight, so the gradient is that of few samples",
+        remedy="set limits in [mismatch.stop], correct with correction.level, or set true_on_policy",
+        page="agreement.md#set-limits",
+    ),
+    Rule(
+        # A tenth of a nat a token is the usual distance of a trained policy; at half a nat its texts are others.
+        name="the policy has left the reference",
+        look=any_of("update/k", "_ref_nats", lambda name: above(name, 0.5)),
+        why="texts that the reference finds this unlikely are often exploits of the reward",
+        remedy="raise loss.kl_coef, or lower optim.lr",
+        page="losses.md#kl-to-the-reference",
+    ),
+    Rule(
+        # Clipping bounds a few tokens in a hundred; beyond a fifth the update is mostly bounds.
+        name="many ratios are clipped",
+        look=above("update/clip_fraction", 0.2),
+        why="clipped tokens give no gradient: the steps are larger than the clip allows for",
+        remedy="lower optim.lr or loss.updates_per_step, or widen loss.clip_low and loss.clip_high",
+        page="losses.md#the-policy-loss",
+    ),
+    Rule(
+        name="the gradient spikes",
+        # Between steps the norm differs by a factor of two or three; ten is another kind of step.
+        look=spikes("update/grad_norm", 10.0),
+        why="one such step can undo many, although optim.max_grad_norm bounds its size",
+        remedy="look at samples.jsonl of that step; lower optim.max_grad_norm or optim.lr, or lengthen "
+        "optim.warmup_steps",
+        page="configuration.md",
+    ),
+    Rule(
+        # A critic below 0 is worse than a constant, so advantages are better without it. Every critic begins there.
+        name="the critic explains nothing",
+        look=without(below("critic/explained_variance", 0.0), young),
+        why="its values are noise in every advantage",
+        remedy="raise critic.lr or critic.warmup_steps, or use an estimator that needs no critic",
+        page="losses.md#ppo-with-a-critic",
+    ),
+    Rule(
+        # Packing keeps ranks busy for more than 95 % of an update; a quarter is a layout that does not fit.
+        name="ranks wait for each other",
+        look=above("batch/idle_fraction", 0.25),
+        why="the time of an update is that of its fullest rank, and the others are idle meanwhile",
+        remedy="raise rollout.prompts_per_step, lower pack.max_tokens_per_micro_batch, or set pack.balance to flops",
+        page="packing.md#how-it-is-balanced",
+    ),
+    Rule(
+        name="a phase has become slow",
+        look=without(slower_phase, lambda run: grown("rollout/response_tokens", 1.5)(run) is not None),
+        why="nothing that the run does has grown as much: another program, a full disk or a slow host may be behind it",
+        remedy="see which rank is last with tools.ps, and what else its host does",
+        page="faults.md#looking-at-a-run",
+    ),
+    Rule(
+        name="no answer counts as right",
+        look=never_right,
+        why="accuracy is the share of answers with full marks, and these rewards have another maximum",
+        remedy="set eval.success_at to the reward from which an answer is right",
+        page="seeing.md#accuracy",
+    ),
+)

@@ -1,0 +1,150 @@
+"""A run as it is now, read from its files alone: it may be on another machine, and begin, end or go on meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.heartbeat import BEAT_S, BEATS_MISSED
+from spmdrl.faults.rank_status import RankStatus, furthest_behind, read_statuses
+from spmdrl.faults.verdict import read_error, read_requeue
+from spmdrl.report.console import Progress
+from spmdrl.report.files import Row, last_rows, read_rows
+from spmdrl.report.findings import Finding, findings
+from spmdrl.report.reading import read_num_steps
+from spmdrl.report.run_folder import RunFolder
+from spmdrl.report.series import History
+from spmdrl.types import UserError
+
+SILENT_S = BEAT_S * BEATS_MISSED  # as the ranks themselves count it
+NUM_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth:
+    """A rank, and what its beats say."""
+
+    status: RankStatus
+    silent_s: float  # since its last beat
+    still_s: float  # since it entered its phase, or made progress in it
+
+    @property
+    def state(self) -> str:
+        """`ended`, `silent` or `alive`."""
+        if self.status.ended:
+            return "ended"
+        return "silent" if self.silent_s > SILENT_S else "alive"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run at one moment."""
+
+    name: str
+    rows: Sequence[Row]
+    num_steps: int
+    ranks: Sequence[RankHealth]
+    samples: Sequence[Row]  # the newest last
+    findings: Sequence[Finding]
+    verdict: str  # how the launch ended; empty while it has not
+    trouble: str  # why something could not be read; empty where all was
+
+    @property
+    def begun(self) -> bool:
+        """True once a launch has left a trace."""
+        return bool(self.rows or self.ranks)
+
+    @property
+    def state(self) -> str:
+        """The run in a few words."""
+        if self.verdict:
+            return "ended: see below"
+        if not self.begun:
+            return "not begun"
+        states = {rank.state for rank in self.ranks}
+        if not states:
+            return "no ranks to see"
+        if states == {"ended"}:
+            return "ended"
+        return "ranks are silent" if "silent" in states else "running"
+
+    def progress(self) -> Progress:
+        """The progress that the run's own console shows. Its clock counts the time of the steps."""
+        now = 0.0
+        progress = Progress(num_steps=self.num_steps, start_step=0, clock=lambda: now)
+        for row in self.rows:
+            if row.get("time/step_s") is None:
+                progress.end_eval(row)
+            else:
+                now += row["time/step_s"]
+                progress.end_step(row["step"], row)
+        running = [rank for rank in self.ranks if not rank.status.ended]
+        last = furthest_behind([rank.status for rank in running])
+        slowest = next((rank for rank in running if rank.status in last), running[0] if running else None)
+        if slowest is not None and not self.verdict:
+            progress.begin_phase(slowest.status.phase)
+            progress.phase = (slowest.status.phase, now - slowest.still_s)
+        return progress
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Reads a run again and again. What cannot be read just now is shown as it was read last."""
+
+    path: Path
+    _rows: list[Row] = field(default_factory=list)
+    _stamp: tuple[int, int] | None = None  # of metrics.jsonl when it was read
+    _findings: list[Finding] = field(default_factory=list)
+    _beats: dict[tuple[str, int], tuple[int, float]] = field(
+        default_factory=dict
+    )  # of a rank of a launch, and since when
+
+    def read(self, *, now: float) -> Snapshot:
+        """Read the run's folder; `now` is unix time."""
+        folder, files = RunFolder(self.path), FaultFiles(self.path)
+        trouble = self._read_rows(folder.metrics)
+        verdicts = [one.text() for one in (read_error(files), read_requeue(files)) if one is not None]
+        last_step = History(self._rows).last_step
+        return Snapshot(
+            name=self.path.resolve().name,
+            rows=self._rows,
+            num_steps=read_num_steps(folder.plan) or last_step,
+            ranks=[self._health(status, files, now) for status in read_statuses(files)],
+            samples=last_rows(folder.samples, NUM_SAMPLES),
+            findings=self._findings,
+            verdict="\n".join(verdicts),
+            trouble=trouble,
+        )
+
+    def _read_rows(self, metrics: Path) -> str:
+        """Read metrics.jsonl if it has changed; returns why it could not be read."""
+        try:
+            stat = metrics.stat()
+            stamp = stat.st_mtime_ns, stat.st_size
+            if stamp != self._stamp:
+                self._rows = read_rows(metrics)
+                self._findings, self._stamp = findings(History(self._rows)), stamp
+        except FileNotFoundError:
+            self._rows, self._findings, self._stamp = [], [], None
+        except (OSError, UserError) as error:
+            return str(error)  # perhaps half of a row that is being written: the next reading has it whole
+        return ""
+
+    def _health(self, status: RankStatus, files: FaultFiles, now: float) -> RankHealth:
+        rank = status.launch, status.rank
+        beat, since = self._beats.get(rank, (-1, 0.0))
+        if status.beat != beat:
+            # At the first reading the file's time says how old the beat is.
+            since = now if beat >= 0 else min(now, _written_at(files.status_of(status.rank), now))
+            self._beats[rank] = status.beat, since
+        return RankHealth(status=status, silent_s=now - since, still_s=max(0.0, now - status.moved_at))
+
+
+def _written_at(path: Path, now: float) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return now

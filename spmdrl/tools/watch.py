@@ -1,0 +1,60 @@
+"""`python -m spmdrl.tools.watch RUN`: a run as it is now, on a terminal, drawn again every second; Ctrl-C leaves.
+
+It reads the run's files and nothing else, so the run may be on any machine that shares them. Where the output is no
+terminal, or with `--once`, it prints one page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from spmdrl.faults.verdict import EXIT_USER_ERROR
+from spmdrl.report.watch_page import watch_page
+from spmdrl.report.watching import Watcher
+
+
+def print_once(watcher: Watcher, console: Console) -> int:
+    """Print one page; returns the exit code."""
+    snapshot = watcher.read(now=time.time())
+    if not snapshot.begun:
+        print(f"cannot watch: {watcher.path} holds no run; name a run's folder, such as runs/demo", file=sys.stderr)
+        return EXIT_USER_ERROR
+    console.print(watch_page(snapshot, width=console.width))
+    return 0
+
+
+def watch(watcher: Watcher, console: Console, *, every_s: float) -> None:
+    """Draw the page on the whole terminal until the user leaves. A run that has not begun is waited for."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(watch_page(watcher.read(now=time.time()), width=console.width), refresh=True)
+            time.sleep(every_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, such as runs/demo")
+    parser.add_argument("--once", action="store_true", help="print one page")
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="default: %(default)s")
+    arguments = parser.parse_args(argv)
+    if not arguments.every > 0:
+        parser.error(f"--every {arguments.every:g}: it is the time between two pages; set it above 0")
+    watcher, console = Watcher(arguments.run), Console()
+    if arguments.once or not console.is_terminal:
+        return print_once(watcher, console)
+    with contextlib.suppress(KeyboardInterrupt):  # the user has seen enough
+        watch(watcher, console, every_s=arguments.every)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
