@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from spmdrl.faults.files import FaultFiles, read_json, replace_json
+from spmdrl.faults.text import printable
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -78,7 +79,7 @@ class ErrorReport:
         if self.kind == "lost" and self.log_lines:
             parts += ["the end of its log:", *(f"    {line}" for line in self.log_lines)]
         parts += [self.stacks.rstrip()] if self.stacks else []
-        return "\n".join([*parts, *self.hints])
+        return printable("\n".join([*parts, *self.hints]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class Requeue:
 
 def list_problems(title: str, problems: str) -> str:
     """Put a title before a problem, or before a list if `problems` has a line for each of several."""
-    lines = problems.splitlines()
+    lines = printable(problems).splitlines()
     return f"{title}: {lines[0]}" if len(lines) == 1 else "\n  - ".join([f"{title}:", *lines])
 
 

@@ -6,6 +6,7 @@ After each attack come a right and a wrong program: the right one is rewarded, t
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -234,6 +235,21 @@ def test_shared_memory_is_empty_for_the_next(pool: RewardPool) -> None:
     locks = "import multiprocessing\nwith multiprocessing.Lock(): " + RIGHT
     (outcome,) = outcomes_of(pool, fenced(locks))
     assert outcome.reward == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_attacks_leaves_right_and_wrong_apart(seed: int) -> None:
+    attacks = [*map(detached, LEAVES.values()), *PROGRAMS.values()] * 2
+    random.Random(seed).shuffle(attacks)
+    terms = (CodeReward(kind="code", tests_timeout_s=1.0),)
+    with RewardPool(RewardConfig(terms=terms, timeout_s=4.0, num_workers=2)) as pool:
+        if pool.unprotected:
+            pytest.skip("; ".join(pool.unprotected))
+        programs = [program for attack in attacks for program in (attack, RIGHT, WRONG)]
+        outcomes = outcomes_of(pool, *map(fenced, programs))
+    assert [(outcome.reward, outcome.failure) for outcome in outcomes[1::3]] == [(1.0, None)] * len(attacks)
+    assert [(outcome.reward, outcome.failure) for outcome in outcomes[2::3]] == [(0.0, None)] * len(attacks)
 
 
 # What a program may not do at all. It prints 7, and so is rewarded, only if it could.
