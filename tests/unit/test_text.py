@@ -15,6 +15,8 @@ from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.heartbeat import Heartbeat
 from spmdrl.faults.text import MAX_LINE_CHARACTERS, MAX_TEXT_CHARACTERS, lines, one_line, printable
+from spmdrl.faults.verdict import ErrorReport
+from spmdrl.faults.watch import Watch
 from spmdrl.report.console import PlainLines, Progress
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.workers.bounds import MAX_SIZE, bounded
@@ -60,6 +62,23 @@ def test_the_log_takes_what_the_console_takes(tmp_path: Path) -> None:
     for shown in (stream.getvalue(), FaultFiles(tmp_path).log_of(0).read_text(encoding="utf-8")):
         assert shown.replace("\n", "").isprintable()
         assert "\\x1b[2J\\x9b31m\\u202ereward\\r\\x00\\ud800\n" in shown
+
+
+def test_the_report_of_a_failure_is_plain() -> None:
+    for kind, traceback in (("user", ""), ("error", HOSTILE), ("error", "")):
+        report = ErrorReport(
+            launch="l", kind=kind, rank=0, num_ranks=1, host="h", pid=1, step=1, phase="p", message=HOSTILE,
+            traceback=traceback, hints=[HOSTILE],
+        )  # fmt: skip
+        assert report.text().replace("\n", "").isprintable()
+
+
+def test_a_stop_file_may_hold_anything(tmp_path: Path) -> None:
+    watch = Watch(FaultFiles(tmp_path), launch="l", rank=0, num_ranks=1)
+    FaultFiles(tmp_path).stop.write_bytes(b"\xff\x1b[2J\nplease")
+    watch._read_files()
+    request = watch.stop_request()
+    assert request is not None and request.reason == "\\xff\\x1b[2J\\nplease"
 
 
 def test_the_names_of_an_evaluation_are_one_line_each() -> None:
