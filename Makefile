@@ -64,8 +64,8 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
-  test-browser pictures test-long test-floor test-gpu lint format bench bench-table bench-check docs site clean
+.PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
+  test-e2e test-browser pictures test-long test-floor test-gpu lint format bench bench-table bench-check docs site clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,10 +121,13 @@ sglang-unless-light: $(INSTALLED)
 demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
 	$(IN_VENV) $(if $(TASK),TASK=$(TASK) )$(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
 
-test: test-unit test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
+test: test-unit test-attack test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
 
 test-unit: $(INSTALLED) ## tests in one process
 	$(PYTEST) -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
+
+test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
+	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/attack
 
 test-kernels: $(if $(filter cpu,$(TORCH)),$(TRITON)) $(INSTALLED) ## tests of Triton kernels, in its interpreter
 	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) tests/unit/test_triton*.py
@@ -156,7 +159,7 @@ test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers it
 	$(ONE_THREAD) $(PYTEST) tests/unit/test_verifiers.py
 
 test-long: sglang-unless-light test-browser ## the tests that `make test` leaves out because they take minutes
-	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
+	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang, which has one version
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) $(PARTS)

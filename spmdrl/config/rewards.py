@@ -27,7 +27,7 @@ class MathReward(Section):
 
 class ReasoningGymReward(Section):
     kind: Literal["reasoning_gym"]
-    """The task's own scorer, usually between 0 and 1, of the last `<answer>` tag or else of the stripped response."""
+    """The task's own scorer, 0 to 1, of the last `<answer>` tag or else of the stripped response."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of this term in the reward."""
 

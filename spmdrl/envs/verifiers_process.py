@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.config.environment import VerifiersEnvironment
+from spmdrl.faults.text import lines
 from spmdrl.types import UserError
 from spmdrl.workers import guard
 from spmdrl.workers.folders import HeldFolder
@@ -110,7 +111,7 @@ def _written(source: VerifiersEnvironment) -> str:
 
 
 def _failure(python: str, problem: str, printed: str) -> UserError:
-    shown = printed.strip()[-_MAX_SHOWN_CHARACTERS:]
+    shown = lines(printed.strip()[-_MAX_SHOWN_CHARACTERS:])
     last = shown.splitlines()[-1] if shown else problem
     before = "" if shown == last else f"\n{shown}"
     return UserError(f"environment.source cannot be loaded by {python}: {last}{before}")

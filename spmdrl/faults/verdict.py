@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from spmdrl.faults.files import FaultFiles, read_fields, replace_json
+from spmdrl.faults.text import printable
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -79,7 +80,7 @@ class ErrorReport:
         if self.kind == "lost" and self.log_lines:
             parts += ["the end of its log:", *(f"    {line}" for line in self.log_lines)]
         parts += [self.stacks.rstrip()] if self.stacks else []
-        return "\n".join([*parts, *self.hints])
+        return printable("\n".join([*parts, *self.hints]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ def bear_any_text() -> None:
 def list_problems(title: str, problems: str) -> str:
     """Put a title before a problem, or before a list if `problems` has a line for each of several. An indented line,
     such as one of a traceback, belongs to the problem before it."""
+    problems = printable(problems)
     lines = problems.splitlines()
     if all(_is_indented(line) for line in lines[1:]):
         return f"{title}: {problems}"

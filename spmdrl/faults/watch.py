@@ -30,6 +30,7 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.heartbeat import BEAT_S, Heartbeat
 from spmdrl.faults.stacks import DUMP_SIGNAL, STACKS_TO
 from spmdrl.faults.stop_request import StopRequest, StopRequests
+from spmdrl.faults.text import one_line
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_LOST_RANK, Requeue, write_requeue
 from spmdrl.faults.watchdog import Watchdog
 
@@ -266,7 +267,7 @@ class Watch:
         stop = self._heartbeat.files.stop
         if stop.exists():
             try:
-                reason = stop.read_text(encoding="utf-8").strip()
+                reason = one_line(stop.read_text(encoding="utf-8", errors="backslashreplace").strip())
             except OSError:
                 reason = ""
             self._stop_requests.add(StopRequest(reason or str(stop)))

@@ -319,4 +319,4 @@ def format_duration(seconds: float | None) -> str:
 
 
 def _pair(name: str, value: float) -> str:
-    return f"{name} {format_number(value)}"
+    return f"{one_line(name)} {format_number(value)}"

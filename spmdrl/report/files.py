@@ -120,9 +120,11 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
 
 
 def _line(row: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, default=default) + "\n"
-    # Text from outside can hold half a surrogate pair, which UTF-8 cannot encode; escaped, it is valid JSON.
-    return text.encode("utf-8", "backslashreplace")
+    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, default=default)
+    # Text from outside can hold what UTF-8 cannot encode, and what a terminal obeys; escaped, it is the same text.
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
+    return text.encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
+from spmdrl.faults.text import printable
 from spmdrl.report.charts import GROUPS
 
 # Of each group its charts; TensorBoard reads tags as regular expressions.
@@ -90,7 +91,7 @@ def _turn_as_markdown(number: int, turn: Mapping[str, Any]) -> str:
 
 def _as_code(value: Any) -> str:
     """Format text in a fence that the text itself cannot close, and other values inline."""
-    text = _writable(str(value))
+    text = printable(str(value))
     if not isinstance(value, str):
         return f" {text}"
     fence = "`" * max(3, _longest_run(text) + 1)
@@ -99,7 +100,7 @@ def _as_code(value: Any) -> str:
 
 def _as_inline_code(text: str) -> str:
     """Format a name that the policy or an environment chose, in one line."""
-    text = " ".join(_writable(text).split())
+    text = " ".join(printable(text).split())
     fence = "`" * (_longest_run(text) + 1)
     return f"{fence} {text} {fence}"
 
@@ -107,8 +108,3 @@ def _as_inline_code(text: str) -> str:
 def _longest_run(text: str) -> int:
     """Length of the longest run of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)
-
-
-def _writable(text: str) -> str:
-    """The text with halves of surrogate pairs, which UTF-8 cannot represent, as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -168,7 +168,7 @@ class _Worker:
     def _reply(self, answer: Any) -> Reply:
         """Convert an answer to a reply. Raises ValueError if it is invalid."""
         match answer:
-            case {"parts": {}, "failure": str(failure), "traceback": str(traceback)}:
+            case {"parts": dict(parts), "failure": str(failure), "traceback": str(traceback)} if not parts:
                 return Reply(parts={}, failure=failure, traceback=traceback)
             case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._names:
                 if all(isinstance(part, float) for part in parts.values()):

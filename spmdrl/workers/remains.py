@@ -1,4 +1,4 @@
-"""What a rollout leaves behind in a sandbox, and what ends it before the next one."""
+"""The remains of a rollout in a sandbox, ended before the next one."""
 
 from __future__ import annotations
 

@@ -6,12 +6,16 @@ After each attack come a right and a wrong program: the right one is rewarded, t
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from spmdrl.config import CodeReward, RewardConfig, SandboxConfig
+from spmdrl.config.environment import EnvironmentConfig, PythonTool, ToolsEnvironment
+from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
+from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import RewardOutcome
@@ -234,6 +238,43 @@ def test_shared_memory_is_empty_for_the_next(pool: RewardPool) -> None:
     locks = "import multiprocessing\nwith multiprocessing.Lock(): " + RIGHT
     (outcome,) = outcomes_of(pool, fenced(locks))
     assert outcome.reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["forges the next programs", "kills the next programs", "keeps the folder full"])
+def test_a_tools_program_does_not_reach_episodes_that_begin_when_none_is_open(name: str) -> None:
+    source = ToolsEnvironment(kind="tools", tools=(PythonTool(kind="python", timeout_s=1.0),))
+    sandbox = SandboxConfig(max_file_gib=2**-8)
+    with EnvironmentClient(EnvironmentConfig(source=source, sandbox=sandbox)) as client:
+        if client.unprotected:
+            pytest.skip("; ".join(client.unprotected))
+        run_by_tool(client, detached(LEAVES[name]))
+        printed = [run_by_tool(client, WRONG) for _ in range(3)]
+    assert printed == ["8\n"] * 3
+
+
+def run_by_tool(client: EnvironmentClient, program: str) -> str:
+    """What the tool answers to the one call of an episode, or why there is no answer."""
+    episode = client.open(EpisodeStart(prompt="p", answer=None, task="default", metadata={}, seed=0))
+    episode.reset().result()
+    call = ToolCall(name="python", arguments={"code": program})
+    answer = episode.step(Action(text="", tool_calls=(call,))).result()
+    episode.close()
+    return str(answer.messages[0]["content"]) if isinstance(answer, Observation) else answer.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_attacks_leaves_right_and_wrong_apart(seed: int) -> None:
+    attacks = [*map(detached, LEAVES.values()), *PROGRAMS.values()] * 2
+    random.Random(seed).shuffle(attacks)
+    terms = (CodeReward(kind="code", tests_timeout_s=1.0),)
+    with RewardPool(RewardConfig(terms=terms, timeout_s=4.0, num_workers=2)) as pool:
+        if pool.unprotected:
+            pytest.skip("; ".join(pool.unprotected))
+        programs = [program for attack in attacks for program in (attack, RIGHT, WRONG)]
+        outcomes = outcomes_of(pool, *map(fenced, programs))
+    assert [(outcome.reward, outcome.failure) for outcome in outcomes[1::3]] == [(1.0, None)] * len(attacks)
+    assert [(outcome.reward, outcome.failure) for outcome in outcomes[2::3]] == [(0.0, None)] * len(attacks)
 
 
 # What a program may not do at all. It prints 7, and so is rewarded, only if it could.

@@ -319,6 +319,27 @@ def test_closing_does_not_wait_and_leaves_nothing(function: Callable[..., Functi
     pool.close()
 
 
+@pytest.mark.parametrize("mode", ["off", "auto"])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end")
+def test_what_a_reward_has_detached_dies_with_a_killed_trainer(
+    function: Callable[..., FunctionReward], mode: str
+) -> None:
+    program = f"""
+from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
+from spmdrl.rewards.item import RewardItem
+from spmdrl.rewards.pool import RewardPool
+term = FunctionReward(kind="function", function={function("misbehave").function!r})
+pool = RewardPool(RewardConfig(terms=(term,), timeout_s=60.0, sandbox=SandboxConfig(mode={mode!r})))
+metadata = {{"seconds": "600.8", "detached": True}}
+pool.submit(RewardItem(prompt="", response="child", answer=None, metadata=metadata, task="")).result()
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", program], env=os.environ | python_path())
+    assert wait_for(lambda: bool(running("sleep", "600.8")), limit_s=60)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    assert wait_for(lambda: not running("sleep", "600.8"))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward], mode: str) -> None:

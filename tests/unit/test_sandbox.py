@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -223,6 +224,72 @@ def test_what_a_machine_cannot_protect_is_told_or_refused() -> None:
     assert re.match(rf"\['{missing}", told)
     assert socket_refused == "Permission denied"
     assert eval(limits) == [2**31, 2**20, 32]
+
+
+FENCED = """
+import json, os, resource, socket, sys, time
+from pathlib import Path
+from spmdrl.workers.sandbox import Sandbox, enter
+limits = {"max_memory_bytes": 2**31, "max_processes": 9, "max_file_bytes": 2**20, "max_open_files": 32}
+folder, outside = sys.argv[1:]
+pipe, _ = socket.socketpair()
+walls = enter(Sandbox(setting="reward.sandbox", folder=folder, is_strict=False, **limits), pipe.fileno())
+
+def refused(attempt):
+    try:
+        attempt()
+    except PermissionError:
+        return True
+    return False
+
+Path(folder, "a/b").mkdir(parents=True)
+Path(folder, "a/b").rename(Path(folder, "c"))
+open("/dev/null", "w").close()
+files = [
+    lambda: Path(outside, "file").write_text("x"),
+    lambda: Path(outside, "old").write_text("x"),
+    lambda: os.truncate(Path(outside, "old"), 0),
+    lambda: os.rename(Path(outside, "old"), Path(folder, "old")),
+    lambda: os.unlink(Path(outside, "old")),
+    lambda: os.mkdir(Path(outside, "folder")),
+    lambda: os.open(Path(outside, "fifo"), os.O_RDWR),
+]
+processes = [lambda: os.kill(os.getppid(), 0), lambda: os.kill(int(os.environ["OTHER"]), 0)]
+print(json.dumps([walls.missing[0], [refused(one) for one in files], [refused(one) for one in processes]]))
+if os.fork() == 0:
+    os.setsid()
+    os.execvp("sleep", ["sleep", "600.9"])
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare is not there")
+def test_without_namespaces_landlock_keeps_files_and_processes_apart(tmp_path: Path) -> None:
+    forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec "$@"'
+    for name in ("inside", "outside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "outside/old").write_text("old")
+    os.mkfifo(tmp_path / "outside/fifo")
+    with subprocess.Popen(["sleep", "600"]) as other:
+        done = subprocess.run(
+            [
+                *("unshare", "-Ur", "sh", "-c", forbid, "sh", sys.executable, "-c", FENCED),
+                *(str(tmp_path / "inside"), str(tmp_path / "outside")),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | python_path() | {"OTHER": str(other.pid)},
+        )
+        other.kill()
+    if "unshare failed" in done.stderr:
+        pytest.skip(done.stderr)
+    missing, files, processes = json.loads(done.stdout)
+    if missing.startswith("files and"):
+        pytest.skip("this kernel has no Landlock")
+    assert all(files) and len(files) == 7
+    assert all(processes) or "other processes" in missing
+    assert wait_for(lambda: not running("sleep", "600.9"))  # it had detached itself
 
 
 def test_one_rollout_leaves_the_next_no_files(sandboxed: RewardPool) -> None:

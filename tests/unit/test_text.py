@@ -1,0 +1,110 @@
+"""Whatever text comes from outside, it is shown as plain text, and numbers from outside are ones that can be summed."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from spmdrl.envs.protocol import EnvironmentFailure
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.heartbeat import Heartbeat
+from spmdrl.faults.text import MAX_LINE_CHARACTERS, MAX_TEXT_CHARACTERS, lines, one_line, printable
+from spmdrl.faults.verdict import ErrorReport
+from spmdrl.faults.watch import Watch
+from spmdrl.report.console import PlainLines, Progress
+from spmdrl.report.files import StepRowsFile, read_rows
+from spmdrl.workers.bounds import MAX_SIZE, bounded
+
+EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
+HOSTILE = "\x1b[2J\x9b31m\u202ereward\r\0\ud800\nstep 99/1  reward 1e6\u2028"
+
+
+def test_plain_text_is_left_as_it_is() -> None:
+    for text in ("", "a reason", "数学 ½ é", "x" * MAX_LINE_CHARACTERS):
+        assert one_line(text) == lines(text) == printable(text) == text
+    assert lines("a\nb\n") == "a\nb\n"
+    assert one_line("a\nb") == "a\\nb"
+
+
+def test_every_character_there_is_becomes_printable() -> None:
+    for start in range(0, len(EVERYTHING), MAX_TEXT_CHARACTERS):
+        part = EVERYTHING[start : start + MAX_TEXT_CHARACTERS]
+        assert one_line(part).isprintable() and len(one_line(part)) <= MAX_LINE_CHARACTERS
+        assert printable(part).replace("\n", "").isprintable()
+        assert len(lines(part)) <= MAX_TEXT_CHARACTERS
+        printable(part).encode()
+
+
+def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
+    shown = one_line("ValueError: " + "x" * 10**6 + " in column 5")
+    assert shown.startswith("ValueError: x") and shown.endswith(" in column 5") and " [...] " in shown
+    assert lines("x" * 10**6 + "ValueError").endswith("ValueError")
+
+
+def test_failures_of_environments_are_plain_from_their_birth() -> None:
+    failure = EnvironmentFailure(kind="error", reason=HOSTILE, traceback=HOSTILE)
+    assert failure.reason == one_line(HOSTILE) and failure.traceback == lines(HOSTILE)
+    assert failure.reason.isprintable()
+
+
+def test_the_log_takes_what_the_console_takes(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    PlainLines(Progress(num_steps=1, start_step=0), stream).message(HOSTILE)
+    heartbeat = Heartbeat(FaultFiles(tmp_path), launch="l", rank=0, num_ranks=1)
+    heartbeat.note(HOSTILE)
+    heartbeat.log.close()
+    for shown in (stream.getvalue(), FaultFiles(tmp_path).log_of(0).read_text(encoding="utf-8")):
+        assert shown.replace("\n", "").isprintable()
+        assert "\\x1b[2J\\x9b31m\\u202ereward\\r\\x00\\ud800\n" in shown
+
+
+def test_the_report_of_a_failure_is_plain() -> None:
+    for kind, traceback in (("user", ""), ("error", HOSTILE), ("error", "")):
+        report = ErrorReport(
+            launch="l", kind=kind, rank=0, num_ranks=1, host="h", pid=1, step=1, phase="p", message=HOSTILE,
+            traceback=traceback, hints=[HOSTILE],
+        )  # fmt: skip
+        assert report.text().replace("\n", "").isprintable()
+
+
+def test_a_stop_file_may_hold_anything(tmp_path: Path) -> None:
+    watch = Watch(FaultFiles(tmp_path), launch="l", rank=0, num_ranks=1)
+    FaultFiles(tmp_path).stop.write_bytes(b"\xff\x1b[2J\nplease")
+    watch._read_files()
+    request = watch.stop_request()
+    assert request is not None and request.reason == "\\xff\\x1b[2J\\nplease"
+
+
+def test_the_names_of_an_evaluation_are_one_line_each() -> None:
+    stream = io.StringIO()
+    PlainLines(Progress(num_steps=1, start_step=0), stream).end_eval(1, {f"eval/accuracy_{HOSTILE}": 1.0})
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_rows_hold_any_text_and_files_only_plain_text(tmp_path: Path) -> None:
+    row = {"step": 1, "response": EVERYTHING[:3000] + HOSTILE, "\x1b[2J": 1}
+    file = StepRowsFile(tmp_path / "rows", start_step=-1)
+    file.write(1, [row])
+    file.close()
+    assert (tmp_path / "rows").read_text(encoding="utf-8").replace("\n", "").isprintable()
+    assert read_rows(tmp_path / "rows") == [row] == [json.loads((tmp_path / "rows").read_bytes())]
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 10**400, 1e39, -1e308, math.nextafter(MAX_SIZE, math.inf)]
+)
+def test_numbers_out_of_bounds_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="the reward is "):
+        bounded("the reward", value)
+
+
+def test_sums_of_squares_within_bounds_are_finite_in_float32() -> None:
+    assert bounded("the reward", -MAX_SIZE) == -MAX_SIZE
+    square = numpy.float32(bounded("the reward", MAX_SIZE)) ** 2
+    assert numpy.isfinite(square * numpy.float32(1e14))
