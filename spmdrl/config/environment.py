@@ -143,7 +143,7 @@ class EnvironmentConfig(Section):
     step_timeout_s: Seconds = 30.0
     """Time limit of a reset or a step; past it the episode ends with `step_timeout` and the process is killed. Other
     episodes in that process are played again from their actions."""
-    episode_timeout_s: Seconds = 600.0
+    episode_timeout_s: Annotated[float, Field(gt=0.0, le=1e8)] = 600.0
     """Time limit of an episode in seconds; it ends with `episode_timeout` when the next response would begin."""
     num_workers: Count = 1
     """Environment processes of each rank; each holds many episodes at once."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from spmdrl.config.strict import read_json, shown
+from spmdrl.config.strict import read_json, shown, utf8_problem
 from spmdrl.data.plain_text import free_characters, plain_text_of, texts_in, unescaped
 from spmdrl.types import UserError
 
@@ -127,6 +127,8 @@ def render(
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARACTERS:
         found = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
         raise TemplateRefusal(f"it gives {found} instead of a text of at most {MAX_TEMPLATE_CHARACTERS} characters")
+    if problem := utf8_problem(text):
+        raise TemplateRefusal(f"its text {problem}")
     return text
 
 

@@ -58,7 +58,11 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
         for step, reward in ((1, 0.5), (2, 0.1), (3, 0.2), (4, 0.3)):
             update_once(learner, meshes, step=step)
             states.append(full_state(learner))
-            saver.save(step, metrics={"eval/reward": reward, "update/lr": float("nan")}, collector={"cursor": step})
+            saver.save(
+                step,
+                metrics={"eval/reward": reward, "update/lr": float("nan")},
+                collector={"cursor": step, "sampling": {}, "carried": []},
+            )
             written += [metrics["checkpoint/write_s"].value() for metrics in [saver.check()] if metrics]
         saver.wait()
         written.append(saver.check()["checkpoint/write_s"].value())
@@ -89,7 +93,11 @@ def _restored(path: str, folder: str, steps: list[int]) -> list[dict[str, Tensor
             learner = start_learner(path, meshes)
             checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=step)
             states.append(full_state(learner))
-            assert checkpoint.collector_state(Path(folder), step=step) == {"cursor": step}
+            assert checkpoint.collector_state(Path(folder), step=step) == {
+                "cursor": step,
+                "sampling": {},
+                "carried": [],
+            }
             with pytest.raises(UserError, match="holds policy, but this run trains policy and critic"):
                 checkpoint.restore(Path(folder), {"policy": learner, "critic": learner}, meshes.training, step=step)
             del learner

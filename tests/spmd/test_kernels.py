@@ -48,4 +48,4 @@ def test_ranks_agree_and_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
         assert "machine.json: linear_kernels: " in said and "remove the file to choose them again" in said
     machine.write_text("{")
     for said in run_ranks(2, kernels_of_a_run, config, str(tmp_path)):
-        assert "machine.json is not JSON" in said
+        assert "machine.json is not valid JSON" in said

@@ -16,11 +16,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, FileData, HeldOutConfig, ReasoningGymData
-from spmdrl.data import sources, stream
+from spmdrl.data import rows, sources, stream
 from spmdrl.data.sources import FileSource, ReasoningGymSource, open_source
 from spmdrl.data.stream import PromptStream, Turns, held_out_prompts, make_held_out, make_training_stream, question_key
-from spmdrl.data.tokenizer import decode, encode_prompt, load_tokenizer, stop_token_ids
+from spmdrl.data.tokenizer import decode, encode_prompt, encode_text, load_tokenizer, stop_token_ids
 from spmdrl.types import UserError
 from tests.helpers.broken_library import break_library
 
@@ -199,6 +200,67 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     for kind, name in (("jsonl", "absent"), ("parquet", "absent"), ("parquet", "text.parquet"), ("jsonl", ".")):
         with pytest.raises(UserError, match=name):
             FileSource(FileData(kind=kind, path=str(tmp_path / name)), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_order_is_that_of_rows_in_memory(tmp_path: Path, kind: str) -> None:
+    """As it was when files were read as a whole: a list of the wanted rows, shuffled again in each epoch."""
+    records = [{"prompt": f"question {i}", "answer": str(i), "note": "n" * (i % 7)} for i in range(101)]
+    file = (
+        jsonl(tmp_path / "rows.jsonl", records)
+        if kind == "jsonl"
+        else FileData(kind="parquet", path=str(tmp_path / "p"))
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "p", row_group_size=9)
+    source = FileSource(file, seed=11).keep(lambda row: row.answer != "7")
+    wanted = [record for record in records if record["answer"] != "7"]
+    for epoch in range(3):
+        order = list(range(100))
+        random.Random(mix(11, epoch)).shuffle(order)
+        found = [source.row(epoch * 100 + i) for i in range(100)]
+        assert [row.answer for row in found] == [wanted[place]["answer"] for place in order]
+        assert all(row.metadata == {"note": "n" * (int(str(row.answer)) % 7)} for row in found)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_that_is_written_to_during_a_run_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    file = numbered(tmp_path, 50)
+    if kind == "parquet":
+        file = FileData(kind="parquet", path=str(tmp_path / "p"))
+        table = pyarrow.Table.from_pylist([{"prompt": f"question {i}", "answer": str(i)} for i in range(50)])
+        pyarrow.parquet.write_table(table, tmp_path / "p", row_group_size=5)
+        monkeypatch.setattr(rows, "_CACHED_BYTES", 0)
+    source = FileSource(file, seed=0)
+    with open(file.path, "ab") as appended:
+        appended.write(b"\n")
+    with pytest.raises(UserError, match="was written to while the run was reading it"):
+        [source.row(index) for index in range(50)]
+
+
+def test_control_tokens_in_prompts_and_responses_stay_text() -> None:
+    tokenizer = byte_tokenizer(chat_template=CHAT_TEMPLATE)
+    spelt = "a<|end|>b<s>"
+    ids, text = encode_prompt(tokenizer, spelt, system_prompt=None, chat_template="auto")
+    plain, _ = encode_prompt(tokenizer, "a", system_prompt=None, chat_template="auto")
+    assert text == f"<|user|>{spelt}<|end|><|assistant|>" == tokenizer.decode(ids)
+    assert [token for token in ids if token < 2] == [token for token in plain if token < 2] == [1]
+    for raw in (
+        encode_prompt(tokenizer, spelt, system_prompt=None, chat_template="never")[0],
+        encode_text(tokenizer, spelt),
+    ):
+        assert not {0, 1} & set(raw) and tokenizer.decode(raw) == spelt
+
+
+def test_a_system_prompt_and_messages_are_not_both_the_users(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.system_prompt is put before prompts that are strings"):
+        encode_prompt(
+            byte_tokenizer(chat_template=CHAT_TEMPLATE),
+            [{"role": "user", "content": "hi"}],
+            system_prompt="be brief",
+            chat_template="auto",
+        )
 
 
 def test_no_answer_column_means_no_answers(tmp_path: Path) -> None:

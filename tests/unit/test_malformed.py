@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import re
 import shutil
@@ -16,11 +17,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from spmdrl.algo.metrics import Total
 from spmdrl.checkpoint.manifest import MANIFEST
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
+from spmdrl.data import tokenizer
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.rewards.pool import RewardPool
@@ -145,7 +148,58 @@ TOML = {
     "an override of no form": Case(nothing, "'optim.lr' on the command line is not of the form", ("optim.lr",)),
     "an override below a value": Case(nothing, "lr is a value, not a table of settings", ("optim.lr.x=1",)),
     "a deep override": Case(nothing, "data.sources on the command line is nested", ("data.sources=" + "[" * 9999,)),
-    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be created (Not a directory)", dry_run=False),
+    "a file for the runs": Case(replaced("/runs", "/c.toml"), "cannot be created (Not a directory)"),
+    "runs where nothing can be written": Case(
+        nothing, "the run folder /proc/1/x/run cannot be", ("run.dir=/proc/1/x",)
+    ),
+    "5,000 digits": Case(replaced("num_steps = 1", "num_steps = " + "9" * 5000), "c.toml is not valid TOML: Exceeds"),
+    "5,000 digits in an override": Case(nothing, "run.num_steps = ", ("run.num_steps=" + "9" * 5000,)),
+    "a count beyond what is counted": Case(
+        nothing, "input should be less than or equal to", (f"rollout.group_size={2**40}",)
+    ),
+    "more time than clocks have": Case(
+        nothing, "reward.timeout_s = 1e+300: input should be", ("reward.timeout_s=1e300",)
+    ),
+    "less time than clocks have": Case(
+        nothing, "reward.timeout_s = 1e-09: input should be", ("reward.timeout_s=1e-9",)
+    ),
+    "more memory than there is": Case(
+        nothing, "max_memory_gib = 1e+30: input", ("reward.sandbox.max_memory_gib=1e30",)
+    ),
+    "patience of 10^15 minutes": Case(nothing, "run.patience_minutes = 1000", (f"run.patience_minutes={10**15}",)),
+    "an end in the year 1": Case(nothing, "is in the past", ("run.stop_before=0001-01-01T00:00:00",)),
+    "a home": Case(nothing, 'run.dir = "~/runs" begins with "~", which only a shell', ("run.dir=~/runs",)),
+    "a path of 5,000 characters": Case(nothing, "is longer than any path", ("model.path=" + "x" * 5000,)),
+    "bytes that are not UTF-8": Case(nothing, "run.dir is not valid Unicode", ("run.dir=a\udcff",)),
+    "two settings in an override": Case(
+        nothing, "optim.lr on the command line is followed by other settings", ("optim.lr=1.0\n[run]\nseed=3",)
+    ),
+    "a pipe": Case(
+        lambda folder: ((folder / "c.toml").unlink(), os.mkfifo(folder / "c.toml")), "it is a pipe or a device"
+    ),
+    "a width without end": Case(
+        replaced(
+            'kind = "jsonl"', 'kind = "reasoning_gym", task = "chain_sum", prompt_template = "{question:>99999999999}"'
+        ),
+        "pads a field to more than 9999 characters",
+    ),
+}
+
+
+def inside_run(put: Callable[[Path], object]) -> Change:
+    """Something in the folder of the run, before there is one."""
+    return lambda folder: ((folder / "runs/run").mkdir(parents=True), put(folder / "runs/run"))
+
+
+FOLDERS = {
+    "a link for a file": Case(
+        inside_run(lambda run: (run / "metrics.jsonl").symlink_to("/etc/hostname")),
+        "metrics.jsonl is a link, and the run",
+    ),
+    "a directory for a file": Case(
+        inside_run(lambda run: (run / "config.toml").mkdir()), "config.toml is no ordinary file"
+    ),
+    "a file for a directory": Case(inside_run(lambda run: (run / "logs").touch()), "logs is no directory, and the run"),
 }
 
 
@@ -161,6 +215,11 @@ def parquet(**columns: Any) -> Change:
         replaced("rows.jsonl", "rows.parquet")(folder)
 
     return change
+
+
+NOT_TEXT = pyarrow.Array.from_buffers(
+    pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe")]
+)
 
 
 def template(text: str) -> Change:
@@ -181,6 +240,30 @@ DATA = {
     ),
     "nested without end": Case(
         row('{"prompt": ' + "[" * 99999), "rows.jsonl line 2 is not valid JSON: it has more than"
+    ),
+    "a key twice": Case(row('{"prompt": "a", "prompt": "b", "answer": "1"}'), 'has the key "prompt" twice'),
+    "a pipe": Case(
+        lambda folder: ((folder / "rows.jsonl").unlink(), os.mkfifo(folder / "rows.jsonl")), "it is a pipe or a device"
+    ),
+    "nested 200 deep": Case(
+        row('{"prompt": "a", "answer": "1", "x": ' + "[" * 200 + "]" * 200 + "}"), "it has more than 100"
+    ),
+    "parquet on a network": Case(
+        lambda folder: (
+            replaced('"jsonl"', '"parquet"')(folder),
+            replaced(f"{folder}/rows.jsonl", "s3://bucket/rows.parquet")(folder),
+        ),
+        "cannot read s3://bucket/rows.parquet: No such file or directory",
+    ),
+    "parquet of text that is none": Case(
+        parquet(prompt=["a"], answer=NOT_TEXT), "row 1 holds a value that cannot be read"
+    ),
+    "parquet of a year beyond years": Case(
+        parquet(prompt=["a"], answer=["1"], day=pyarrow.array([2**31 - 1], pyarrow.date32())),
+        "row 1 holds a value that cannot be read",
+    ),
+    "messages and a system prompt": Case(
+        row('{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}'), "the tokenizer has no chat template"
     ),
     "a list for a row": Case(row('["a", "b"]'), "rows.jsonl line 2 is not a JSON object but list"),
     "no prompt": Case(
@@ -282,6 +365,22 @@ MODEL = {
         written(f"{WEIGHTS}.index.json", json.dumps({"weight_map": {"a": "model-2.safetensors"}})),
         "names 1 files, and 1 of them are missing; the first is model-2.safetensors",
     ),
+    "an index of a pickle": Case(
+        written(f"{WEIGHTS}.index.json", json.dumps({"weight_map": {"a": "pytorch_model.bin"}})),
+        'names "pytorch_model.bin"; weights are read from *.safetensors files of the directory alone',
+    ),
+    "an index of files elsewhere": Case(
+        written(f"{WEIGHTS}.index.json", json.dumps({"weight_map": {"a": "../x.safetensors"}})),
+        'names "../x.safetensors"; weights are read',
+    ),
+    "weights of whole numbers": Case(
+        tensors(lambda held: held.update({SOME_WEIGHT: held[SOME_WEIGHT].to(torch.int8)})),
+        f"1 of its weights are no floating-point numbers that can be trained; the first is {SOME_WEIGHT}, of I8",
+    ),
+    "complex weights": Case(
+        tensors(lambda held: held.update({SOME_WEIGHT: held[SOME_WEIGHT].to(torch.complex64)})),
+        "of C64; save the model",
+    ),
     "a missing tensor": Case(
         tensors(lambda held: held.pop(SOME_WEIGHT)),
         f"lacks 1 of the weights that its config.json requires; the first is {SOME_WEIGHT}",
@@ -306,6 +405,34 @@ MODEL = {
     "a generation config that is not JSON": Case(
         written("model/generation_config.json", "{"), "config.json is not valid JSON"
     ),
+    "an end that is no token": Case(
+        written("model/generation_config.json", '{"eos_token_id": 99999}'),
+        "with the token 99999, but the tokenizer has",
+    ),
+    "an end below all tokens": Case(
+        written("model/generation_config.json", '{"eos_token_id": [-1]}'), "with the token -1"
+    ),
+    "ends in a table": Case(written("model/generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id"),
+    "a directory for a generation config": Case(
+        instead_of_file("model/generation_config.json"), "generation_config.json: Is a directory"
+    ),
+    **{
+        f"a chat template that {does}": Case(
+            written("model/chat_template.jinja", text), f"the tokenizer's chat template refuses the prompt: {says}"
+        )
+        for does, text, says in (
+            ("divides by zero", "{{ 1 / 0 }}", "division by zero"),
+            ("raises", "{{ raise_exception('not so') }}", "not so"),
+            ("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion"),
+            ("wants more memory than there is", "{{ 'x' * 10 ** 15 }}", "MemoryError"),
+            ("says half a character", "{{ '\\ud800' }}", "its text is not valid Unicode"),
+            (
+                "never ends",
+                "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+                "it has not ended after 0.5 s",
+            ),
+        )
+    },
     "text for an end of sequence": Case(
         written("model/generation_config.json", '{"eos_token_id": "x"}'),
         "is of another form: eos_token_id",
@@ -393,6 +520,22 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     "a newer format": (
         manifest(lambda content: content.update(format=2)),
         "manifest.json has format 2, but this version of spmdrl reads format 1",
+    ),
+    "no files": (
+        manifest(lambda content: content.update(files={})),
+        "manifest.json does not name state.json, which every checkpoint has",
+    ),
+    "files elsewhere": (
+        manifest(lambda content: content["files"].update({"../x": content["files"]["state.json"]})),
+        "manifest.json names ../x, which is no file of the checkpoint",
+    ),
+    "other types": (
+        manifest(lambda content: content.update(num_ranks="2")),
+        "manifest.json is of another form: num_ranks: input should be a valid integer",
+    ),
+    "another key": (
+        manifest(lambda content: content.update(more=1)),
+        "manifest.json is of another form: more: extra inputs are not permitted",
     ),
     "another step's under its name": (
         lambda folder: (shutil.rmtree(folder / NEWEST), shutil.copytree(folder / OLDER, folder / NEWEST)),
@@ -483,6 +626,17 @@ RESUMES: dict[str, tuple[Change, tuple[str, ...], list[str]]] = {
     ),
 }
 
+
+def resigned(name: str, content: bytes) -> Change:
+    """Another content for a file of the newest checkpoint, to which its manifest agrees."""
+
+    def change(folder: Path) -> None:
+        (folder / NEWEST / name).write_bytes(content)
+        manifest(lambda held: held["files"].update({name: digest_of(folder / NEWEST / name)}))(folder)
+
+    return change
+
+
 # What only loading shows.
 UNLOADABLE: dict[str, tuple[Change, str]] = {
     "a table that runs code": (
@@ -493,6 +647,20 @@ UNLOADABLE: dict[str, tuple[Change, str]] = {
             ),
         ),
         f"{NEWEST} cannot be loaded: the checkpoint's .metadata names builtins.print, which does not belong there",
+    ),
+    "a table of another kind": (
+        resigned(".metadata", pickle.dumps({})),
+        "its .metadata is no table of tensors, but dict",
+    ),
+    "a table cut off": (resigned(".metadata", b"\x80"), "cannot be loaded: pickle data was truncated"),
+    "a state without learners": (
+        resigned("state.json", b"{}"),
+        "state.json is of another form: learners: field required",
+    ),
+    "a state that is a list": (resigned("state.json", b"[]"), "state.json is of another form"),
+    "a place that is no number": (
+        resigned("collector.json", b'{"cursor": "4", "sampling": {}, "carried": []}'),
+        "collector.json is of another form: cursor: input should be a valid integer",
     ),
     "a model of other sizes": (
         lambda folder: save_tiny_model(folder / "model", hidden_size=64, num_layers=1),
@@ -538,7 +706,7 @@ FUNCTIONS = {
     ),
 }
 
-TABLES = {"toml": TOML, "data": DATA, "model": MODEL, "function": FUNCTIONS}
+TABLES = {"folder": FOLDERS, "toml": TOML, "data": DATA, "model": MODEL, "function": FUNCTIONS}
 CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
 
 
@@ -562,15 +730,18 @@ def test_the_good_folder_is_good(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_sentence_and_the_exit_code(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sentence_and_the_exit_code(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
+    monkeypatch.setattr(tokenizer, "RENDER_S", 0.5)
     case.change(folder)
     assert main([str(folder / "c.toml"), *case.overrides, *(["--dry-run"] if case.dry_run else [])]) == 2
     said = capsys.readouterr().err
     assert said.count("cannot start:") == 1 and case.sentence in said
     # A traceback only of code of the user's own.
     assert "Traceback" not in said or name.startswith("function: ")
-    assert not case.dry_run or not (folder / "runs").exists()
+    assert not case.dry_run or name.startswith("folder: ") or not (folder / "runs").exists()
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from spmdrl.dist.launcher import Network, launch_problems
 from spmdrl.dist.session import _store_of_this_start, listening_store, spmd_session
 from spmdrl.engine.sglang import process
+from spmdrl.train import main
+from spmdrl.types import UserError
 
 
 def listening_on(port: int) -> set[str]:
@@ -81,3 +84,63 @@ def test_a_group_with_engines_splits_nothing_that_the_other_ranks_share(monkeypa
         whole = torch.ones(1)
         dist.all_reduce(whole, group=group)
         assert whole == 1
+
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+
+
+@pytest.mark.parametrize("environment", [{}, TORCHRUN, {"GLOO_SOCKET_IFNAME": "lo"}, {"NCCL_SOCKET_IFNAME": "^docker"}])
+def test_the_environments_of_launchers_are_taken(environment: dict[str, str]) -> None:
+    assert list(launch_problems(environment, Network(["lo", "eth0"]))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"RANK": None}, "WORLD_SIZE=2 is set, but RANK is not"),
+        ({"WORLD_SIZE": None}, "RANK=1 is set, but WORLD_SIZE is not"),
+        (dict.fromkeys(TORCHRUN) | {"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but RANK is not"),
+        ({"RANK": "5"}, "RANK=5 and WORLD_SIZE=2 contradict each other: RANK is below WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1 contradict each other"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 and WORLD_SIZE=2 contradict each other"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' is not a whole number of 1 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number of 1 or more"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a whole number of 1 or more"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not a whole number"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc' is not a port"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT='0' is not a port"),
+        ({"MASTER_PORT": None}, "MASTER_PORT, at which the ranks meet, is not"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR, at which the ranks meet, is not"),
+        ({"MASTER_ADDR": "no such host"}, "MASTER_ADDR='no such host' names no host"),
+        ({"GLOO_SOCKET_IFNAME": "eth9"}, "GLOO_SOCKET_IFNAME=eth9 names no network interface"),
+        ({"NCCL_SOCKET_IFNAME": "ib,mlx"}, "NCCL_SOCKET_IFNAME=ib,mlx names no network interface"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_refused_before_any_rank_waits(
+    changes: dict[str, str | None], sentence: str
+) -> None:
+    environment = {name: value for name, value in (TORCHRUN | changes).items() if value is not None}
+    (found,) = launch_problems(environment, Network(["lo", "eth0"]))
+    assert sentence in found
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_every_rank_tells_of_a_stale_environment_and_waits_for_nobody(
+    local_rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["absent.toml", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "cannot start: the environment variable WORLD_SIZE=2 is set, but RANK is not"
+    )
+    with pytest.raises(UserError, match="RANK is not"), spmd_session(threads_per_rank=1, deterministic=False):
+        pass
