@@ -186,6 +186,8 @@ docs: $(INSTALLED) ## write what is generated from the code into docs/ and confi
 	mv docs/configuration.md.new docs/configuration.md
 	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new
 	mv docs/algorithms.md.new docs/algorithms.md
+	$(VENV)/bin/python -m spmdrl.tools.tools_reference > docs/tools.md.new
+	mv docs/tools.md.new docs/tools.md
 	$(VENV)/bin/python -m spmdrl.tools.predictions
 
 # The variable: mkdocs-material would print that mkdocs 2 will not do.
