@@ -26,7 +26,7 @@ _INTRODUCTION = """\
 <!-- Generated from the programs' own parsers by `make docs`; a test compares the two. -->
 
 Each is started as `python -m NAME`. Those that take a configuration also take settings after it, as `section.key=value`
-([configuration.md](configuration.md)). The programs in `launch/` are shell scripts that say at their top what they take.
+([configuration.md](configuration.md)). The programs in `launch/` are shell scripts that say at the top what they take.
 """
 
 
