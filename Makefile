@@ -142,7 +142,7 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 test-e2e: $(INSTALLED) ## whole runs from the command line
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
 
-test-browser: $(CHROMIUM) $(INSTALLED) ## the page of tools.episodes in a real browser
+test-browser: $(CHROMIUM) $(INSTALLED) ## pages in a real browser
 	@if test -z "$(CHROMIUM)"; then \
 	  echo "tests/browser is skipped: there is no npm to install Chromium with; CHROMIUM=FILE names one that is there"; \
 	else \
