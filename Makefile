@@ -145,7 +145,7 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 test-e2e: $(INSTALLED) ## whole runs from the command line
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
 
-test-browser: $(CHROMIUM) $(INSTALLED) ## the pages of tools.episodes and tools.compare in a real browser
+test-browser: $(CHROMIUM) $(INSTALLED) ## pages in a real browser
 	@if test -z "$(CHROMIUM)"; then \
 	  echo "tests/browser is skipped: there is no npm to install Chromium with; CHROMIUM=FILE names one that is there"; \
 	else \
@@ -192,6 +192,8 @@ docs: $(INSTALLED) ## write what is generated from the code into docs/ and confi
 	mv docs/configuration.md.new docs/configuration.md
 	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new
 	mv docs/algorithms.md.new docs/algorithms.md
+	$(VENV)/bin/python -m spmdrl.tools.tools_reference > docs/tools.md.new
+	mv docs/tools.md.new docs/tools.md
 	$(VENV)/bin/python -m spmdrl.tools.predictions
 
 # The variable: mkdocs-material would print that mkdocs 2 will not do.

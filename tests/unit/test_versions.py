@@ -41,7 +41,7 @@ def test_pinned_versions_are_allowed(name: str) -> None:
             assert requirement.specifier.contains(Version(versions[requirement.name])), requirement.name
 
 
-def test_every_package_of_the_site_is_pinned_within_its_range() -> None:
+def test_the_packages_of_the_site_are_pinned_within_their_ranges() -> None:
     versions = pinned("docs")
     for requirement in map(Requirement, PROJECT["optional-dependencies"]["docs"]):
         assert requirement.specifier.contains(Version(versions[requirement.name])), requirement.name

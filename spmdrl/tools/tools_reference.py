@@ -1,0 +1,88 @@
+"""Generate docs/tools.md, every program and its arguments: `python -m spmdrl.tools.tools_reference`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from unittest import mock
+
+import spmdrl.tools
+
+_PROGRAMS = ("spmdrl.train", "spmdrl.sft")
+_NOT_FOR_USERS = {
+    "algorithms_reference",
+    "config_reference",
+    "gpu_proof",
+    "gpu_report",
+    "predictions",
+    "tools_reference",
+}
+
+_INTRODUCTION = """\
+# Programs
+
+<!-- Generated from the programs' own parsers by `make docs`; a test compares the two. -->
+
+Each is started as `python -m NAME`. Those that take a configuration also take settings after it, as `section.key=value`
+([configuration.md](configuration.md)). The programs in `launch/` are shell scripts that say at the top what they take.
+"""
+
+
+class _Seen(Exception):
+    """A parser that is complete, instead of what it would have parsed."""
+
+
+def reference() -> str:
+    """The page as Markdown."""
+    parts = [_INTRODUCTION]
+    for name in (*_PROGRAMS, *_tools()):
+        parser = _parser(name)
+        rows = [_row(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+        description = " ".join((parser.description or "").split())
+        table = ["| argument | default | |", "|---|---|---|", *rows] if rows else []
+        parts.append("\n".join([f"## `{name}`", "", description, "", *table]).rstrip() + "\n")
+    return "\n".join(parts)
+
+
+def _tools() -> list[str]:
+    """The modules of `spmdrl.tools` that are programs for users, by their full names."""
+    names = [module.name for module in pkgutil.iter_modules(spmdrl.tools.__path__) if not module.ispkg]
+    modules = [f"spmdrl.tools.{name}" for name in names if name not in _NOT_FOR_USERS]
+    return [name for name in modules if hasattr(importlib.import_module(name), "argparse")]
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    """The parser with which a program reads its command line."""
+    module = importlib.import_module(name)
+
+    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise _Seen(parser)
+
+    with (
+        mock.patch.object(sys, "argv", [f"python -m {name}", "CONFIG"]),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.object(argparse.ArgumentParser, "parse_intermixed_args", stop),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop),
+    ):
+        try:
+            module.main(sys.argv[1:])
+        except _Seen as seen:
+            parser: argparse.ArgumentParser = seen.args[0]
+            return parser
+    raise AssertionError(f"{name} reads its command line in another way")
+
+
+def _row(action: argparse.Action) -> str:
+    metavar = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    shown = metavar if isinstance(metavar, str) else " ".join(metavar)
+    name = f"{', '.join(action.option_strings)} {shown}".strip() if action.option_strings else shown
+    hidden = action.default in (None, False, argparse.SUPPRESS) or not action.option_strings
+    default = "" if hidden else f"`{action.default}`"
+    text = (action.help or "") % (vars(action) | {"prog": ""})
+    return f"| `{name}` | {default} | {' '.join(text.split())} |".replace("|  |", "| |")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
