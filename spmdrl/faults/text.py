@@ -14,7 +14,7 @@ _CUT = " [...] "
 
 def one_line(text: str) -> str:
     """Return a text as one printable line of at most `MAX_LINE_CHARACTERS`, the middle of a longer one left out."""
-    return _shortened(_escaped(_shortened(text, MAX_LINE_CHARACTERS)), MAX_LINE_CHARACTERS)
+    return _shortened(escaped(_shortened(text, MAX_LINE_CHARACTERS)), MAX_LINE_CHARACTERS)
 
 
 def lines(text: str) -> str:
@@ -26,10 +26,11 @@ def printable(text: str) -> str:
     """Return a text of any length with its line breaks, tabs as blanks, and nothing else that is not printable."""
     if text.isprintable():
         return text
-    return "\n".join(map(_escaped, text.expandtabs().split("\n")))
+    return "\n".join(map(escaped, text.expandtabs().split("\n")))
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return a text of any length as one printable line."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from spmdrl.faults.text import escaped
 from spmdrl.report.charts import charts_of
 from spmdrl.report.comparison import FINAL_STEPS, Comparison, Final, Line
 from spmdrl.report.console import format_number
 from spmdrl.report.pages import assembled
 from spmdrl.report.series import Band
-from spmdrl.report.visible import visible
 
 _WIDTH, _HEIGHT = 380, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 8, 10, 22  # margins, for the numbers beside the axes
@@ -45,7 +45,7 @@ def comparison_page(compared: Comparison) -> str:
             _differences(compared),
         ]
     )
-    return assembled("compare", title=visible(title), markup=markup)
+    return assembled("compare", title=escaped(title), markup=markup)
 
 
 def _legend(lines: tuple[Line, ...]) -> str:
@@ -156,4 +156,4 @@ def _colour(place: int) -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(visible(text))
+    return html.escape(escaped(text))

@@ -11,11 +11,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from spmdrl.faults.text import escaped
 from spmdrl.report.charts import GROUPS
 from spmdrl.report.console import SHOWN, draw, format_duration, format_number
 from spmdrl.report.files import Row
 from spmdrl.report.series import History
-from spmdrl.report.visible import visible
 from spmdrl.report.watching import RankHealth, Snapshot
 
 _MAX_RANKS = 8  # in the table; of a larger run those that stand out
@@ -26,7 +26,7 @@ _STATE_STYLES = {"running": "bold green", "ended": "bold", "not begun": "dim"}
 def watch_page(run: Snapshot, *, width: int) -> RenderableType:
     """Draw the page."""
     parts: list[RenderableType] = [
-        draw(run.progress(), title=visible(run.name), width=width),
+        draw(run.progress(), title=escaped(run.name), width=width),
         Padding(Group(*_sections(run)), (0, 1)),
     ]
     return Group(*parts)
@@ -35,16 +35,16 @@ def watch_page(run: Snapshot, *, width: int) -> RenderableType:
 def _sections(run: Snapshot) -> Iterator[RenderableType]:
     yield Text.assemble((run.state, _STATE_STYLES.get(run.state, "bold red")), "   ", _others(run))
     if run.trouble:
-        yield Text(visible(run.trouble), style="yellow")
+        yield Text(escaped(run.trouble), style="yellow")
     if run.verdict:
         for line in run.verdict.splitlines()[:_MAX_VERDICT_LINES]:
-            yield Text(visible(line), style="red")
+            yield Text(escaped(line), style="red")
     yield Rule("ranks", style="dim", align="left")
     yield _ranks(run)
     if run.findings:
         yield Rule("what looks wrong", style="yellow", align="left")
         for finding in run.findings:
-            yield Text.assemble((finding.rule.name, "bold yellow"), ": ", visible(finding.seen))
+            yield Text.assemble((finding.rule.name, "bold yellow"), ": ", escaped(finding.seen))
         yield Text("tools.doctor says why it matters, and what to set", style="dim")
     if run.samples:
         yield Rule(f"samples of step {run.samples[-1].get('step')}", style="dim", align="left")
@@ -75,8 +75,8 @@ def _ranks(run: Snapshot) -> RenderableType:
         status, silent = rank.status, rank.state == "silent"
         table.add_row(
             f"rank {status.rank}",
-            Text(visible(status.host)),
-            Text(visible(status.place)),
+            Text(escaped(status.host)),
+            Text(escaped(status.place)),
             Text("" if status.ended else f"for {format_duration(rank.still_s)}"),
             Text(
                 f"no beat for {format_duration(rank.silent_s)}" if silent else rank.state,
@@ -99,7 +99,7 @@ def _samples(samples: Sequence[Row]) -> Table:
         reward = sample.get("reward")
         table.add_row(
             Text("reward " + (format_number(reward) if isinstance(reward, int | float) else "none"), style="bold"),
-            Text(visible(str(sample.get("prompt", "")))[-60:], style="dim"),
-            Text(visible(str(sample.get("response", "")))),
+            Text(escaped(str(sample.get("prompt", "")))[-60:], style="dim"),
+            Text(escaped(str(sample.get("response", "")))),
         )
     return table
