@@ -64,7 +64,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-kernels test-spmd test-engine test-e2e \
-  test-browser test-long test-floor test-gpu lint format bench bench-table bench-check docs clean
+  test-browser test-long test-floor test-gpu lint format bench bench-table bench-check dist docs clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -178,6 +178,11 @@ bench-table: $(INSTALLED) ## put what was measured into README.md and docs/bench
 
 bench-check: $(INSTALLED) ## do they show what was measured? Which results are about older code?
 	$(IN_VENV) python benchmarks/check.py
+
+dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and check them
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist .
+	$(VENV)/bin/python -m twine check --strict dist/*
 
 docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
 	$(VENV)/bin/python -m spmdrl.tools.gpu_report
