@@ -63,6 +63,12 @@ class HeldOutConfig(Section):
     """Held-out prompts, over all sources."""
 
 
+class HeldOutPairsConfig(HeldOutConfig):
+    every: Annotated[int, Field(ge=0)] | Literal["never"] = 0
+    """Steps between two evaluations of the loss of their responses; there is always one before the first step and after
+    the last. 0: only these. `"never"` only keeps their questions out of training, and needs no responses."""
+
+
 class EvalConfig(HeldOutConfig):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
@@ -80,7 +86,11 @@ class PairsConfig(Section):
     sequences_per_step: Count
     """(prompt, response) pairs behind one optimizer step, over all ranks."""
     max_response_tokens: Count
-    """Longest response; a longer one is an error that names the row."""
+    """Longest response; a longer one is an error that names the row. With `turns = "all"`, all that follows the
+    prompt."""
+    turns: Literal["last", "all"] = "last"
+    """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
+    has no `response_column`: the last, or all. What is said between them is read and not trained."""
 
 
 class PackConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmdrl.config.algorithm import AdvantageConfig, LossConfig
 from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
-from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
+from spmdrl.config.data import DataConfig, EvalConfig, HeldOutPairsConfig, PackConfig, PairsConfig
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
@@ -97,7 +97,7 @@ class SftConfig(Section):
     sft: PairsConfig
     optim: OptimConfig
     pack: PackConfig
-    held_out: HeldOutConfig | None = None
+    held_out: HeldOutPairsConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     resume: ResumeConfig = ResumeConfig()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import FileData, ReasoningGymData
+from spmdrl.conversation import Exchange
 from spmdrl.types import UserError
 
 
@@ -27,6 +28,7 @@ class Row:
     question: str  # the question alone, to recognize rows that ask the same
     answer: str | None
     response: str | None  # to imitate
+    later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
 
@@ -51,6 +53,17 @@ def open_source(cfg: FileData | ReasoningGymData, *, seed: int) -> Source:
     return FileSource(cfg, seed=seed) if isinstance(cfg, FileData) else ReasoningGymSource(cfg, seed=seed)
 
 
+def first_record(cfg: FileData) -> dict[str, Any]:
+    """Return the columns of a file's first row. Raises UserError when it cannot be read or has no rows."""
+    for _, record in _records(cfg):
+        return record
+    raise UserError(f"{cfg.path} has no rows")
+
+
+def _records(cfg: FileData) -> Iterator[tuple[str, dict[str, Any]]]:
+    return _read_jsonl(cfg.path) if cfg.kind == "jsonl" else _read_parquet(cfg.path)
+
+
 class FileSource:
     """The rows of a file, in a new order in each epoch."""
 
@@ -58,8 +71,7 @@ class FileSource:
         self.task = cfg.task
         self.path = cfg.path
         self._seed = seed
-        records = _read_jsonl(cfg.path) if cfg.kind == "jsonl" else _read_parquet(cfg.path)
-        self._rows = [_file_row(record, where, cfg) for where, record in records]
+        self._rows = [_file_row(record, where, cfg) for where, record in _records(cfg)]
         self._orders: dict[int, list[int]] = {}
         if not self._rows:
             raise UserError(f"{cfg.path} has no rows")
@@ -81,6 +93,12 @@ class FileSource:
         if not kept._rows:
             raise UserError(f"{self.path} has {len(self._rows)} rows, and every one of them is held out or too long")
         return kept
+
+    def each(self, changed: Callable[[Row], Row]) -> FileSource:
+        """Return a source of the same rows, changed."""
+        other = copy.copy(self)
+        other._rows = [changed(row) for row in self._rows]
+        return other
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
@@ -137,7 +155,7 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     used = {cfg.prompt_column, cfg.answer_column, cfg.response_column}
     return Row(
         prompt=prompt,
-        question=_question(prompt),
+        question=question_in(prompt),
         answer=answer,
         response=response,
         metadata={name: value for name, value in columns.items() if name not in used},
@@ -179,7 +197,8 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _question(prompt: str | list[dict[str, Any]]) -> str:
+def question_in(prompt: str | list[dict[str, Any]]) -> str:
+    """Return what a prompt asks, without its system message."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(message["content"] for message in prompt if message["role"] != "system")

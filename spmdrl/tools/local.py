@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        program = importlib.import_module(arguments.module).main
+        program = program_of(arguments.module)
         if arguments.dry_run:
             return int(program(dry_run))
         code, folder = checked(program, dry_run)
@@ -84,6 +84,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.nproc is not None and arguments.nproc < 1:
         parser.error(f"--nproc {arguments.nproc}: a run has at least 1 process")
     return arguments
+
+
+def program_of(module: str) -> Program:
+    """Import a program of ranks, which takes seconds, and return its `main`."""
+    program: Program = importlib.import_module(module).main
+    return program
 
 
 def count_gpus() -> int:
