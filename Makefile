@@ -180,7 +180,7 @@ bench-check: $(INSTALLED) ## do they show what was measured? Which results are a
 	$(IN_VENV) python benchmarks/check.py
 
 dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and check them
-	rm -rf dist
+	rm -rf dist build *.egg-info
 	$(VENV)/bin/python -m build --outdir dist .
 	$(VENV)/bin/python -m twine check --strict dist/*
 

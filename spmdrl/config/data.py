@@ -14,7 +14,8 @@ class FileData(Section):
     kind: Literal["jsonl", "parquet"]
     """File format."""
     path: str
-    """The file; relative paths are relative to the working directory."""
+    """The file, relative to the working directory; or a file of a data set on a hub, by its name
+    `hf:ORGANISATION/NAME@REVISION:FILE`, in huggingface_hub's cache."""
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
     answer_column: str = "answer"

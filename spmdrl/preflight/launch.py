@@ -17,6 +17,7 @@ from spmdrl.config import Config, SftConfig, read_draft
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
+from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
@@ -37,7 +38,9 @@ def run_from_command_line(
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
         draft = read_draft(kind, arguments.config, arguments.override)
-        cfg = draft.config
+        cfg, problems = located(draft.config)
+        if problems:
+            draft.refuse(problems)
         inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks(), refuse=draft.refuse)
         # Only the first start may refuse a folder that holds a run: ranks that are started again find their own.
         folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)
