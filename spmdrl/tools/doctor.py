@@ -5,6 +5,7 @@ It must run on machines where nothing works yet, so it imports no part of spmdrl
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import os
@@ -12,7 +13,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,8 +48,9 @@ _PACKAGES = (
 )
 
 
-def main() -> None:
-    """Print the report. Problems are printed, never raised."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; returns 0. Problems are printed, never raised."""
+    argparse.ArgumentParser(description="Report what is installed, and what is missing for which use.").parse_args(argv)
     torch, torch_problem = _import("torch")
     for title, lines in (
         ("Software", _software()),
@@ -61,6 +63,7 @@ def main() -> None:
         for line in lines:
             print(f"  {line}")
         print()
+    return 0
 
 
 def _import(name: str) -> tuple[Any, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -138,9 +137,12 @@ def test_forked_ranks_meet_and_their_end_is_told(
     assert capfd.readouterr().err == words
 
 
-def test_every_command_names_a_program() -> None:
-    for name, program in command.PROGRAMS.items():
-        assert callable(importlib.import_module(program.module).main), name
+@pytest.mark.parametrize("name", command.PROGRAMS)
+def test_every_command_tells_how_it_is_used(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_a_command_that_is_no_command_names_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
