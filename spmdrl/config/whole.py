@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmdrl.config.algorithm import AdvantageConfig, LossConfig
 from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
-from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
+from spmdrl.config.data import DataConfig, EvalConfig, HeldOutPairsConfig, PackConfig, PairsConfig
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
@@ -117,7 +117,7 @@ class SftConfig(Section):
     sft: PairsConfig
     optim: OptimConfig
     pack: PackConfig
-    held_out: HeldOutConfig | None = None
+    held_out: HeldOutPairsConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     resume: ResumeConfig = ResumeConfig()
