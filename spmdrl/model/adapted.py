@@ -65,6 +65,16 @@ def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | Non
             yield from str(error).splitlines()
 
 
+def adapter_sizes(model_config: Any, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
+    """Count the elements of each weight's adapter, by the weight's name. Raises UserError like `plan_adapters`."""
+    model = model_without_memory(model_config, cfg)
+    plan = plan_adapters(model, lora)
+    return {
+        target.weight: sum(map(math.prod, target.shapes(plan.strength.rank)))
+        for target in targets_of(model, plan.wanted)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The adapters that `[lora]` asks for."""
