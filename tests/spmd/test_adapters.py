@@ -40,7 +40,14 @@ from spmdrl.train import main as train
 from spmdrl.types import Sequence
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
-from tests.helpers.models import needs_expert_plans, save_gpt_oss, save_llama, save_qwen3, save_qwen3_moe
+from tests.helpers.models import (
+    needs_expert_plans,
+    save_gpt_oss,
+    save_llama,
+    save_qwen3,
+    save_qwen3_moe,
+    save_qwen3_next,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 from tests.helpers.small_run import rows, sums_from_files, write_sft_config, write_small_run
@@ -115,6 +122,8 @@ def _token_mean_loss(model: Any, sequences: list[Sequence]) -> Tensor:
         (save_qwen3_moe, {}),
         (save_qwen3_moe, {"targets": ["experts.gate_up_proj", "v_proj"]}),
         (save_gpt_oss, {"targets": ["experts.gate_up_proj", "experts.down_proj"]}),
+        # PEFT takes the names of the shared expert's layers for those of the experts, so these have none here.
+        (save_qwen3_next, {"targets": ["q_proj", "in_proj_qkvz", "out_proj", "experts.gate_up_proj"]}),
     ],
 )
 def test_adapters_are_those_of_peft(tmp_path: Path, save: Callable[[Path], str], lora: dict[str, Any]) -> None:
