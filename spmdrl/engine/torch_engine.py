@@ -31,7 +31,6 @@ from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
-from spmdrl.model.linear import linear
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
@@ -110,7 +109,7 @@ class TorchEngine(RolloutEngine):
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
-        self._adapters = AdapterBank(model, invariant.linear if kernel == "invariant" else linear)
+        self._adapters = AdapterBank(model, operators_of(kernel).linear)
         self._decoder = DenseDecoder(model, self._adapters) if kernel == "sdpa" and can_decode(model) else None
         self._kernel: Kernel = kernel
         self.attend_to_cache, self._sample_tokens = _decoding_of(kernel)
