@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -32,9 +33,10 @@ class AdapterBank:
         """The versions that are held."""
         return self._held.keys()
 
-    def load(self, adapters: AdapterVersion) -> dict[str, Tensor]:
-        """Copy the adapters of a version; return the copies by name."""
-        tensors = {name: tensor.to(self._device, copy=True) for name, tensor in adapters.tensors.items()}
+    def load(self, adapters: AdapterVersion) -> AdapterVersion:
+        """Copy the adapters of a version; return the copies."""
+        own = dataclasses.replace(adapters, flat=adapters.flat.to(self._device, copy=True))
+        tensors = own.tensors
         pairs = {
             name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
             for name, a in tensors.items()
@@ -43,7 +45,7 @@ class AdapterBank:
         self._held[adapters.version] = _Held(pairs, adapters.scale)
         for name in pairs.keys() - self._hooks.keys():
             self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
-        return tensors
+        return own
 
     def drop(self, version: int) -> None:
         """Free the adapters of a version."""

@@ -34,7 +34,7 @@ from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.digest import digests
+from spmdrl.refit.digest import digest, digests
 from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
@@ -258,12 +258,14 @@ class TorchEngine(RolloutEngine):
         return not self._missing
 
     def load_adapters(self, adapters: AdapterVersion) -> list[str]:
-        copies = self._adapters.load(adapters)
+        held = self._adapters.load(adapters)
         self.version = adapters.version
         self._versions.hold(adapters.version)
         self._drop_dead()
-        given, held = (digests({name: [x] for name, x in tensors.items()}) for tensors in (adapters.tensors, copies))
-        return [name for name, found in held.items() if found != given[name]]
+        if digest(held.flat) == digest(adapters.flat):
+            return []
+        given, found = (digests({name: [x] for name, x in one.tensors.items()}) for one in (adapters, held))
+        return [name for name in given if given[name] != found[name]]
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})
