@@ -56,13 +56,18 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        """True when a frozen reference model is loaded."""
+        """True when the policy is compared with a frozen reference."""
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
 
     @property
     def sends_adapters(self) -> bool:
         """True when refits send the engine adapters, and its base once."""
         return self.lora is not None and not self.lora.merge
+
+    @property
+    def loads_reference(self) -> bool:
+        """True when the reference is a model of its own; that of adapters is their base."""
+        return self.has_reference and self.lora is None
 
     @property
     def merges_adapters(self) -> bool:

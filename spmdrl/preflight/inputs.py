@@ -191,7 +191,9 @@ def _predict(
 ) -> Prediction:
     """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
     second = Model.read_critic(critic.config, critic.cfg) if critic else None
-    prediction = predict_here(cfg, Model.read(policy.config, policy.cfg, critic=second), num_ranks=num_ranks)
+    prediction = predict_here(
+        cfg, Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora), num_ranks=num_ranks
+    )
     raise_all(prediction.problems if prediction.rank.on_gpu else ())
     return prediction
 

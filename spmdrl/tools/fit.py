@@ -101,7 +101,7 @@ def _read_model(cfg: Config | SftConfig, model_config: Any) -> Model:
         critic = Model.read_critic(critic_config, cfg.critic_model)
     if refusals:
         raise UserError("\n".join(dict.fromkeys(refusals)))
-    return Model.read(model_config, cfg.model, critic=critic)
+    return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora)
 
 
 def _problems(prediction: Prediction) -> Iterator[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import Sequence
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
-from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.models import needs_expert_plans, save_gpt_oss, save_llama, save_qwen3, save_qwen3_moe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 from tests.helpers.small_run import write_sft_config
@@ -49,6 +50,13 @@ def test_every_layout_of_adapters_gives_what_one_rank_gives(tmp_path: Path) -> N
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
     require_same(matrix(settings, lambda case: case.parallel.ep == 1))
+
+
+@needs_expert_plans
+def test_every_layout_of_adapted_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
+    settings = dataclasses.replace(by_reward(path), lora=LORA)
+    require_same(matrix(settings, lambda case: case.parallel.ep > 1 or case.name in ("dp 2", "tp 2", "cp 2")))
 
 
 def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
@@ -95,10 +103,19 @@ def _token_mean_loss(model: Any, sequences: list[Sequence]) -> Tensor:
     return torch.stack(losses).sum() / num_tokens
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_adapters_are_those_of_peft(tmp_path: Path, rslora: bool) -> None:
-    path = save_llama(tmp_path / "model")
-    lora = LoraConfig(rank=RANK, alpha=6.0, rslora=rslora)
+@pytest.mark.parametrize(
+    ("save", "lora"),
+    [
+        (save_llama, {}),
+        (save_llama, {"rslora": True, "targets": ["q_proj", "mlp.down_proj"]}),
+        (save_qwen3_moe, {}),
+        (save_qwen3_moe, {"targets": ["experts.gate_up_proj", "v_proj"]}),
+        (save_gpt_oss, {"targets": ["experts.gate_up_proj", "experts.down_proj"]}),
+    ],
+)
+def test_adapters_are_those_of_peft(tmp_path: Path, save: Callable[[Path], str], lora: dict[str, Any]) -> None:
+    path = save(tmp_path / "model")
+    lora = LoraConfig(rank=RANK, alpha=6.0, **lora)
     (found,) = run_ranks(1, _one_update, path, lora, tmp_path)
 
     # Before anything is learned, and switched off afterwards: the model without adapters, to the last bit.
@@ -243,7 +260,11 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
             (pair, {"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", with which PEFT changes the base'),
             (pair | {"extra": torch.zeros(1)}, {}, "no matrices of adapters; the first is extra"),
             ({f"{stem}.lora_A.weight": torch.zeros(2, 48)}, {}, "lacks 1 matrices"),
-            (elsewhere, {}, "another base than model.path: it adapts 1 layers"),
+            (
+                elsewhere,
+                {},
+                "another base than model.path: 2 of its matrices have no layer in this model; the first is",
+            ),
             (wider, {}, "is [2, 32], and should be [2, 48] there"),
         ]
     ):

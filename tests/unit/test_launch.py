@@ -195,6 +195,8 @@ QWEN = {
     "qwen3-4b-math-1h200": 1,
     "qwen3-4b-math-1node": 8,
     "qwen3-8b-math-1node": 8,
+    "qwen3-8b-math-lora-1gpu": 1,
+    "qwen3-32b-math-lora-1node": 8,
     "qwen3-4b-math-4node": 32,
     "qwen3-30b-a3b-math-4node": 32,
 }
@@ -204,7 +206,7 @@ QWEN = {
 def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks as after the downloads that the Qwen configurations name."""
     folder = tmp_path_factory.mktemp("downloads")
-    for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"):
+    for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-32B", "Qwen3-30B-A3B"):
         save_tiny_model(folder / "models" / name, hidden_size=32, num_layers=1, max_tokens=40960)
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
