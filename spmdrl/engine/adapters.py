@@ -10,11 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.config import Config
+from spmdrl.model.adapted import plan_adapters
 from spmdrl.model.adapters import PREFIX
+from spmdrl.model.expert_adapters import ExpertsTarget
+from spmdrl.model.load import model_without_memory
+from spmdrl.model.targets import targets_of
 from spmdrl.refit.sink import AdapterVersion
+from spmdrl.types import UserError
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
 Rows = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
+
+
+def expert_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+    """Yield a sentence when `[lora]` would send an engine adapters of experts: engines take those of linear layers."""
+    if cfg.lora is None or not cfg.sends_adapters:
+        return
+    model = model_without_memory(model_config, cfg.model)
+    try:
+        targets = targets_of(model, plan_adapters(model, cfg.lora).wanted)
+    except UserError:
+        return  # said where the model is checked
+    if any(isinstance(target, ExpertsTarget) for target in targets):
+        names = (target.module.rpartition(".")[2] for target in targets if not isinstance(target, ExpertsTarget))
+        yield (
+            f'rollout.engine = "{cfg.rollout.engine}" takes no adapters of experts, which lora.targets includes; set '
+            "lora.merge = true, and it gets merged weights, or set lora.targets to some of "
+            f"{', '.join(dict.fromkeys(names))}"
+        )
 
 
 class AdapterBank:

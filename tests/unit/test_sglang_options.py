@@ -14,6 +14,7 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.dist.session import World
+from spmdrl.engine.adapters import expert_problems
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
@@ -21,7 +22,7 @@ from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -208,3 +209,18 @@ def test_exact_kernels_are_not_for_adapters(tmp_path: Path) -> None:
     cfg = adapted(tmp_path).model_copy(update={"true_on_policy": True})
     (said,) = adapter_problems(cfg, load_model_config(cfg.model), device_type="cuda")
     assert "true_on_policy = true has no exact kernels for adapters" in said
+
+
+def test_engines_take_adapters_of_experts_as_merged_weights(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"])
+
+    def problems(*overrides: str) -> list[list[str]]:
+        cfg = config(tmp_path, f"model.path={path}", *LORA, *overrides)
+        model = load_model_config(cfg.model)
+        return [list(expert_problems(cfg, model)), list(adapter_problems(cfg, model, device_type="cpu"))]
+
+    for (said,) in problems():
+        assert "takes no adapters of experts" in said and "lora.merge = true" in said
+        assert said.endswith("q_proj, k_proj, v_proj, o_proj")
+    assert problems("lora.merge=true") == [[], []]
+    assert problems('lora.targets=["q_proj", "v_proj"]') == [[], []]
