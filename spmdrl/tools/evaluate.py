@@ -38,7 +38,8 @@ def evaluate_export(run: Path) -> dict[str, float]:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
     if not (run / "hf" / "config.json").is_file():
         raise UserError(
-            f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or export.merged is false"
+            f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or "
+            "export.merged is false"
         )
     held_out = open_held_out(cfg)
     device = torch.device(default_device_type())
