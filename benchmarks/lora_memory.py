@@ -57,7 +57,16 @@ def main() -> None:
         written = write_checkpoint(Path(folder), dtype=DTYPE, num_layers=args.layers, vocabulary=args.vocabulary)
         found = {way: _in_a_process(way, folder, args.rank) for way in ("adapters", "whole")}
     parameters = int(written["num_parameters"])
-    print(json.dumps({"num_parameters": parameters, "rank": args.rank, **found, "versions": workload.versions(["spmdrl", "torch", "transformers"])}))
+    print(
+        json.dumps(
+            {
+                "num_parameters": parameters,
+                "rank": args.rank,
+                **found,
+                "versions": workload.versions(["spmdrl", "torch", "transformers"]),
+            }
+        )
+    )
 
 
 def _in_a_process(way: str, folder: str, rank: int) -> dict[str, dict[str, int]]:
