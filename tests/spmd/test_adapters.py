@@ -32,15 +32,17 @@ from spmdrl.model.peft_files import write_adapter
 from spmdrl.sft import main as fine_tune
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf
+from spmdrl.tools import replay
 from spmdrl.tools.parity_cases import GradientAsWeight
 from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.train import main as train
 from spmdrl.types import Sequence
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
 from tests.helpers.models import needs_expert_plans, save_gpt_oss, save_llama, save_qwen3, save_qwen3_moe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
-from tests.helpers.small_run import write_sft_config
+from tests.helpers.small_run import rows, sums_from_files, write_sft_config, write_small_run
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, alpha=6.0)
@@ -272,3 +274,37 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
         cfg = model_config(path)
         (found,) = adapter_problems(load_model_config(cfg), cfg, LoraConfig(path=folder))
         assert sentence in found and "lora.path" in found, found
+
+
+def _trained_and_replayed(config: Path) -> tuple[int, int, str]:
+    """Exit codes of a run and of the replay of its second step, and what the latter printed."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = train([str(config)])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        replayed = replay.main([str(config.parent / "runs/run"), "--step", "2"])
+    return code, replayed, printed.getvalue()
+
+
+def test_an_engine_samples_with_merged_adapters_and_a_step_is_replayed(tmp_path: Path) -> None:
+    config = write_small_run(
+        tmp_path,
+        model={"num_layers": 1, "spare_tokens": 1},
+        run={"num_steps": 2},
+        lora={"rank": 8, "merge": True},
+        loss={"updates_per_step": 1, "kl_coef": 0.1},
+        correction={"old": "trainer"},
+        offload={"trainer": "all"},
+        eval=None,
+        checkpoint={"every": 1},
+        debug={"assert_on_policy": True, "save_rollouts": "all"},
+        report={"console": "plain", "tensorboard": False},
+        **{key: tables for key, tables in sums_from_files(tmp_path).items() if key == "data"},
+    )
+    (code, replayed, words), *_ = run_ranks(2, _trained_and_replayed, config)
+    assert (code, replayed) == (0, 0), words
+    assert "the same" in words
+    first, second = (row for row in rows(tmp_path / "runs/run") if "update/loss" in row)
+    assert first["update/k3_ref_nats"] == 0.0, "the policy begins as its base"
+    assert second["update/k3_ref_nats"] > 0.0
+    for row in (first, second):
+        assert row["mismatch/max_abs_nats"] < 1e-5

@@ -207,7 +207,7 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks as after the downloads that the Qwen configurations name."""
     folder = tmp_path_factory.mktemp("downloads")
     for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-32B", "Qwen3-30B-A3B"):
-        save_tiny_model(folder / "models" / name, hidden_size=32, head_dim=8, num_layers=1, max_tokens=40960)
+        save_tiny_model(folder / "models" / name, hidden_size=32, head_dim=4, num_layers=1, max_tokens=40960)
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
         )
