@@ -33,6 +33,7 @@ from spmdrl.sft import main as fine_tune
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf
 from spmdrl.tools import replay
+from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.parity_cases import GradientAsWeight
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main as train
@@ -58,7 +59,8 @@ def test_every_layout_of_adapters_gives_what_one_rank_gives(tmp_path: Path) -> N
 def test_every_layout_of_adapted_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
     path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
-    require_same(matrix(settings, lambda case: case.parallel.ep > 1 or case.name in ("dp 2", "tp 2", "cp 2")))
+    others = ("dp 2", "tp 2", "cp 2", "checkpointing: full", "checkpointing: selective")
+    require_same(matrix(settings, lambda case: case.parallel.ep > 1 or case.name in others))
 
 
 def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
@@ -198,6 +200,10 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
     one, other = (load_file(folder / "run/adapter/adapter_model.safetensors") for folder in _runs(tmp_path))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
+    # A checkpoint's adapters are exported as the run exports them.
+    exported = export_checkpoint(tmp_path / "whole/run", adapter=True) / "adapter_model.safetensors"
+    assert all(torch.equal(tensor, one[name]) for name, tensor in load_file(exported).items())
+
     # Two ranks go on from the same checkpoint.
     on_two = [f"run.dir={tmp_path}/other", "run.num_steps=4", "export.merged=false"]
     assert run_ranks(2, _fine_tuned, fine_tuning, *on_two) == [(0, ""), (0, "")]
@@ -210,6 +216,17 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
     save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1, seed=1)
     ((code, error),) = run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=5")
     assert code == 2 and "adapters of another base" in error, error
+
+
+def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -> None:
+    levers = ("model.cpu_offload=true", "optim.state_on_host=true", "model.gradient_checkpointing=full")
+    found = []
+    for number, lever in enumerate(("run.num_steps=2", *levers)):
+        overrides = [f"run.name=r{number}", "run.num_steps=2", "export.merged=false", lever]
+        assert run_ranks(1, _fine_tuned, fine_tuning, *overrides) == [(0, "")]
+        found.append(load_file(tmp_path / f"runs/r{number}/adapter/adapter_model.safetensors"))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], tensor) for name, tensor in found[0].items())
 
 
 def _runs(folder: Path) -> tuple[Path, Path]:
