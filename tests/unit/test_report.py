@@ -401,7 +401,7 @@ def test_plot_draws_several_runs_over_each_other(
     assert str(out) in capsys.readouterr().out
 
     assert plot.main([str(tmp_path)]) == 2
-    assert "has no finished step to draw" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_resume_never_refuses_a_folder_that_holds_a_run(whole: RunFolder) -> None:
