@@ -21,7 +21,7 @@ from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
 from spmdrl.config.on_policy import EXACT_BACKENDS
 from spmdrl.config.optim import CriticConfig, OptimConfig
-from spmdrl.config.read import Draft, read_config, read_draft, read_run_config
+from spmdrl.config.read import Draft, read_config, read_draft, read_run_config, read_table
 from spmdrl.config.rewards import (
     CodeReward,
     ExactReward,
@@ -91,5 +91,6 @@ __all__ = [
     "read_config",
     "read_draft",
     "read_run_config",
+    "read_table",
     "run_rules",
 ]

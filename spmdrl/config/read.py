@@ -46,7 +46,7 @@ def read_run_config(path: str, overrides: Sequence[str]) -> Config | SftConfig:
     Raises UserError as `read_config` does, and when the file has both tables or neither.
     """
     named = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
-    tables = named | _parse(path, _read_text(path)).keys()
+    tables = named | read_table(path).keys()
     if ("rollout" in tables) == ("sft" in tables):
         has = "both [rollout] and [sft]" if "sft" in tables else "neither [rollout] nor [sft]"
         raise UserError(
@@ -82,6 +82,11 @@ def read_draft(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Dra
     found += [(places.of_setting(one.name), one.sentence) for one in mistakes]
     found += [(places.of_sentence(sentence), sentence) for sentence in problems(config)]
     return Draft(config, places, found)
+
+
+def read_table(path: str) -> dict[str, Any]:
+    """Read a TOML file as tables of settings, whatever they are. Raises UserError when it is not TOML."""
+    return _parse(path, _read_text(path))
 
 
 def _validate(kind: type[SectionT], values: dict[str, Any]) -> tuple[SectionT, list[Mistake]]:

@@ -180,5 +180,4 @@ def utf8_problem(text: str) -> str | None:
 def shown(path: str | Path) -> str:
     """Write a path such that any terminal and any log can show it, on one line."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(path))
-    text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 300 else f"{text[:140]}...{text[-140:]}"

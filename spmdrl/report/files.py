@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config.strict import Malformed, parse_own_json, read_bytes, shown
+from spmdrl.config.strict import Malformed, about, conform, parse_own_json, read_bytes, shown
 from spmdrl.types import UserError
 
 Row = dict[str, Any]
@@ -25,6 +25,13 @@ TAIL_BYTES = 1 << 18  # of a file, in which `last_rows` looks
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a file that may still be growing: an incomplete last line is ignored."""
     return [row for row, _ in _rows_with_ends(path)]
+
+
+def read_scalars(path: Path) -> list[Row]:
+    """Read the rows of metrics.jsonl: scalars by name, None where one was not finite. Raises UserError."""
+    rows = read_rows(path)
+    with about(path):
+        return conform(rows, list[dict[str, int | float | None]])
 
 
 def last_rows(path: Path, count: int) -> list[Row]:
@@ -39,8 +46,8 @@ def last_rows(path: Path, count: int) -> list[Row]:
         return []
     rows = []
     for line in lines[-count:]:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
+        with contextlib.suppress(Malformed):
+            rows.append(parse_own_json(line))
     return [row for row in rows if isinstance(row, dict)]
 
 

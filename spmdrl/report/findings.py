@@ -306,13 +306,13 @@ RULES = (
     Rule(
         name="the reward fell back",
         look=fell_back,
-        why="the policy was better before; what follows is rarely repaired by more steps",
+        why="the policy was better before, and the run goes on from a worse one",
         remedy="go back to an earlier checkpoint (resume.checkpoint) with a lower optim.lr or a higher loss.kl_coef; "
         "keep the best one with checkpoint.keep_best",
         page="losses.md#kl-to-the-reference",
     ),
     Rule(
-        # With eight rollouts a group, a policy that is right in 97 of 100 cases has 80 % of equal groups.
+        # Four groups in five are then sampled for nothing. A policy that is nearly always right cannot do better.
         name="most groups agree",
         look=without(above("reward/equal_groups_fraction", 0.8), mostly_right),
         why="a group whose rewards are all equal has no advantages: its tokens cost time and teach nothing",
@@ -321,7 +321,7 @@ RULES = (
         page="collecting.md#dynamic-sampling",
     ),
     Rule(
-        # A tenth of the first entropy is left when the policy has stopped to explore. That is the aim once it is right.
+        # Entropy falls as a policy learns, so the limit is far below the first. Once it is right, no limit is needed.
         name="entropy collapsed",
         look=without(shrunk("update/entropy_nats", 0.1), nothing_left),
         why="the policy is sure of itself and no longer tries anything else, while the reward does not rise",
@@ -329,7 +329,7 @@ RULES = (
         page="losses.md#entropy",
     ),
     Rule(
-        # Twice is beyond what a policy gains by thinking a little longer without a better reward.
+        # A step then samples and trains on twice the tokens for the same reward.
         name="responses grow and the reward does not",
         look=without(grown("rollout/response_tokens", 2.0), nothing_left),
         why="longer responses cost time and memory; with token_mean a long response also weighs more",
@@ -337,15 +337,16 @@ RULES = (
         page="losses.md#from-tokens-to-one-number",
     ),
     Rule(
-        # A response that was cut rarely has an answer. A quarter of them is a quarter of the sampling.
+        # One rollout in four is then judged by its length.
         name="many responses are cut",
         look=above("rollout/truncated_fraction", 0.25),
-        why="a response that ends at the limit has no answer, so it is punished for its length alone",
+        why="a response that is cut before its answer is punished for its length alone",
         remedy="raise rollout.max_response_tokens, or shape the reward near the limit with reward.overlong_tokens",
         page="losses.md#rewards-before-they-are-compared",
     ),
     Rule(
-        # Kernels in bfloat16 differ by about 0.01 nats a token; less than 0.001 is rounding in float32.
+        # What kernels round differently is there from the first step, so growth has another cause. Below 0.001 nats a
+        # token's ratio is within 0.1 % of 1, whatever the factor.
         name="engine and trainer drift apart",
         look=grown("mismatch/mean_abs_nats", 3.0, floor=1e-3),
         why="rollouts are no longer samples of the policy that is trained, and gradients are of something else",
@@ -353,7 +354,7 @@ RULES = (
         page="agreement.md#correct-for-it",
     ),
     Rule(
-        # Half of the tokens would do as well if they had equal weights.
+        # Half of the tokens would do as well if they had equal weights: that is what the number says.
         name="engine and trainer disagree",
         look=below("mismatch/effective_fraction", 0.5),
         why="a few tokens carry most of the weight, so the gradient is that of few samples",
@@ -361,15 +362,15 @@ RULES = (
         page="agreement.md#set-limits",
     ),
     Rule(
-        # A tenth of a nat a token is the usual distance of a trained policy; at half a nat its texts are others.
+        # At half a nat a token, ten tokens are e^5, about 150 times, as likely as under the reference.
         name="the policy has left the reference",
         look=any_of("update/k", "_ref_nats", lambda name: above(name, 0.5)),
-        why="texts that the reference finds this unlikely are often exploits of the reward",
+        why="it writes what the reference would not, and may earn its reward by that rather than by better answers",
         remedy="raise loss.kl_coef, or lower optim.lr",
         page="losses.md#kl-to-the-reference",
     ),
     Rule(
-        # Clipping bounds a few tokens in a hundred; beyond a fifth the update is mostly bounds.
+        # One token in five is then left out of the gradient that the loss asks for.
         name="many ratios are clipped",
         look=above("update/clip_fraction", 0.2),
         why="clipped tokens give no gradient: the steps are larger than the clip allows for",
@@ -378,7 +379,7 @@ RULES = (
     ),
     Rule(
         name="the gradient spikes",
-        # Between steps the norm differs by a factor of two or three; ten is another kind of step.
+        # An order of magnitude, so that scatter between steps is no finding.
         look=spikes("update/grad_norm", 10.0),
         why="one such step can undo many, although optim.max_grad_norm bounds its size",
         remedy="look at samples.jsonl of that step; lower optim.max_grad_norm or optim.lr, or lengthen "
@@ -386,7 +387,7 @@ RULES = (
         page="configuration.md",
     ),
     Rule(
-        # A critic below 0 is worse than a constant, so advantages are better without it. Every critic begins there.
+        # A critic below 0 predicts worse than a constant would. One that has not learned yet may be there.
         name="the critic explains nothing",
         look=without(below("critic/explained_variance", 0.0), young),
         why="its values are noise in every advantage",
@@ -394,7 +395,7 @@ RULES = (
         page="losses.md#ppo-with-a-critic",
     ),
     Rule(
-        # Packing keeps ranks busy for more than 95 % of an update; a quarter is a layout that does not fit.
+        # As if one rank in four had nothing to do.
         name="ranks wait for each other",
         look=above("batch/idle_fraction", 0.25),
         why="the time of an update is that of its fullest rank, and the others are idle meanwhile",

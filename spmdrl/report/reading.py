@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.report.files import Row, read_rows
+from spmdrl.config import read_table
+from spmdrl.config.strict import read_json
+from spmdrl.report.files import Row, read_scalars
 from spmdrl.report.run_folder import RunFolder
 from spmdrl.types import UserError
 
@@ -31,27 +31,35 @@ def read_run(path: Path) -> RecordedRun:
         raise UserError(f"{path} is not the folder of a run: it has no config.toml and no metrics.jsonl")
     return RecordedRun(
         name=path.resolve().name,
-        rows=read_rows(folder.metrics),
+        rows=read_scalars(folder.metrics),
         settings=read_settings(folder.config),
         num_steps=read_num_steps(folder.plan),
     )
 
 
+def read_steps(path: Path) -> RecordedRun:
+    """Read the folder of a run that has finished a step. Raises UserError as `read_run` does, and when it has not."""
+    run = read_run(path)
+    if not run.rows:
+        raise UserError(f"{path} has no finished step to show: its metrics.jsonl is missing or empty")
+    return run
+
+
 def read_settings(config: Path) -> dict[str, Any]:
-    """Read the settings of a config.toml by their whole names; none where the file is missing."""
-    try:
-        return dict(_flat(tomllib.loads(config.read_text(encoding="utf-8"))))
-    except FileNotFoundError:
+    """Read the settings of a config.toml by their whole names; none where the file is missing. Raises UserError."""
+    if not config.exists():
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{config} is not TOML ({error}); it is written again when the run is resumed") from error
+    try:
+        return dict(_flat(read_table(str(config))))
+    except UserError as error:
+        raise UserError(f"{error}; the file is written again when the run is resumed") from error
 
 
 def read_num_steps(plan: Path) -> int | None:
     """Read the steps that a run was launched for; None before its plan.json is whole."""
     try:
-        steps = json.loads(plan.read_text(encoding="utf-8")).get("num_steps")
-    except (OSError, ValueError, AttributeError):
+        steps = read_json(plan, dict[str, Any]).get("num_steps")
+    except UserError:
         return None
     return steps if isinstance(steps, int) else None
 

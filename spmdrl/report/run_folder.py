@@ -23,9 +23,9 @@ from spmdrl.config.strict import read_json, shown
 from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
-_JSON = ("plan.json", "versions.json", "machine.json", "metrics.jsonl", "samples.jsonl", "memory.jsonl", "error.json")
-_FILES = (*_JSON, "config.toml", "curves.png", "requeue")
-_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf")
+_ROWS = ("metrics.jsonl", "samples.jsonl", "worst_tokens.jsonl", "memory.jsonl")
+_FILES = (*_ROWS, "plan.json", "versions.json", "machine.json", "error.json", "config.toml", "curves.png", "requeue")
+_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,11 @@ class RunFolder:
         """True when a run was launched here, even if it did not finish."""
         written = (self.config, self.metrics, self.hf)
         return any(path.exists() for path in written) or any(self.checkpoints.glob("*"))
+
+    def require_launch(self) -> None:
+        """Raise UserError where no run was launched."""
+        if not self.config.is_file():
+            raise UserError(f"{shown(self.path)} is not the folder of a run: it has no config.toml")
 
     def write_launch(self, config: BaseModel, plan: Any, machine: Mapping[str, Any]) -> None:
         """Write config.toml, plan.json (`plan` is a dataclass), machine.json and versions.json. One rank calls this.

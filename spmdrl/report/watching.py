@@ -12,7 +12,7 @@ from spmdrl.faults.heartbeat import BEAT_S, BEATS_MISSED
 from spmdrl.faults.rank_status import RankStatus, furthest_behind, read_statuses
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import Progress
-from spmdrl.report.files import Row, last_rows, read_rows
+from spmdrl.report.files import Row, last_rows, read_scalars
 from spmdrl.report.findings import Finding, findings
 from spmdrl.report.reading import read_num_steps
 from spmdrl.report.run_folder import RunFolder
@@ -98,9 +98,7 @@ class Watcher:
     _rows: list[Row] = field(default_factory=list)
     _stamp: tuple[int, int] | None = None  # of metrics.jsonl when it was read
     _findings: list[Finding] = field(default_factory=list)
-    _beats: dict[tuple[str, int], tuple[int, float]] = field(
-        default_factory=dict
-    )  # of a rank of a launch, and since when
+    _beats: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # of a launch's rank, since when
 
     def read(self, *, now: float) -> Snapshot:
         """Read the run's folder; `now` is unix time."""
@@ -125,7 +123,7 @@ class Watcher:
             stat = metrics.stat()
             stamp = stat.st_mtime_ns, stat.st_size
             if stamp != self._stamp:
-                self._rows = read_rows(metrics)
+                self._rows = read_scalars(metrics)
                 self._findings, self._stamp = findings(History(self._rows)), stamp
         except FileNotFoundError:
             self._rows, self._findings, self._stamp = [], [], None

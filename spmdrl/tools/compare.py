@@ -11,50 +11,34 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.report.comparison import compare
 from spmdrl.report.comparison_page import comparison_page
 from spmdrl.report.curves import draw_comparison
-from spmdrl.report.reading import RecordedRun, read_run
-from spmdrl.types import UserError
+from spmdrl.report.reading import read_steps
+from spmdrl.tools.program import program, writing
 
 
 def write_comparison(paths: Sequence[Path], output: Path) -> None:
     """Write a page, or a picture where the output's name ends in .png. Raises UserError for a run without a step."""
-    compared = compare([_read(path) for path in paths])
-    try:
+    compared = compare([read_steps(path) for path in paths])
+    with writing(output):
         if output.suffix == ".png":
             draw_comparison(compared, output)
         else:
             output.write_text(comparison_page(compared), encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{output} cannot be written ({error.strerror}); name a file in a folder that is there: --output"
-        ) from error
 
 
-def _read(path: Path) -> RecordedRun:
-    run = read_run(path)
-    if not run.rows:
-        raise UserError(f"{path} has no finished step to show: its metrics.jsonl is missing or empty")
-    return run
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+@program("cannot compare")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare, and say where the page is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("compare.html"), help="default: %(default)s"
     )
     arguments = parser.parse_args(argv)
-    try:
-        write_comparison(arguments.runs, arguments.output)
-    except UserError as error:
-        print(f"cannot compare: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    write_comparison(arguments.runs, arguments.output)
     print(f"wrote {arguments.output}")
-    return 0
 
 
 if __name__ == "__main__":

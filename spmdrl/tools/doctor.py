@@ -64,21 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine_run(path: Path) -> int:
     """Print what looks wrong in a run; returns the exit code."""
     # Imported here because the machine is examined where the packages that these need may be missing.
-    from spmdrl.faults.verdict import EXIT_USER_ERROR
     from spmdrl.report.checkup import checkup
     from spmdrl.report.findings import findings
     from spmdrl.report.reading import read_run
     from spmdrl.report.series import History
-    from spmdrl.types import UserError
+    from spmdrl.tools.program import program
 
-    try:
+    @program("cannot examine the run")
+    def examine(_: Sequence[str] | None) -> int:
         run = read_run(path)
-    except UserError as error:
-        print(f"cannot examine the run: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    found = findings(History(run.rows))
-    print("\n".join(checkup(run, found)))
-    return int(bool(found))
+        found = findings(History(run.rows))
+        print("\n".join(checkup(run, found)))
+        return int(bool(found))
+
+    return examine()
 
 
 def examine_machine() -> None:

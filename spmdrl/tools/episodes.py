@@ -21,7 +21,7 @@ from spmdrl.report.episodes import Episode, episodes_page
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import read_parts
 from spmdrl.rollout.from_files import as_collected
-from spmdrl.tools.program import program
+from spmdrl.tools.program import program, writing
 from spmdrl.types import UserError
 
 NOT_TRAINED = -1  # index of a greedy baseline, which has no place in the step's order
@@ -31,8 +31,7 @@ def write_page(path: Path, step: int, *, output: Path | None = None, prompt_id: 
     """Write the page of a run's step, of all prompts or of one; returns where it is. Raises UserError when there is
     nothing to show."""
     folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise UserError(f"{path} is not the folder of a run: it has no config.toml")
+    folder.require_launch()
     model = read_config(Config, str(folder.config), []).model
     parts = read_parts(folder.rollouts, step)
     trainers = read_trainer_logprobs(folder.rollouts, step, num_ranks=parts[0].num_ranks)
@@ -53,12 +52,8 @@ def write_page(path: Path, step: int, *, output: Path | None = None, prompt_id: 
         shows_mismatch=bool(trainers),
     )
     output = output or folder.episodes(step)
-    try:
+    with writing(output):
         output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{output} cannot be written ({error.strerror}); name a file in a folder that is there: --output"
-        ) from error
     return output
 
 

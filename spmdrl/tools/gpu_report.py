@@ -7,16 +7,18 @@ newest file says of its tests and steps, or "not yet run"; then come the figures
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmdrl.config.strict import as_written, read_json
+from spmdrl.tools.program import program
 from spmdrl.tools.proof.claims import CLAIMS, Claim
 from spmdrl.tools.proof.commit import ROOT
 from spmdrl.tools.proof.evidence import judge, outcomes
 from spmdrl.tools.proof.run import PASSED, Record
+from spmdrl.types import UserError
 
 _INTRODUCTION = """\
 # What a GPU has confirmed
@@ -30,29 +32,24 @@ GPU has confirmed it; [guarantees.md](guarantees.md) lists what a CPU shows.
 _NONE = "**No GPU has run any of it yet.**\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; return the exit code."""
+@program("cannot report")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page, and say from what."""
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.gpu_report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="gpu-proof-*.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu-confirmed.md", help="the page to write")
     arguments = parser.parse_args(argv)
     files = arguments.files or committed(ROOT)
-    try:
-        records = _records(files)
-        arguments.page.write_text(page(records, CLAIMS), encoding="utf-8")
-    except (OSError, ValueError) as problem:
-        print(f"cannot report: {problem}", file=sys.stderr)
-        return 2
+    arguments.page.write_text(page(_records(files), CLAIMS), encoding="utf-8")
     print(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
-    return 0
 
 
 def _records(files: Sequence[Path]) -> dict[str, Record]:
-    """Read the files, by their names. Raises ValueError when one is no record, or two have one name."""
+    """Read the files, by their names. Raises UserError when one is no record, or two have one name."""
     records: dict[str, Record] = {}
     for path in files:
         if path.stem in records:
-            raise ValueError(f"two files are called {path.name}; name each after its machine")
+            raise UserError(f"two files are called {path.name}; name each after its machine")
         records[path.stem] = _read(path)
     return records
 
@@ -78,18 +75,13 @@ def page(records: Mapping[str, Record], claims: Mapping[str, Sequence[Claim]]) -
 
 
 def _read(path: Path) -> Record:
-    try:
-        record: Record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path} is no JSON file: {problem}") from problem
-    if not isinstance(record, dict) or not {"date", "commit", "machine", "versions", "steps"} <= record.keys():
-        raise ValueError(f"{path} was not written by launch/gpu_proof.sh; name a gpu-proof-STAGE.json")
-    try:
+    record: Record = read_json(path, dict[str, Any])
+    if not {"date", "commit", "machine", "versions", "steps"} <= record.keys():
+        raise UserError(f"{path} was not written by launch/gpu_proof.sh; name a gpu-proof-STAGE.json")
+    with as_written(path, "launch/gpu_proof.sh"):
         page({path.stem: record}, CLAIMS)
-    except (AttributeError, LookupError, TypeError, ValueError) as problem:
-        raise ValueError(f"{path} was changed since launch/gpu_proof.sh wrote it: {problem!r}") from problem
     if not record["machine"].get("devices"):
-        raise ValueError(f"{path} is of a machine without a CUDA device, or of one that could not use it; leave it out")
+        raise UserError(f"{path} is of a machine without a CUDA device, or of one that could not use it; leave it out")
     return record
 
 

@@ -7,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.config.strict import about, conform
 from spmdrl.report.curves import draw_curves
-from spmdrl.report.files import Row, read_rows
+from spmdrl.report.reading import read_steps
 from spmdrl.report.run_folder import RunFolder
 from spmdrl.tools.program import program
-from spmdrl.types import UserError
 
 
 @program("cannot draw")
@@ -25,18 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = given.out or (RunFolder(given.runs[0]).curves if len(given.runs) == 1 else Path("curves.png"))
     if out.suffix != ".png":
         parser.error(f"--out {out}: curves are drawn as PNG; give the file a name that ends in .png")
-    draw_curves(dict(zip(_labels(given.runs), map(_rows, given.runs), strict=True)), out)
+    draw_curves({label: read_steps(run).rows for label, run in zip(_labels(given.runs), given.runs, strict=True)}, out)
     print(f"wrote {out}")
-
-
-def _rows(run: Path) -> list[Row]:
-    metrics = RunFolder(run).metrics
-    rows = read_rows(metrics)
-    with about(metrics):
-        conform(rows, list[dict[str, float | None]])
-    if not rows:
-        raise UserError(f"{run} has no finished step to draw: its metrics.jsonl is missing or empty")
-    return rows
 
 
 def _labels(runs: list[Path]) -> list[str]:

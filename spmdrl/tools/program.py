@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from spmdrl.config.strict import shown
 from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
@@ -41,3 +43,14 @@ def program(what: str) -> Callable[[Main], Program]:
         return ended
 
     return decorate
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turn an error of the disk in this block into a UserError about the file that `--output` names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: --output"
+        ) from error

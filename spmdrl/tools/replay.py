@@ -62,8 +62,7 @@ def replay(path: Path, step: int) -> Replay:
     Raises UserError when the step, or the weights before it, were not kept, and TrainingDiverged as the run did.
     """
     folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise UserError(f"{path} is not the folder of a run: it has no config.toml")
+    folder.require_launch()
     parts = read_parts(folder.rollouts, step)
     if step > 1 and step - 1 not in checkpoint.saved_steps(folder.checkpoints):
         raise UserError(_no_weights(folder, step))

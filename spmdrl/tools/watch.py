@@ -16,19 +16,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from spmdrl.faults.verdict import EXIT_USER_ERROR
 from spmdrl.report.watch_page import watch_page
 from spmdrl.report.watching import Watcher
+from spmdrl.tools.program import program
+from spmdrl.types import UserError
 
 
-def print_once(watcher: Watcher, console: Console) -> int:
-    """Print one page; returns the exit code."""
+def print_once(watcher: Watcher, console: Console) -> None:
+    """Print one page. Raises UserError where no run has left a trace."""
     snapshot = watcher.read(now=time.time())
     if not snapshot.begun:
-        print(f"cannot watch: {watcher.path} holds no run; name a run's folder, such as runs/demo", file=sys.stderr)
-        return EXIT_USER_ERROR
+        raise UserError(f"{watcher.path} holds no run; name a run's folder, such as runs/demo")
     console.print(watch_page(snapshot, width=console.width))
-    return 0
 
 
 def watch(watcher: Watcher, console: Console, *, every_s: float) -> None:
@@ -39,8 +38,9 @@ def watch(watcher: Watcher, console: Console, *, every_s: float) -> None:
             time.sleep(every_s)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+@program("cannot watch")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Show the run, once or until the user leaves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument("--once", action="store_true", help="print one page")
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--every {arguments.every:g}: it is the time between two pages; set it above 0")
     watcher, console = Watcher(arguments.run), Console()
     if arguments.once or not console.is_terminal:
-        return print_once(watcher, console)
+        print_once(watcher, console)
+        return
     with contextlib.suppress(KeyboardInterrupt):  # the user has seen enough
         watch(watcher, console, every_s=arguments.every)
-    return 0
 
 
 if __name__ == "__main__":

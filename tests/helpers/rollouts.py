@@ -23,6 +23,8 @@ BEGIN, END, STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 MISMATCH_NATS = 0.0005  # between trainer and engine, in `write_recording`
 HOSTILE = "<script>document.title = 'broken'</script><img src=x onerror=\"document.title = 'broken'\">"
 HOSTILE_ENDS = "</script><script>document.title = 'broken'</script><!--<b>"
+# Of a step without rollouts.
+RECORDING = Recording(step=7, num_ranks=1, config={"run": {"seed": 3}}, plan={"num_steps": 9}, places={}, outcomes=())
 
 
 def one_turn(prompt: Prompt, response: Response, **others: Any) -> Rollout:

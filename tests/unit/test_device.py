@@ -76,7 +76,8 @@ def test_a_device_index_that_is_not_there(machine: Machine, environment: dict[st
 
 
 def test_no_session_begins_on_a_device_that_is_not_there(machine: Machine) -> None:
-    machine(usable=1, files=2, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    machine(usable=1, files=2, **place, MASTER_ADDR="localhost", MASTER_PORT="1")
     with (
         pytest.raises(UserError, match="sees only 1"),
         spmd_session(threads_per_rank=1, deterministic=False),

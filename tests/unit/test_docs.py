@@ -6,37 +6,20 @@ import ast
 import importlib.util
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.pages import is_broken, prose
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^]]*]\(([^)\s]+)\)")
 COMMAND = re.compile(r"-m (spmdrl(?:\.[a-z_]+)*)")
 PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh|sbatch))`")
 MENTION = re.compile(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?")
-HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def prose(page: Path) -> str:
-    return FENCED.sub("", page.read_text(encoding="utf-8"))
-
-
-def anchors(page: Path) -> Iterator[str]:
-    """The names that GitHub gives the headings of a page."""
-    for heading in HEADING.findall(prose(page)):
-        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def is_broken(link: str, page: Path) -> bool:
-    path, _, anchor = link.partition("#")
-    target = page.parent / path if path else page
-    return not target.exists() or (anchor != "" and anchor not in anchors(target))
 
 
 @every_page

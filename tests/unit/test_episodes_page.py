@@ -223,6 +223,7 @@ class Doubles(nn.Module):
     """Stands for a policy: the log-probability of a loss token is its id times a factor."""
 
     factor = -0.5
+    adapters = None
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
         logprobs = self.factor * micro_batch.token_ids * micro_batch.loss_mask

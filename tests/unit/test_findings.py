@@ -16,8 +16,9 @@ from spmdrl.report.findings import RULES, Rule, findings
 from spmdrl.report.series import History
 from spmdrl.tools import doctor
 from spmdrl.tools.config_reference import settings
-from tests.unit.test_docs import ROOT, is_broken
+from tests.helpers.pages import is_broken
 
+ROOT = Path(__file__).parents[2]
 NUM_STEPS = 100
 RECORDED = sorted((ROOT / "tests/data/recorded").iterdir())
 

@@ -44,9 +44,8 @@ from spmdrl.report.run_folder import RunFolder
 from spmdrl.rollout.files import read_part, write_part
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import RewardOutcome, UserError
-from tests.helpers.rollouts import byte_tokenizer, chat_prompt, tool_episode
-from tests.unit.test_config import GOOD
-from tests.unit.test_replay import RECORDING
+from tests.helpers.config_file import GOOD
+from tests.helpers.rollouts import RECORDING, byte_tokenizer, chat_prompt, tool_episode
 
 # The wrong kinds of values, and those at the edges of the right ones.
 VALUES = st.one_of(

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from spmdrl.replay.fingerprints import Fingerprint, StepFingerprint, difference
 from spmdrl.rewards.client import Rewarded
-from spmdrl.rollout.files import Recording, folder_of, read_part, read_parts, recorded_steps, write_part
+from spmdrl.rollout.files import folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.types import Prompt, Response, RewardOutcome, Span, UserError
-from tests.helpers.rollouts import one_turn
+from tests.helpers.rollouts import RECORDING, one_turn
 
 TOKENS = st.lists(st.integers(0, 2**17), max_size=5).map(tuple)
 NUMBERS = st.floats(allow_nan=False)
-RECORDING = Recording(step=7, num_ranks=1, config={"run": {"seed": 3}}, plan={"num_steps": 9}, places={}, outcomes=())
 
 
 @st.composite

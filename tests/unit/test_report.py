@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from spmdrl.config import Config, ReportConfig
+from spmdrl.faults.files import FaultFiles
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.charts import GROUPS
@@ -401,7 +402,7 @@ def test_plot_draws_several_runs_over_each_other(
     assert str(out) in capsys.readouterr().out
 
     assert plot.main([str(tmp_path)]) == 2
-    assert "has no finished step to draw" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_resume_never_refuses_a_folder_that_holds_a_run(whole: RunFolder) -> None:
@@ -419,6 +420,16 @@ def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path) -> N
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be created .*; set run\.dir to a writable directory"):
         RunFolder.of(tmp_path, "run", "auto").create()
+
+
+@pytest.mark.parametrize(
+    "name", [name for kind in (RunFolder, FaultFiles) for name in vars(kind) if isinstance(vars(kind)[name], property)]
+)
+def test_every_file_of_a_run_must_be_its_own(name: str, tmp_path: Path) -> None:
+    path = next(getattr(kind(tmp_path), name) for kind in (RunFolder, FaultFiles) if hasattr(kind, name))
+    path.symlink_to("/dev/null")
+    named = [problem for problem in RunFolder(tmp_path).problems() if problem.startswith(str(path))]
+    assert len(named) == (name != "stop")  # which is the user's
 
 
 def test_launch_files_read_back_as_what_was_launched(folder: RunFolder) -> None:

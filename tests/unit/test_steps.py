@@ -43,8 +43,9 @@ def test_a_stop_before_the_first_evaluation_saves_what_is_not_saved_and_requeues
 
 
 def test_every_step_is_counted_and_the_model_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = mock.Mock()
-    monkeypatch.setattr(module, "export_hf", export)
+    exports = {name: mock.Mock() for name in ("export_hf", "export_adapter")}
+    for name, export in exports.items():
+        monkeypatch.setattr(module, name, export)
     steps, calls = started(asked_to_stop=False, newest=None)
     calls.run.plan.saves_after.return_value = calls.run.plan.exports_after.return_value = False
     seen = []
@@ -54,7 +55,8 @@ def test_every_step_is_counted_and_the_model_exported(monkeypatch: pytest.Monkey
             steps.finish(step, {})
     assert seen == [1, 2]
     assert calls.run.report.eval.call_args.args[0] == 0, "the policy that the run begins with is evaluated first"
-    export.assert_called_once()
+    for export in exports.values():
+        export.assert_called_once()
     assert not calls.run.watch.write_requeue.called
 
 

@@ -91,7 +91,6 @@ def test_rows_hold_any_text_and_files_only_plain_text(tmp_path: Path) -> None:
     row = {"step": 1, "response": EVERYTHING[:3000] + HOSTILE, "\x1b[2J": 1}
     file = StepRowsFile(tmp_path / "rows", start_step=-1)
     file.write(1, [row])
-    file.close()
     assert (tmp_path / "rows").read_text(encoding="utf-8").replace("\n", "").isprintable()
     assert read_rows(tmp_path / "rows") == [row] == [json.loads((tmp_path / "rows").read_bytes())]
 

@@ -17,15 +17,21 @@ from spmdrl.data.sources import FileSource
 from spmdrl.faults.supervise import main as supervise
 from spmdrl.types import UserError
 
-# The tool, its arguments, and what it says; {file} is a file, {folder} an empty folder, {torn} a damaged run.
+# The tool, its arguments, and what it says; {file} is a file, {folder} an empty folder, {torn} a damaged run,
+# {half} one whose configuration was written by half.
 REFUSED = [
     ("export", "{file}", "cannot export: cannot read the configuration {file}/config.toml: Not a directory"),
     ("export", "{folder}", "cannot export: cannot read the configuration {folder}/config.toml: No such file"),
     ("replay", "{folder} --step 1", "cannot replay: {folder} is not the folder of a run"),
     ("episodes", "{file} --step 1", "cannot show episodes: {file} is not the folder of a run"),
     ("evaluate", "{file}", "cannot evaluate: cannot read the configuration"),
-    ("plot", "{file}", "cannot draw: {file} has no finished step to draw"),
+    ("plot", "{file}", "cannot draw: {file} is not the folder of a run"),
     ("plot", "{torn}", "cannot draw: {torn}/metrics.jsonl is of another form: 0.loss"),
+    ("compare", "{torn}", "cannot compare: {torn}/metrics.jsonl is of another form: 0.loss"),
+    ("compare", "{half}", "cannot compare: {half}/config.toml is not valid TOML"),
+    ("doctor", "{torn}", "cannot examine the run: {torn}/metrics.jsonl is of another form: 0.loss"),
+    ("doctor", "{half}", "written again when the run is resumed"),
+    ("watch", "{folder} --once", "cannot watch: {folder} holds no run"),
     ("plot", "{folder} --out curves.xyz", "give the file a name that ends in .png"),
     ("ps", "{folder}", "{folder} has no ranks to show"),
     ("text_model", "{file} {folder}/new", "cannot extract: {file} is not a model directory"),
@@ -51,11 +57,13 @@ REFUSED = [
 def test_a_tool_says_what_it_cannot_use(
     tmp_path: Path, tool: str, arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {name: tmp_path / name for name in ("file", "folder", "torn")}
+    places = {name: tmp_path / name for name in ("file", "folder", "torn", "half")}
     places["file"].write_text("no configuration")
     places["folder"].mkdir()
     places["torn"].mkdir()
     (places["torn"] / "metrics.jsonl").write_text('{"step": 1, "loss": "low"}\n')
+    places["half"].mkdir()
+    (places["half"] / "config.toml").write_text("[rollout\n")
     main = importlib.import_module(f"spmdrl.tools.{tool}").main
     try:
         code = main(arguments.format(**places).split())

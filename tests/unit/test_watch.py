@@ -90,7 +90,7 @@ def test_what_cannot_be_read_now_is_shown_as_it_was(run: Path) -> None:
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole + '{"step": 6\n{"step": 62}\n')
     torn = watcher.read(now=time.time())
-    assert torn.rows == before.rows and "line 62 is not JSON" in torn.trouble and "line 62" in shown(torn, 300)
+    assert torn.rows == before.rows and "line 62 is not valid JSON" in torn.trouble and "line 62" in shown(torn, 300)
     (run / "metrics.jsonl").write_text(whole + '{"step": 61}\n')
     mended = watcher.read(now=time.time())
     assert mended.trouble == "" and len(mended.rows) == len(before.rows) + 1
