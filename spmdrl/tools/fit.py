@@ -23,6 +23,7 @@ from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
+from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.published import PUBLISHED, published_config
 from spmdrl.tools.program import program
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan and return the exit code, 0 when everything fits."""
     arguments = _parse(argv)
     cfg = read_run_config(arguments.config, arguments.override)
+    cfg = cfg if arguments.shape else with_models_here(cfg)
     model = _read_model(cfg, published_config(arguments.shape) if arguments.shape else read_model_config(cfg.model))
     device_bytes = int(arguments.gpu_gib * GIB)
     prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)

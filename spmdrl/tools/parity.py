@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_model_config
+from spmdrl.preflight.hub import with_models_here
 from spmdrl.tools.parity_cases import (
     ADAMW_BOUND_OF_MOST,
     BOUND,
@@ -57,7 +58,7 @@ def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
 def compute(arguments: argparse.Namespace, folder: Path) -> None:
     """Compute the cases with this number of ranks and save their results in the folder; called on each rank."""
     transformers_logging.disable_progress_bar()
-    cfg = read_run_config(arguments.config, arguments.override)
+    cfg = with_models_here(read_run_config(arguments.config, arguments.override))
     settings = _settings(cfg)
     batch = random_batch(
         vocabulary=load_model_config(cfg.model).get_text_config().vocab_size,
@@ -82,7 +83,7 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
 def compare(arguments: argparse.Namespace) -> bool:
     """Run all cases, print them, and return True when all agree. Raises UserError when one rank cannot train."""
     transformers_logging.disable_progress_bar()
-    cfg = read_run_config(arguments.config, arguments.override)
+    cfg = with_models_here(read_run_config(arguments.config, arguments.override))
     budget = cfg.pack.max_tokens_per_micro_batch
     if budget is not None and arguments.tokens > budget:
         raise UserError(
