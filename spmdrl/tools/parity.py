@@ -46,6 +46,7 @@ from spmdrl.types import UserError
 
 EXIT_DIFFERENT = 1
 _RANKS = (1, 2, 4)
+_NUMBERS = ("loss", "loss_size")  # of a result, beside its tensors
 
 
 def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
@@ -149,17 +150,18 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
 def _save(found: CaseResult, path: Path) -> None:
     groups = {"gradients": found.gradients, "after_sgd": found.after_sgd, "after_adamw": found.after_adamw}
     tensors = {f"{group}/{name}": x.contiguous() for group, named in groups.items() for name, x in named.items()}
-    save_file({"loss": torch.tensor(found.loss, dtype=torch.float64), **tensors}, path)
+    numbers = {name: torch.tensor(getattr(found, name), dtype=torch.float64) for name in _NUMBERS}
+    save_file(numbers | tensors, path)
 
 
 def _load(path: Path) -> CaseResult:
     tensors = load_file(path)
     groups: dict[str, dict[str, torch.Tensor]] = {"gradients": {}, "after_sgd": {}, "after_adamw": {}}
-    loss = float(tensors.pop("loss"))
+    loss, size = (float(tensors.pop(name)) for name in _NUMBERS)
     for key, tensor in tensors.items():
         group, _, name = key.partition("/")
         groups[group][name] = tensor
-    return CaseResult(loss, **groups)
+    return CaseResult(loss, size, **groups)
 
 
 @program("cannot compare")
