@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here
 from spmdrl.tools.fit import fitting_settings
+from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.local import RANKS_WITHOUT_GPU, count_gpus, program_of
 from spmdrl.types import UserError
 
@@ -258,10 +258,10 @@ def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fi
             comment = COMMENTS.get(f"{name}.{key}", "").format(rows=measured.rows, prompt=measured.prompt)
             if f"{name}.{key}" in fitted:
                 comment = f"so that it fits into {choices.gpu_gib:g} GiB"
-            yield f"{key} = {_toml(value)}" + (f" # {comment}" if comment else "")
+            yield f"{key} = {inline(value)}" + (f" # {comment}" if comment else "")
         for source in table.get("sources", ()):
             yield f"\n[[{name}.sources]]"
-            yield from (f"{key} = {_toml(value)}" for key, value in source.items())
+            yield from (f"{key} = {inline(value)}" for key, value in source.items())
     yield ""
 
 
@@ -277,15 +277,6 @@ def _require_start(out: Path, choices: Choices) -> None:
 def _round_up(tokens: int) -> int:
     """Return the next power of two, from 16 on."""
     return max(16, 1 << (tokens - 1).bit_length())
-
-
-def _toml(value: Any) -> str:
-    """Write a value on one line."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -116,9 +116,11 @@ def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None
     torchrun = [sys.executable, "-m", *elastic, "--nproc-per-node", str(num_ranks)]
     options = ["--sequences", str(arguments.sequences), "--tokens", str(arguments.tokens), "--worker", str(folder)]
     has_devices = torch.cuda.device_count() >= num_ranks
+    # Each rank sets its own number; torchrun says at length that it takes 1 where none is given.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     subprocess.run(
         [*torchrun, "-m", "spmdrl.tools.parity", arguments.config, *arguments.override, *options],
-        env=os.environ | ({} if has_devices else {"CUDA_VISIBLE_DEVICES": ""}),
+        env=os.environ | threads | ({} if has_devices else {"CUDA_VISIBLE_DEVICES": ""}),
         check=False,  # cases without a result are shown as failed
     )
 
