@@ -3,12 +3,13 @@
 #   usage: launch/local.sh CONFIG [section.key=value ...]
 #   NPROC=4                 another number of processes
 #   MODULE=spmdrl.sft       supervised fine-tuning instead of spmdrl.train
-# SIGTERM, SIGUSR1 or `touch RUN/stop` make the run finish its phase, save and stop; the same command continues it.
+# Ctrl-C, SIGTERM, SIGUSR1 or `touch RUN/stop` make the run finish its phase, save and stop; the same command continues
+# it. A second Ctrl-C ends it at once.
 # Exit codes are in docs/faults.md; 2: change a setting, 75: start it again.
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -* ]]; then
-    sed -n '2,7s/^# //p' "$0" >&2
+    sed -n '2,8s/^# //p' "$0" >&2
     exit 2
 fi
 if ! command -v torchrun >/dev/null; then
@@ -40,12 +41,4 @@ if ((gpus == 0)); then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
 
-# Checked before the ranks start, so that a mistake is shown once and without torchrun's report.
-folder=$(python -m "$module" "$@" --dry-run --ranks "$ranks" | sed -n '/^# run folder$/{n;p;}')
-
-# For signals that reach torchrun itself: its default of 30 seconds is too short for a step and a checkpoint.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# Without --local-addr, rendezvous would use this machine's host name, which may not resolve.
-exec python -m spmdrl.faults.supervise "$folder" \
-    torchrun --standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --nproc-per-node "$ranks" -m "$module" "$@"
+exec python -m spmdrl.faults.local "$ranks" "$module" "$@"

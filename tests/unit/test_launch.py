@@ -61,29 +61,12 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def test_local_passes_exit_code_2_of_the_check_through_and_starts_nothing(stubs: Stubs) -> None:
-    stubs.add("python", exit_code=2)
+def test_local_hands_its_arguments_to_the_program_that_starts_the_ranks(stubs: Stubs) -> None:
+    stubs.add("python", exit_code=75)
     stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", "optim.lr=1", NPROC="2").returncode == 2
-    assert stubs.calls == ["python -m spmdrl.train some.toml optim.lr=1 --dry-run --ranks 2"]
-
-
-def test_local_starts_as_many_ranks_as_it_checked_for(stubs: Stubs) -> None:
-    stubs.add("python")
-    stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", "a.b=1", NPROC="4").returncode == 0
-    check, start = stubs.calls
-    assert check.endswith("--ranks 4")
-    assert start.endswith("--nproc-per-node 4 -m spmdrl.train some.toml a.b=1")
-    assert "--local-addr 127.0.0.1" in start
-
-
-def test_local_starts_torchrun_by_what_reads_the_end_of_the_run(stubs: Stubs) -> None:
-    stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
-    stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", NPROC="2").returncode == 0
-    assert stubs.calls[-1].startswith("python -m spmdrl.faults.supervise runs/mine torchrun --standalone")
-    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in stubs.calls[-1]
+    done = stubs.run("launch/local.sh", "some.toml", "optim.lr=1", NPROC="4", MODULE="spmdrl.sft")
+    assert done.returncode == 75
+    assert stubs.calls == ["python -m spmdrl.faults.local 4 spmdrl.sft some.toml optim.lr=1"]
 
 
 @pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("5", 1), ("", 2), ("-1", 2)])
@@ -91,7 +74,7 @@ def test_local_starts_one_rank_per_visible_gpu_and_two_without(stubs: Stubs, vis
     stubs.add("python")
     stubs.add("torchrun")
     assert stubs.run("launch/local.sh", "some.toml", CUDA_VISIBLE_DEVICES=visible).returncode == 0
-    assert f"--nproc-per-node {ranks} " in stubs.calls[-1]
+    assert f"spmdrl.faults.local {ranks} " in stubs.calls[-1]
 
 
 def test_local_counts_the_gpus_of_the_driver(stubs: Stubs) -> None:
@@ -99,42 +82,20 @@ def test_local_counts_the_gpus_of_the_driver(stubs: Stubs) -> None:
     stubs.add("torchrun")
     stubs.add("nvidia-smi", prints="GPU 0: a\nGPU 1: b\nGPU 2: c\n")
     assert stubs.run("launch/local.sh", "some.toml").returncode == 0
-    assert "--nproc-per-node 3 " in stubs.calls[-1]
+    assert "spmdrl.faults.local 3 " in stubs.calls[-1]
 
 
-def test_local_without_a_configuration_tells_how_it_is_used(stubs: Stubs) -> None:
-    done = stubs.run("launch/local.sh")
+def test_slurm_hands_its_arguments_to_the_program_that_starts_the_ranks(stubs: Stubs) -> None:
+    stubs.add("python", exit_code=75)
+    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1").returncode == 75
+    assert stubs.calls == ["python -m spmdrl.faults.slurm some.toml a.b=1"]
+
+
+@pytest.mark.parametrize("script", ["launch/local.sh", "launch/slurm.sbatch"])
+def test_a_script_without_a_configuration_tells_how_it_is_used(stubs: Stubs, script: str) -> None:
+    done = stubs.run("bash", script)
     assert done.returncode == 2
-    assert "usage: launch/local.sh CONFIG" in done.stderr
-
-
-def test_slurm_checks_once_for_all_nodes_then_starts_one_torchrun_a_node(stubs: Stubs) -> None:
-    stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
-    stubs.add("scontrol", prints="node7\nnode8\n")
-    stubs.add("srun")
-    allocation = {
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_CPUS_ON_NODE": "96",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "123",
-    }
-    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1", **allocation).returncode == 0
-    check, start = (call for call in stubs.calls if not call.startswith("scontrol"))
-    assert check == "python -m spmdrl.train some.toml a.b=1 --dry-run --ranks 16"
-    assert start.startswith("python -m spmdrl.faults.supervise --requeue scontrol requeue 123 runs/mine srun --kill")
-    assert start.endswith(
-        "--nnodes 2 --nproc-per-node 8 --master-addr node7 --master-port 20123 -m spmdrl.train some.toml a.b=1"
-    )
-
-
-def test_slurm_starts_nothing_when_the_check_fails(stubs: Stubs) -> None:
-    stubs.add("python", exit_code=2)
-    stubs.add("scontrol", prints="node7\n")
-    stubs.add("srun")
-    allocation = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_ID": "1"}
-    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", **allocation).returncode == 2
-    assert not any(call.startswith("srun") for call in stubs.calls)
+    assert f"{script} CONFIG [section.key=value ...]" in done.stderr and "NPROC=4" in done.stderr
 
 
 def test_doctor_answers_where_nothing_is_installed() -> None:
