@@ -18,7 +18,7 @@ from tests.helpers.small_run import sums_from_files, write_small_run
 
 
 class Drill:
-    """What was done, and what happened, in the order of the tests that passed."""
+    """What was done, and what happened, in the order of the tests that passed; in the file that SLURM_REPORT names."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -28,9 +28,10 @@ class Drill:
     def record(self, done: str, happened: str) -> None:
         """Add a row to the report."""
         self._rows.append({"done": done, "happened": happened})
+        if path := os.environ.get("SLURM_REPORT"):
+            self._write(Path(path))
 
-    def write(self, path: Path) -> None:
-        """Write the report."""
+    def _write(self, path: Path) -> None:
         write_report(
             path,
             {
@@ -64,12 +65,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def drill(cluster: Cluster) -> Iterator[Drill]:
-    """The report; written to the file that SLURM_REPORT names."""
-    made = Drill(cluster)
-    yield made
-    if path := os.environ.get("SLURM_REPORT"):
-        made.write(Path(path))
+def drill(cluster: Cluster) -> Drill:
+    """The report."""
+    return Drill(cluster)
 
 
 @pytest.fixture(scope="session")

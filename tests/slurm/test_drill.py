@@ -87,27 +87,6 @@ def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
     )
 
 
-def test_the_time_limit_itself_and_scancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "limited")
-    job = run.submit(*ENDLESS, options=(*TWO_NODES, "--time=2", "--signal=B:USR1@60"))
-    job.wait_for("PENDING", restarts=1)
-    first = run.saved
-    assert first > 0 and f"stopped after step {first} of 100000 (SIGUSR1)" in job.output()
-    job.start_now()
-    job.wait_for("RUNNING", restarts=1)
-    job.wait_until(lambda: run.saved > first, "more steps")
-    job.cancel()
-    facts = job.wait_for("CANCELLED")
-    requeue = read_requeue(run.files)
-    assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == run.saved
-    assert int(facts["Restarts"]) == 1 and "Traceback" not in job.output()
-    drill.record(
-        "2 nodes, --time 2 --signal=B:USR1@60; scancel after the restart",
-        f"saved step {first}, put back, went on; scancel: saved step {run.saved}, left `requeue`, was not put back; no "
-        "traceback",
-    )
-
-
 def test_a_time_limit_that_is_too_short_is_told_and_not_repeated(cluster: Cluster, folder: Path, drill: Drill) -> None:
     run = Run(cluster, folder, "short")
     job = run.submit(*ENDLESS, options=(*TWO_NODES, "--time=1"))
@@ -278,3 +257,24 @@ def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, in
     assert len(rows(own / "of-nobody")) == 2
     assert (own / "of-nobody/metrics.jsonl").owner() == "nobody"
     drill.record("two nodes, as the user nobody", "completed; the run's files are the user's")
+
+
+def test_the_time_limit_itself_and_scancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
+    run = Run(cluster, folder, "limited")
+    job = run.submit(*ENDLESS, options=(*TWO_NODES, "--time=4", "--signal=B:USR1@60"))
+    job.wait_for("PENDING", restarts=1)
+    first = run.saved
+    assert first > 0 and f"stopped after step {first} of 100000 (SIGUSR1)" in job.output()
+    job.start_now()
+    job.wait_for("RUNNING", restarts=1)
+    job.wait_until(lambda: run.saved > first, "more steps")
+    job.cancel()
+    facts = job.wait_for("CANCELLED")
+    requeue = read_requeue(run.files)
+    assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == run.saved
+    assert int(facts["Restarts"]) == 1 and "Traceback" not in job.output()
+    drill.record(
+        "2 nodes, --time 4 --signal=B:USR1@60; scancel after the restart",
+        f"saved step {first}, put back, went on; scancel: saved step {run.saved}, left `requeue`, was not put back; no "
+        "traceback",
+    )
