@@ -124,9 +124,11 @@ def put_back(job: Job, ending: Ending) -> str:
     if ending.told and ending.reason != "SIGUSR1":
         return ""  # by scancel or preemption: whoever sent the signal decides what becomes of the job
     if not ending.advanced:
+        limit = "raise its time limit (sbatch --time), or let it stop later (--signal=B:USR1@SECONDS before it)"
+        advice = limit if ending.told else "what ended its ranks is above"
         return (
             f"job {job.number} is not put back into the queue, because it has saved no step and would do the same "
-            "again: raise its time limit (sbatch --time), or let it stop later (--signal=B:USR1@SECONDS before it)"
+            f"again: {advice}"
         )
     done = subprocess.run(["scontrol", "requeue", str(job.number)], check=False, capture_output=True, text=True)
     if done.returncode:
@@ -145,9 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"cannot start: {error}", file=sys.stderr)
             return EXIT_USER_ERROR
         tell(ending)
-        if ending.stopped:
-            # The last words come first: SLURM ends this program when it puts the job back.
-            print(put_back(job, ending), file=sys.stderr, flush=True)
+        if ending.stopped and (sentence := put_back(job, ending)):
+            print(sentence, file=sys.stderr, flush=True)
         return ending.code
 
 

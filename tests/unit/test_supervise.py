@@ -293,6 +293,8 @@ def test_a_job_goes_back_into_the_queue_only_if_that_brings_it_further(commands:
     assert commands.calls[-1] == "scontrol requeue 12123"
     before = commands.calls
     assert "it has saved no step" in put_back(job, stopped(advanced=False))
+    assert "--time" in put_back(job, stopped(advanced=False))
+    assert "--time" not in put_back(job, stopped(reason="SIGTERM", told=False, advanced=False))
     assert put_back(job, stopped(reason="SIGTERM")) == "", "scancel"
     assert commands.calls == before
     assert put_back(job, stopped(reason="SIGTERM", told=False)).endswith("put back into the queue")
