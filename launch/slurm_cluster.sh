@@ -39,6 +39,7 @@ write_configuration() {
     { cat /etc/hosts && echo "127.0.0.1 n1 n2 n3"; } >"$folder/hosts"
     cat >"$folder/slurm.conf" <<CONFIGURATION
 ClusterName=trial
+FirstJobId=$port
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$port
 SlurmUser=root
