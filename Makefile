@@ -65,7 +65,8 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-e2e test-browser pictures test-long test-floor test-gpu lint format bench bench-table bench-check dist docs site clean
+  test-e2e test-browser pictures test-slurm test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
+  site clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -158,7 +159,10 @@ pictures: $(CHROMIUM) $(INSTALLED) ## draw the pictures in docs/images that show
 test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers itself; test-long has them where it is installed
 	$(ONE_THREAD) $(PYTEST) tests/unit/test_verifiers.py
 
-test-long: sglang-unless-light test-browser ## the tests that `make test` leaves out because they take minutes
+test-slurm: $(INSTALLED) ## launch/slurm.sbatch on SLURM itself, where its packages are; SLURM_REPORT=FILE gets what happened
+	$(ONE_THREAD) $(PYTEST) tests/slurm
+
+test-long: sglang-unless-light test-browser test-slurm ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang, which has one version

@@ -21,7 +21,10 @@ from pathlib import Path
 
 from results import ROOT, provenance, write_result
 
-CODE = ("spmdrl/*.py", "spmdrl/tools/local.py", "spmdrl/preflight/*.py", "spmdrl/dist/*.py", "benchmarks/start.py")
+CODE = (
+    *("spmdrl/*.py", "spmdrl/tools/local.py", "spmdrl/faults/*.py", "spmdrl/preflight/*.py", "spmdrl/dist/*.py"),
+    "benchmarks/start.py",
+)
 SETTINGS = ("run.num_steps=1", "optim.warmup_steps=0", "rollout.prompts_per_step=8", "eval.num_prompts=8")
 IMPORTS = {"floor_s": "import torch, transformers", "import_s": "import spmdrl.train"}
 

@@ -1,43 +1,26 @@
 """Names of checkpoints in a run's folder.
 
-`step-00000012` is complete: it got that name last. Other names have a suffix: `unfinished` was being written, `removed`
+`step-00000012` is complete (`faults/saved.py`). Other names have a suffix: `unfinished` was being written, `removed`
 was being deleted, `broken` was skipped when the run resumed from an older one.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
-_NAME = re.compile(r"step-(\d{8,})")
+# What is complete is known where nothing of torch is, too.
+from spmdrl.faults.saved import newest_step as newest_step
+from spmdrl.faults.saved import saved_steps as saved_steps
+from spmdrl.faults.saved import step_of as step_of
+
 UNFINISHED, REMOVED, BROKEN = ".unfinished", ".removed", ".broken"
 
 
 def folder_of(folder: Path, step: int) -> Path:
     """Return the directory of the checkpoint of `step`."""
     return folder / f"step-{step:08d}"
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """Return the step in a checkpoint's name; None if the checkpoint is not finished, or the name is not one.
-
-    Only the name counts: a dangling link is a checkpoint that cannot be loaded, not a missing checkpoint.
-    """
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of all finished checkpoints, oldest first."""
-    steps = (step_of(path) for path in folder.glob("step-*"))
-    return sorted(step for step in steps if step is not None)
-
-
-def newest_step(folder: Path) -> int:
-    """Return the step of the newest finished checkpoint, 0 when there is none."""
-    return max(saved_steps(folder), default=0)
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -46,6 +46,11 @@ class FaultFiles:
         return self.folder / "stop"
 
     @property
+    def checkpoints(self) -> Path:
+        """The directory of checkpoints; see `saved`."""
+        return self.folder / "checkpoints"
+
+    @property
     def statuses(self) -> Path:
         """The directory of status files, a `rank_status.RankStatus` each."""
         return self.folder / "ranks"

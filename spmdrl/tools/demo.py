@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from spmdrl.faults.supervise import Requests, shell_code
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
 
@@ -70,13 +71,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             ["spmdrl.tools.evaluate", begun]
         ],
     }
-    for title, programs in stages.items():
-        print(f"== {title}", flush=True)
-        for program in programs:
-            if code := subprocess.run([sys.executable, "-m", *program], env=os.environ | _ENVIRONMENT).returncode:
-                return code if code > 0 else 128 - code
+    with Requests() as requests:
+        for title, programs in stages.items():
+            print(f"== {title}", flush=True)
+            for program in programs:
+                if code := _run(program, requests):
+                    return code
     print(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
     return 0
+
+
+def _run(program: Sequence[str], requests: Requests) -> int:
+    """Run a program and hand requests to stop on to it; returns its exit code, as a shell shows it."""
+    command = [sys.executable, "-m", *program]
+    process = subprocess.Popen(command, env=os.environ | _ENVIRONMENT, start_new_session=True)
+    for new in requests.during(process):
+        for number in new:
+            process.send_signal(number)
+    return shell_code(process)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

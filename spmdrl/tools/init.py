@@ -19,13 +19,14 @@ from typing import Any
 from spmdrl.config import Config, FileData, ModelConfig
 from spmdrl.data.sources import FileSource, first_record
 from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
+from spmdrl.faults.gpus import count_gpus
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.inline_toml import inline
-from spmdrl.tools.local import RANKS_WITHOUT_GPU, count_gpus, program_of
+from spmdrl.tools.local import RANKS_WITHOUT_GPU, program_of
 from spmdrl.types import UserError
 
 # The usual names of columns, the likeliest first.

@@ -231,9 +231,9 @@ class Job:
 
     def __init__(self, folder: Path, name: str, *settings: str, supervised: bool) -> None:
         self.files = FaultFiles(folder / "runs" / name)
-        command = torchrun_command(2, str(folder / "c.toml"), f"run.name={name}", *settings)
-        if supervised:
-            command = [sys.executable, "-m", "spmdrl.faults.supervise", str(self.files.folder), *command]
+        arguments = [str(folder / "c.toml"), f"run.name={name}", *settings]
+        launcher = [sys.executable, "-m", "spmdrl.tools.local", "spmdrl.train"]
+        command = [*launcher, *arguments] if supervised else torchrun_command(2, *arguments)
         self._output = (folder / f"{name}.txt").open("w+")
         self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
 

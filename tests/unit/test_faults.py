@@ -35,7 +35,6 @@ from spmdrl.faults.rank_status import (
 from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
 from spmdrl.faults.stop_request import StopRequest, StopRequests
 from spmdrl.faults.supervise import conclude
-from spmdrl.faults.supervise import main as supervise_main
 from spmdrl.faults.verdict import (
     EXIT_CODES,
     EXIT_REQUEUE,
@@ -214,27 +213,28 @@ Current thread 0x00007f03 (most recent call first):
 
 
 def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
-    assert conclude(files, 0) == ("", 0)
-    assert conclude(files, 1) == ("", 1)
+    assert conclude(files, 0) == ("", 0, "")
+    assert conclude(files, 1) == ("", 1, "")
     status(1).write(files)
     assert conclude(files, 137) == (
         "the ranks ended without an error message: rank 1 (here, pid 101) was in step 2, update",
-        137,
+        EXIT_CODES["lost"],
+        "",
     )
     for again, code in ((True, EXIT_REQUEUE), (False, 0)):
         requeue = Requeue(launch="one", step=3, num_steps=9, given_up=again, reason="SIGTERM", again=again)
         files.stop.touch()
         write_requeue(files, requeue)
         assert read_requeue(files) == requeue and not files.stop.exists()
-        words, found = conclude(files, 1)
+        words, found, reason = conclude(files, 1)
         later = "again" if again else "again with a later run.stop_before"
         assert words == (
             f"stopped after step 3 of 9 (SIGTERM){', step 4 was discarded' if again else ''}; "
             f"run the same command {later} to continue"
         )
-        assert found == code
+        assert (found, reason) == (code, "SIGTERM")
     claim(files, error_report(1, hints=["the disk is full"]))
-    words, found = conclude(files, 1)
+    words, found, _ = conclude(files, 1)
     assert found == EXIT_CODES["error"]
     assert words.splitlines() == [
         "rank 1 of 3 (here, pid 101) failed in step 2, update:",
@@ -246,23 +246,6 @@ def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
     assert error_report(kind="user", message="a\n  at b").text() == "cannot go on: a\n  at b"
     assert error_report(kind="user", message="a\n  at b\nc").text() == "cannot go on:\n  - a\n      at b\n  - c"
     assert error_report(kind="user", message="a", step=0).text() == "cannot start: a"
-
-
-def test_a_signal_to_the_supervisor_becomes_a_file_and_not_torchruns_end(tmp_path: Path) -> None:
-    # The command stands for torchrun: it would die by the signal, and ends when the file is there.
-    waits = f"while [ ! -e {tmp_path}/run/stop ]; do sleep 0.02; done; cat {tmp_path}/run/stop"
-    command = [sys.executable, "-m", "spmdrl.faults.supervise", str(tmp_path / "run"), "sh", "-c", f"echo up; {waits}"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None and started.stdout.readline() == "up\n"
-    started.send_signal(signal.SIGUSR1)
-    assert started.communicate(timeout=30)[0] == "SIGUSR1"
-    assert started.returncode == 0
-
-
-def test_the_command_is_told_that_the_supervisor_will_speak(tmp_path: Path) -> None:
-    supervised = [sys.executable, "-m", "spmdrl.faults.supervise", str(tmp_path), "sh", "-c"]
-    assert subprocess.run([*supervised, 'exit "$((SPMDRL_SUPERVISED + 2))"']).returncode == 3
-    assert subprocess.run([*supervised, "kill -9 $$"]).returncode == 137
 
 
 def make_watch(files: FaultFiles, **changes: Any) -> Watch:
@@ -373,13 +356,3 @@ def test_a_failure_is_reported_where_it_happens(files: FaultFiles, monkeypatch: 
     assert raised.value.exit_code == EXIT_CODES["user"]
     assert "also wrong" in files.log_of(0).read_text()
     watch._heartbeat.log.close()
-
-
-@pytest.mark.parametrize(("reason", "requeues"), [("SIGUSR1", True), ("SIGTERM", False)])
-def test_only_the_signal_before_the_time_limit_requeues_the_job(files: FaultFiles, reason: str, requeues: bool) -> None:
-    content = {"launch": "one", "step": 3, "num_steps": 9, "given_up": True, "reason": reason, "again": True}
-    requeue = json.dumps(content)
-    stands_for_the_run = ["sh", "-c", f"echo '{requeue}' > {files.requeue}"]
-    again = files.folder / "again"
-    assert supervise_main(["--requeue", f"touch {again}", str(files.folder), *stands_for_the_run]) == EXIT_REQUEUE
-    assert again.exists() == requeues

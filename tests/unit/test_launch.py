@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +15,8 @@ import pytest
 from transformers import AutoConfig, Qwen3MoeConfig
 
 import spmdrl
-from spmdrl.faults.verdict import SUPERVISED
+from spmdrl.faults import gpus
+from spmdrl.faults.supervise import Commands
 from spmdrl.tools import command, doctor, local
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
@@ -75,66 +74,25 @@ def test_local_hands_its_variables_to_the_program_that_starts_ranks(stubs: Stubs
     ]
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [("0,1,2", 3), ("5", 1), ("", 0), ("-1", 0)])
-def test_local_counts_the_gpus_that_are_visible(visible: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("visible", "num_gpus"), [("0,1,2", 3), ("5", 1), ("", 0), ("-1", 0)])
+def test_local_counts_the_gpus_that_are_visible(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert local.count_gpus() == gpus
+    assert gpus.count_gpus() == num_gpus
 
 
 def test_local_counts_the_gpus_of_the_driver(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     stubs.add("nvidia-smi", prints="GPU 0: a\nGPU 1: b\nGPU 2: c\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(stubs.folder))
-    assert local.count_gpus() == 3
+    assert gpus.count_gpus() == 3
 
 
-class Calls:
-    """Stands for a program of ranks: notes how it was called."""
-
-    def __init__(self, *codes: int) -> None:
-        self.codes, self.seen = list(codes), list[list[str]]()
-
-    def __call__(self, argv: Sequence[str]) -> int:
-        print("# run folder\nruns/mine\n\n# plan")
-        return self.codes.pop(0)
-
-
-def test_a_check_that_fails_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert local.checked(Calls(2), ["some.toml"]) == (2, "")
-    assert local.checked(Calls(0), ["some.toml"]) == (0, "runs/mine")
-    assert capfd.readouterr().out == ""  # a dry run's report is for those who ask for one
-
-
-def test_on_gpus_the_ranks_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = list[list[str]]()
-    monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(command))
-    local.torchrun("spmdrl.train", 4, ["some.toml", "a.b=1"])
-    (command,) = started
-    assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert command[-6:] == ["--nproc-per-node", "4", "-m", "spmdrl.train", "some.toml", "a.b=1"]
-    assert "--standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in " ".join(
-        command
-    )
-
-
-def one_of_two(argv: Sequence[str]) -> int:
-    """A rank: says who it is; the second ends as the first argument says."""
-    rank = os.environ["RANK"]
-    Path(argv[1], f"{rank}-{os.environ['WORLD_SIZE']}-{os.environ[SUPERVISED]}").touch()
-    if rank == "1" and argv[0] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return int(argv[0]) if rank == "1" else 0
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "words"), [("0", 0, ""), ("3", 1, ""), ("killed", 1, "rank 1 was ended by SIGKILL\n")]
-)
-def test_forked_ranks_meet_and_their_end_is_told(
-    end: str, code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert local.ForkedRanks(one_of_two, 2, [end, str(tmp_path)]).wait() == code
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-2-1", "1-2-1"]
-    assert capfd.readouterr().err == words
+def test_on_gpus_the_ranks_are_torchruns() -> None:
+    with local.starter_of("spmdrl.train", ["some.toml"], num_ranks=4, num_gpus=8) as starter:
+        assert isinstance(starter, Commands)
+    assert starter.command[1:3] == ["-m", "spmdrl.faults.torchrun"]
+    assert starter.command[-2:] == ["--nproc-per-node", "4"]
+    assert "--standalone --local-addr 127.0.0.1" in " ".join(starter.command)
 
 
 @pytest.mark.parametrize("name", command.PROGRAMS)
@@ -152,39 +110,17 @@ def test_a_command_that_is_no_command_names_a_near_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == f"spmdrl {spmdrl.__version__}\n"
 
 
-def test_local_without_a_configuration_tells_how_it_is_used(stubs: Stubs) -> None:
-    done = stubs.run("launch/local.sh")
+def test_slurm_hands_its_arguments_to_the_program_that_starts_the_ranks(stubs: Stubs) -> None:
+    stubs.add("python", exit_code=75)
+    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1").returncode == 75
+    assert stubs.calls == ["python -m spmdrl.faults.slurm some.toml a.b=1"]
+
+
+@pytest.mark.parametrize("script", ["launch/local.sh", "launch/slurm.sbatch"])
+def test_a_script_without_a_configuration_tells_how_it_is_used(stubs: Stubs, script: str) -> None:
+    done = stubs.run("bash", script)
     assert done.returncode == 2
-    assert "usage: launch/local.sh CONFIG" in done.stderr
-
-
-def test_slurm_checks_once_for_all_nodes_then_starts_one_torchrun_a_node(stubs: Stubs) -> None:
-    stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
-    stubs.add("scontrol", prints="node7\nnode8\n")
-    stubs.add("srun")
-    allocation = {
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_CPUS_ON_NODE": "96",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "123",
-    }
-    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", "a.b=1", **allocation).returncode == 0
-    check, start = (call for call in stubs.calls if not call.startswith("scontrol"))
-    assert check == "python -m spmdrl.train some.toml a.b=1 --dry-run --ranks 16"
-    assert start.startswith("python -m spmdrl.faults.supervise --requeue scontrol requeue 123 runs/mine srun --kill")
-    assert start.endswith(
-        "--nnodes 2 --nproc-per-node 8 --master-addr node7 --master-port 20123 -m spmdrl.train some.toml a.b=1"
-    )
-
-
-def test_slurm_starts_nothing_when_the_check_fails(stubs: Stubs) -> None:
-    stubs.add("python", exit_code=2)
-    stubs.add("scontrol", prints="node7\n")
-    stubs.add("srun")
-    allocation = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_ID": "1"}
-    assert stubs.run("bash", "launch/slurm.sbatch", "some.toml", **allocation).returncode == 2
-    assert not any(call.startswith("srun") for call in stubs.calls)
+    assert f"{script} CONFIG [section.key=value ...]" in done.stderr and "NPROC=4" in done.stderr
 
 
 def test_doctor_answers_where_nothing_is_installed() -> None:

@@ -14,7 +14,6 @@ import torch
 from spmdrl.checkpoint.tensor_files import open_to_readers, write_tensors
 from spmdrl.config import FileData
 from spmdrl.data.sources import FileSource
-from spmdrl.faults.supervise import main as supervise
 from spmdrl.types import UserError
 
 # The tool, its arguments, and what it says; {file} is a file, {folder} an empty folder, {torn} a damaged run,
@@ -71,16 +70,6 @@ def test_a_tool_says_what_it_cannot_use(
         code = error.code
     said = capsys.readouterr().err
     assert code == 2 and sentence.format(**places) in said and "Traceback" not in said
-
-
-@pytest.mark.parametrize("command", [[], ["no-such-command"]])
-def test_nothing_is_supervised_without_a_command(
-    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        supervise([str(tmp_path / "run"), *command])
-    assert refused.value.code == 2 and "then the command that starts the ranks" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

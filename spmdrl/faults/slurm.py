@@ -1,0 +1,143 @@
+"""Run on the nodes of a SLURM job: `python -m spmdrl.faults.slurm CONFIG [section.key=value ...]`, from slurm.sbatch.
+
+srun starts one torchrun on each node. When the run has stopped before its end, the job is put back into the queue if
+that brings it further. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spmdrl.faults.gpus import gpus_of_driver
+from spmdrl.faults.supervise import Commands, Ending, Requests, launch, tell
+from spmdrl.faults.verdict import EXIT_USER_ERROR
+
+# Below the ports that the kernel gives to connections; jobs on the same node need different ones.
+FIRST_PORT, NUM_PORTS = 20000, 12000
+ARRAY_INDEX = "%a"  # stands for the index of an array job in arguments, as it does in sbatch's --output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """This job, as SLURM's variables describe it."""
+
+    number: int
+    num_nodes: int
+    first_node: str
+    cores_per_node: str
+    gpus_per_node: int  # granted by SLURM
+    ranks_per_node: int
+    array_index: str | None
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the run."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def command(self) -> list[str]:
+        """The command that starts the ranks, up to the module that they run."""
+        # A step gets the GPUs that a job has asked for, but not those that it has because it is --exclusive. And it
+        # gives a task a single core by default.
+        gpus = [f"--gres=gpu:{self.gpus_per_node}"] if self.gpus_per_node else []
+        step = ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={self.cores_per_node}", "--cpu-bind=none", *gpus]
+        # $SLURM_NODEID differs between nodes, so the shell that srun starts on each node must expand it.
+        on_each_node = [
+            "bash",
+            "-c",
+            f'exec {sys.executable} -m spmdrl.faults.torchrun --node-rank "$SLURM_NODEID" "$@"',
+        ]
+        address = ["--master-addr", self.first_node, "--master-port", str(FIRST_PORT + self.number % NUM_PORTS)]
+        size = ["--nnodes", str(self.num_nodes), "--nproc-per-node", str(self.ranks_per_node)]
+        return [*step, *on_each_node, "torchrun", *size, *address]
+
+    def arguments(self, given: Sequence[str]) -> list[str]:
+        """Put the index of an array job into the arguments. Raises ValueError if they would be the same for all."""
+        if self.array_index is None:
+            return list(given)
+        if not any(one.startswith("run.name=") and ARRAY_INDEX in one for one in given):
+            raise ValueError(
+                f"the jobs of an array would all write the same run: add run.name=NAME-{ARRAY_INDEX} and, for seeds, "
+                f"run.seed={ARRAY_INDEX} ({ARRAY_INDEX} becomes the job's index)"
+            )
+        return [one.replace(ARRAY_INDEX, self.array_index) for one in given]
+
+
+def job_of(environment: Mapping[str, str]) -> Job:
+    """Read SLURM's variables. Raises ValueError where they are missing, or grant nothing to compute on."""
+    if "SLURM_JOB_ID" not in environment:
+        raise ValueError("this is no job of SLURM: submit it with sbatch --nodes N launch/slurm.sbatch CONFIG")
+    granted = int(environment.get("SLURM_GPUS_ON_NODE", "0"))
+    ranks = int(environment.get("NPROC", "0")) or granted or gpus_of_driver()
+    if not ranks:
+        raise ValueError(
+            "SLURM has granted no GPU, and nvidia-smi finds none on the first node: ask for GPUs (sbatch "
+            "--gres=gpu:8), or set NPROC, the number of ranks on each node, to train on the CPU"
+        )
+    nodes = environment["SLURM_JOB_NODELIST"]
+    hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True).stdout
+    return Job(
+        number=int(environment["SLURM_JOB_ID"]),
+        num_nodes=int(environment["SLURM_NNODES"]),
+        first_node=hosts.split()[0],
+        cores_per_node=environment["SLURM_CPUS_ON_NODE"],
+        gpus_per_node=granted,
+        ranks_per_node=ranks,
+        array_index=environment.get("SLURM_ARRAY_TASK_ID"),
+    )
+
+
+def run(job: Job, module: str, given: Sequence[str], requests: Requests) -> Ending:
+    """Run the job's ranks to their end.
+
+    SLURM may end a step that nobody meant: a signal that it could not deliver to a node that was down is delivered when
+    the node is back, to the step of the same number of the same job, which is another one by then. So a step that was
+    told to stop, while this program was not, and that has saved nothing, is started once more.
+    """
+    starter = Commands(module=module, arguments=job.arguments(given), num_ranks=job.num_ranks, command=job.command)
+    ending = launch(starter, requests)
+    if not ending.stopped or ending.told or ending.advanced:
+        return ending
+    tell(ending)
+    return launch(starter, requests)
+
+
+def put_back(job: Job, ending: Ending) -> str:
+    """Put a job that has stopped back into the queue, where that brings it further; returns a sentence about it."""
+    if ending.told and ending.reason != "SIGUSR1":
+        return ""  # by scancel or preemption: whoever sent the signal decides what becomes of the job
+    if not ending.advanced:
+        limit = "raise its time limit (sbatch --time), or let it stop later (--signal=B:USR1@SECONDS before it)"
+        advice = limit if ending.told else "what ended its ranks is above"
+        return (
+            f"job {job.number} is not put back into the queue, because it has saved no step and would do the same "
+            f"again: {advice}"
+        )
+    done = subprocess.run(["scontrol", "requeue", str(job.number)], check=False, capture_output=True, text=True)
+    if done.returncode:
+        return f"job {job.number} could not be put back into the queue: {done.stderr.strip()}"
+    return f"job {job.number} is put back into the queue"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    with Requests() as requests:
+        try:
+            job = job_of(os.environ)
+            ending = run(job, os.environ.get("MODULE", "spmdrl.train"), given, requests)
+        except ValueError as error:
+            print(f"cannot start: {error}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        tell(ending)
+        if ending.stopped and (sentence := put_back(job, ending)):
+            print(sentence, file=sys.stderr, flush=True)
+        return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

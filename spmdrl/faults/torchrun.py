@@ -1,0 +1,54 @@
+"""torchrun without its own report: `python -m spmdrl.faults.torchrun`, with torchrun's options.
+
+The ranks of a node start through this. A run that fails, or is told to stop, tells its user why (`verdict.py`);
+torchrun would add a warning, a box and the traceback of its own exception, and would hide the exit codes of its ranks
+behind 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+# Between SIGTERM and SIGKILL to the ranks: the 30 seconds of torchrun are too few for a step and a checkpoint.
+SHUTDOWN_VARIABLE, SHUTDOWN_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; returns the exit code of the rank that failed first, or 128 plus the number of a signal."""
+    arguments = ["--signals-to-handle", HANDLED, *(sys.argv[1:] if argv is None else argv)]
+    return quietly(lambda: torchrun(arguments))
+
+
+def quietly(run_ranks: Callable[[], object]) -> int:
+    """Run ranks by torchrun's agent, which logs nothing; returns the exit code of `main`."""
+    logging.disable(logging.ERROR)
+    os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
+    try:
+        run_ranks()
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        for rank, failure in sorted(error.failures.items()):
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                name = signal.Signals(-failure.exitcode).name
+                print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr, flush=True)
+        return code_of(error.get_first_failure()[1].exitcode)
+    return 0
+
+
+def code_of(exit_code: int) -> int:
+    """Return the exit code by which a shell shows how a process ended: 128 plus the signal's number for a signal."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The cluster and the model that the drill's jobs share, and the report of what happened."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.tools.proof import commit
+from tests.helpers.slurm_cluster import ROOT, Cluster, Missing, write_report
+from tests.helpers.small_run import sums_from_files, write_small_run
+
+
+class Drill:
+    """What was done, and what happened, in the order of the tests that passed; in the file that SLURM_REPORT names."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._rows: list[dict[str, str]] = []
+        self._commit = commit.commit_id(ROOT, None)
+
+    def record(self, done: str, happened: str) -> None:
+        """Add a row to the report."""
+        self._rows.append({"done": done, "happened": happened})
+        if path := os.environ.get("SLURM_REPORT"):
+            self._write(Path(path))
+
+    def _write(self, path: Path) -> None:
+        write_report(
+            path,
+            {
+                "date": time.strftime("%Y-%m-%d", time.gmtime()),
+                "commit": self._commit,
+                "slurm": self._cluster.call("sinfo", "--version").removeprefix("slurm-wlm "),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "cluster": "launch/slurm_cluster.sh: n1 and n2 with a pretended GPU each, n3 without, one machine",
+                "script": "launch/slurm.sbatch, unmodified",
+                "drill": self._rows,
+            },
+        )
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three nodes on this machine."""
+    path = tmp_path_factory.mktemp("slurm")
+    path.parent.chmod(0o755)
+    path.parent.parent.chmod(0o755)
+    made = Cluster(path / "cluster")
+    try:
+        made.start()
+    except Missing as reason:
+        pytest.skip(f"tests/slurm needs SLURM: {reason}")
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def drill(cluster: Cluster) -> Drill:
+    """The report."""
+    return Drill(cluster)
+
+
+@pytest.fixture(scope="session")
+def folder(cluster: Cluster) -> Path:
+    """A folder with a small run's model, data, reward and configuration."""
+    path = cluster.folder.parent / "runs-of-jobs"
+    path.mkdir()
+    tables = sums_from_files(path)
+    write_small_run(path, model={"num_layers": 2, "spare_tokens": 1}, report={"tensorboard": False}, **tables)
+    return path
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Path:
+    """A Python of this version that every user may run."""
+    found = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+    if not found.exists():
+        pytest.skip(f"there is no {found}, which another user could run")
+    return found
