@@ -47,7 +47,7 @@ Each side is a program that prints progress to stderr and, as the last line of s
 - `tickets.py --engines N ... --repeats N`: `engines`, by their number: `requests_per_s` and `store_us` (N times each:
   requests that the store answered in a second, and its processor time for one), `asked_per_s` (by so many waiting
   engines), `busy` (the share of one core that those take, N times); `requests` (of one look, and of opening a group),
-  `poll_s`, `load_average`, `versions`. The file's own ratio is that of 512 engines.
+  `poll_s`, `load_average`, `versions`. The file's own ratio is for 512 engines.
 - `reward_rate.py --workers N --rewards N --repeats N`: `modes`, by the sandbox's mode, N times each: `rewards_per_s`,
   `rank_us` and `worker_us` (processor time for one reward), `cpu_us` (their sum); `workers`, `rewards`, `room_us` (what
   10,000 a second leave for each on 2 cores), `load_average`, `versions`. The file's own ratio is that in a sandbox.

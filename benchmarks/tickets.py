@@ -1,6 +1,6 @@
 """Count what one store answers to engines that take tickets, and how many engines may wait for tickets at once.
 
-    python benchmarks/tickets.py --engines 64 512 --seconds 2
+    python benchmarks/tickets.py --engines 64 --seconds 2
 
 The store is the one of a run: torch's TCPStore, in a process of its own. Few processes hold a connection for each
 engine, and let the engines look for tickets in turn, with the tickets of a run: as an engine does that has room while
@@ -56,7 +56,7 @@ class CountingStore(dist.Store):
 def main() -> None:
     """Measure each number of engines, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", nargs="+", type=int, default=[64, 512])
+    parser.add_argument("--engines", nargs="+", type=int, default=[64], help="that hold a connection")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each number of engines")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
