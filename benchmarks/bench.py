@@ -44,6 +44,16 @@ Each side is a program that prints progress to stderr and, as the last line of s
   checkpoint, waited for), `disk_s` (one file of as many bytes), `copy_s`, `work_s` and `work_while_writing_s` (a fixed
   amount of work); the ratios of these; `stall_s_per_gb`; `load_average`, `versions`. The file's own ratio is that of
   the 100m model; `notes` has the others.
+- `tickets.py --engines N ... --repeats N`: `engines`, by their number: `requests_per_s` and `store_us` (N times each:
+  requests that the store answered in a second, and its processor time for one), `asked_per_s` (by so many waiting
+  engines), `busy` (the share of one core that those take, N times); `requests` (of one look, and of opening a group),
+  `poll_s`, `load_average`, `versions`. The file's own ratio is for 512 engines.
+- `reward_rate.py --workers N --rewards N --repeats N`: `modes`, by the sandbox's mode, N times each: `rewards_per_s`,
+  `rank_us` and `worker_us` (processor time for one reward), `cpu_us` (their sum); `workers`, `rewards`, `room_us` (what
+  10,000 a second leave for each on 2 cores), `load_average`, `versions`. The file's own ratio is that in a sandbox.
+- `checkpoint_files.py --files FEW MANY --repeats N`: `times_s` (processor time of each thing done, by number of files,
+  N times), `growth` (of each, from few to many, per file: 1 is linear), `many_s` and `few_s` (all of it for many, and
+  the same number of files in checkpoints of few, N times), `files`, `file_bytes`, `load_average`, `versions`.
 
 To each, `cores_used_by_others` (mean, while it ran) is added. Whatever else such an object holds is kept in the result
 file as it is.

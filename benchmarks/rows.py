@@ -378,6 +378,80 @@ def episodes_note(found: Json) -> str:
     )
 
 
+NODES_64 = 512  # engines of one GPU each
+
+
+def tickets(settings: Settings) -> Measurement:
+    """What the engines of 64 nodes ask of one store while all of them wait for tickets, and the store's time for it."""
+    command = ["python", "benchmarks/tickets.py", "--repeats", str(settings.repeats)]
+    output = run(command)
+    (found,) = output["engines"].values()
+    asked_per_s = NODES_64 * output["requests"]["look"] / output["poll_s"]
+    return Measurement(
+        unit="requests/s",
+        spmdrl=[asked_per_s for _ in found["store_us"]],
+        peer=[1e6 / us for us in found["store_us"]],
+        peer_name="that fill a core",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"{count} engines: {tickets_note(found)}" for count, found in output["engines"].items()],
+    )
+
+
+def tickets_note(found: Json) -> str:
+    """Tell what some number of waiting engines ask for, and what they got on this machine."""
+    median = {name: statistics.median(found[name]) for name in ("store_us", "busy", "requests_per_s")}
+    return (
+        f"{found['asked_per_s']:,.0f} requests/s fill {median['busy']:.2f} of the store's core, "
+        f"{median['store_us']:.1f} us each; here {median['requests_per_s']:,.0f} were answered in a second"
+    )
+
+
+def reward_rate(settings: Settings) -> Measurement:
+    """The processors' time for a trivial reward in a sandboxed worker, beside what 10,000 a second leave on 2 cores."""
+    command = ["python", "benchmarks/reward_rate.py", "--repeats", str(settings.repeats)]
+    output = run(command)
+    taken = output["modes"]["strict"]["cpu_us"]
+    return Measurement(
+        unit="us",
+        spmdrl=taken,
+        peer=[output["room_us"]] * len(taken),
+        peer_name="for 10,000 a second",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"sandbox {mode}: {reward_note(found)}" for mode, found in output["modes"].items()],
+    )
+
+
+def reward_note(found: Json) -> str:
+    """Tell what one pool reached, and where the time of the processors went."""
+    median = {name: statistics.median(values) for name, values in found.items()}
+    return (
+        f"{median['rank_us']:.0f} us of the rank and {median['worker_us']:.0f} of the workers for a reward; here "
+        f"{median['rewards_per_s']:,.0f} a second"
+    )
+
+
+def checkpoint_files(settings: Settings) -> Measurement:
+    """All that is done with the files of a checkpoint, for 10,000 of them beside ten times that for 1,000."""
+    command = ["python", "benchmarks/checkpoint_files.py", "--folder", "/dev/shm", "--repeats", str(settings.repeats)]
+    output = run(command)
+    many = str(output["files"][1])
+    parts = ", ".join(
+        f"{name} {statistics.median(times[many]):.2f} s (growth {output['growth'][name]:.2f})"
+        for name, times in output["times_s"].items()
+    )
+    return Measurement(
+        unit="s",
+        spmdrl=output["many_s"],
+        peer=output["few_s"],
+        peer_name="ten times 1,000 files",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[f"{many} files: {parts}"],
+    )
+
+
 def scripts(*names: str) -> tuple[str, ...]:
     """Files of this directory, with the workload."""
     return tuple(f"benchmarks/{name}.py" for name in ("workload", *names))
@@ -395,6 +469,14 @@ EPISODES += scripts("episodes", "slow_tool", "clock_engine", "engine", "generate
 SGLANG = ("spmdrl/engine/sglang/*.py", *scripts("refit"))
 DATA = ("spmdrl/data/rows.py", "spmdrl/data/sources.py", *scripts("data_load", "load_memory"))
 LOADING = ("spmdrl/model/load.py", "spmdrl/dist/*.py", *scripts("load_memory"))
+
+TICKETS = (
+    "spmdrl/rollout/tickets.py",
+    "spmdrl/rollout/scheduler.py",
+    "spmdrl/rollout/part.py",
+    "spmdrl/dist/session.py",
+)
+FILES = tuple(f"spmdrl/checkpoint/{name}.py" for name in ("manifest", "places", "retention"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "engine-fixed": Benchmark(
@@ -473,6 +555,27 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         goal=0.1,
         measure=checkpoint,
         code=CHECKPOINT,
+        in_readme=False,
+    ),
+    "checkpoint-files": Benchmark(
+        about="what is done with 10,000 files of a checkpoint",
+        goal=1.5,
+        measure=checkpoint_files,
+        code=(*FILES, "benchmarks/checkpoint_files.py"),
+        in_readme=False,
+    ),
+    "tickets": Benchmark(
+        about="512 engines that wait for tickets at one store",
+        goal=1.0,
+        measure=tickets,
+        code=(*TICKETS, "benchmarks/tickets.py"),
+        in_readme=False,
+    ),
+    "reward-rate": Benchmark(
+        about="a trivial reward in a sandboxed worker, time of the processors",
+        goal=1.0,
+        measure=reward_rate,
+        code=("spmdrl/rewards/*.py", "spmdrl/workers/*.py", "benchmarks/reward_rate.py"),
         in_readme=False,
     ),
     "episodes-clock": Benchmark(

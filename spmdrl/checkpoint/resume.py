@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class ResumePoint:
         return any(name.startswith("eval/") for name in self.metrics or ())
 
 
+_MAX_SHOWN = 5  # problems of a checkpoint; it may have a file for each of thousands of ranks
+
 FindProblems = Callable[[Path], list[str]]
 """Returns a clause for everything that is wrong with a checkpoint."""
 
@@ -68,7 +70,7 @@ def foresee_resume_point(cfg: Config | SftConfig, checkpoints: Path) -> ResumePo
 def require_whole(checkpoint: Path, mesh: DeviceMesh, *, remedy: str) -> None:
     """Raise UserError if a checkpoint has changed since it was written; every rank of the mesh must call this."""
     if problems := _problems(checkpoint, mesh):
-        raise UserError(f"{checkpoint} cannot be loaded: {', '.join(problems)}; {remedy}")
+        raise UserError(f"{checkpoint} cannot be loaded: {_listed(problems)}; {remedy}")
 
 
 def _choose(cfg: Config | SftConfig, checkpoints: Path, find_problems: FindProblems) -> tuple[ResumePoint, list[int]]:
@@ -117,7 +119,7 @@ def _newest_complete(folder: Path, steps: list[int], find_problems: FindProblems
         problems = find_problems(folder_of(folder, step))
         if not problems:
             return step, broken
-        broken[step] = f"{folder_of(folder, step).name}: {', '.join(problems)}"
+        broken[step] = f"{folder_of(folder, step).name}: {_listed(problems)}"
     return None, broken
 
 
@@ -128,12 +130,18 @@ def _problems(checkpoint: Path, mesh: DeviceMesh) -> list[str]:
     return sorted({problem for problems in of_all_ranks for problem in problems})
 
 
+def _listed(problems: Sequence[str]) -> str:
+    """Name the first problems, and count the others."""
+    more = len(problems) - _MAX_SHOWN
+    return ", ".join([*problems[:_MAX_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])
+
+
 def _refusal(folder: Path, steps: list[int], find_problems: FindProblems, remedy: str) -> Iterator[str]:
     """Yield the reasons why nothing is loaded, a line each; examines every checkpoint to show all problems at once."""
     problems = {step: find_problems(folder_of(folder, step)) for step in reversed(steps)}
     for step, found in problems.items():
         if found:
-            yield f"{folder_of(folder, step)}: {', '.join(found)}"
+            yield f"{folder_of(folder, step)}: {_listed(found)}"
     complete = [step for step, found in problems.items() if not found]
     yield (
         f"the newest checkpoint cannot be loaded; restore it, or set resume.allow_older = true to resume from step "

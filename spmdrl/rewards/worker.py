@@ -7,7 +7,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.rewards.item import RewardItem
@@ -47,6 +47,10 @@ class Reply:
     failure: str | None = None
     traceback: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what the rank reads."""
+        return {"parts": self.parts, "failure": self.failure, "traceback": self.traceback}
+
 
 def main() -> None:
     """Serve requests until the socket closes."""
@@ -68,7 +72,7 @@ def main() -> None:
             limit_cpu(job.limit_s)
         reply = _reply(verifiers, message)
         clear(walls)
-        trainer.sendall(line(asdict(reply)))
+        trainer.sendall(line(reply.to_json()))
 
 
 def _verifier(term: Term) -> Callable[[RewardItem], Any]:

@@ -73,12 +73,13 @@ class SharedTickets(Tickets):
 
     def take(self) -> int | None:
         # Read before counting up: engines that wait would otherwise take permits from each other for moments.
-        if self.is_empty() or self._count("held") >= self._permits:
+        if self._known_empty or self._count("held") >= self._permits:
             return None
         if self._count("held", 1) <= self._permits:
             ticket = self._count("taken", 1) - 1
             if ticket < self._num_tickets:
                 return ticket
+            self._known_empty = True
         self._count("held", -1)
         return None
 

@@ -27,6 +27,7 @@ _START_LIMIT_S = 300.0  # to import the user's code and its packages
 _POLL_S = 0.1  # how often a waiting thread checks whether its pool was closed
 _END_S = 2.0  # for a process to end by itself
 _MAX_ANSWER_BYTES = 2**20
+_READ_BYTES = 2**16  # at once: an answer is mostly short, and a large buffer is mapped anew for each
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # the only environment variables in a sandbox
 
@@ -152,7 +153,7 @@ class WorkerProcess:
                 raise TimeoutError
             self.socket.settimeout(min(left_s, _POLL_S))
             with contextlib.suppress(TimeoutError):
-                part = self.socket.recv(_MAX_ANSWER_BYTES)
+                part = self.socket.recv(_READ_BYTES)
                 if not part:
                     raise EOFError
                 received += part

@@ -25,11 +25,12 @@ from spmdrl.checkpoint.manifest import (
     write_json,
 )
 from spmdrl.checkpoint.places import folder_of, newest_step, remove, saved_steps
-from spmdrl.checkpoint.resume import unfinished
+from spmdrl.checkpoint.resume import foresee_resume_point, unfinished
 from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
 from spmdrl.tools.config_reference import settings
+from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config
 from tests.helpers.files import flip_bit
 
@@ -103,6 +104,21 @@ def test_a_glance_sees_names_sizes_and_small_files(tmp_path: Path) -> None:
     small = write_json(tmp_path / "small", [1])
     flip_bit(tmp_path / "small", 1)
     assert glance(tmp_path / "small", small) == compare(tmp_path / "small", small) is not None
+
+
+def test_of_many_problems_the_first_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    """A checkpoint of thousands of ranks has thousands of files."""
+    checkpoint = folder_of(tmp_path, 3)
+    checkpoint.mkdir()
+    names = [*NECESSARY, *(f"{number:03}" for number in range(300))]
+    files = {name: Digest(1, "") for name in names}
+    Manifest(step=3, num_ranks=300, configuration={}, versions={}, metrics={}, files=files).write(checkpoint)
+    with pytest.raises(UserError) as caught:
+        foresee_resume_point(minimal_config(), tmp_path)
+    first, advice = str(caught.value).splitlines()
+    named = ", ".join(f"{name} is missing" for name in sorted(names)[:5])
+    assert first == f"{checkpoint}: {named}, and {len(names) - 5} more"
+    assert advice.startswith("no checkpoint can be loaded")
 
 
 def test_a_manifest_checks_itself(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 from transformers import AutoModelForCausalLM
 
 import spmdrl.dist.collectives
@@ -34,6 +34,7 @@ from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.tickets import SharedTickets
 from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, UserError
 from tests.helpers import exact
 from tests.helpers.environments import fake_world
@@ -249,6 +250,37 @@ class MortalEngine(FakeEngine):
 
 def fast_and_slow() -> list[FakeEngine]:
     return [FakeEngine(), FakeEngine(max_running=2, tick_s=0.001)]
+
+
+class CountingStore(Store):
+    """A store in this process that counts requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+        self._values: dict[str, int] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        self.num_requests += 1
+        self._values[key] = self._values.get(key, 0) + amount
+        return self._values[key]
+
+
+def test_an_engine_asks_the_store_little() -> None:
+    """docs/scaling.md says for how many engines one store is enough: three requests take a ticket, one sees that no
+    permit is left, and who has met the last ticket does not ask again."""
+    store = CountingStore()
+    tickets = SharedTickets(store, step=1, wanted=2, permits=2, num_tickets=2)
+    late = SharedTickets(store, step=1, wanted=2, permits=2, num_tickets=2)
+
+    def asks(who: SharedTickets) -> tuple[int | None, int]:
+        before = store.num_requests
+        return who.take(), store.num_requests - before
+
+    assert [asks(tickets), asks(tickets), asks(late)] == [(0, 3), (1, 3), (None, 1)]
+    late.drop()
+    assert [asks(late), asks(late), asks(tickets)] == [(None, 4), (None, 0), (None, 4)]
+    assert late.is_empty() and tickets.is_empty()
 
 
 def test_a_step_collects_the_same_however_many_engines_there_are_and_however_they_share() -> None:

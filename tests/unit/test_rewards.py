@@ -78,6 +78,9 @@ def silent_death(prompt, response, answer, metadata):
         threading.Timer(0.2, os._exit, [1]).start()
     return 1
 
+def complains_at_length(prompt, response, answer, metadata):
+    raise ValueError("\\u6b69" * 30_000 + " at last")
+
 def hides_python(prompt, response, answer, metadata):
     import wave
     return not hasattr(wave, "Wave_read")
@@ -215,6 +218,15 @@ def test_check_raises_with_the_traceback(misbehaving: RewardPool) -> None:
         misbehaving.check(item("raise"))
     with pytest.raises(UserError, match=r"reward.timeout_s = 0.7"):
         misbehaving.check(item("sleep"))
+
+
+def test_an_answer_that_is_read_in_many_parts_is_whole(function: Callable[..., FunctionReward]) -> None:
+    """20,000 characters of a traceback, each of which takes six bytes on the way."""
+    with RewardPool(RewardConfig(terms=(function("complains_at_length"),))) as pool:
+        with pytest.raises(UserError) as caught:
+            pool.check(item("1"))
+        assert str(caught.value).count("\u6b69") > 19_000 and str(caught.value).endswith(" at last")
+        assert pool.submit(item("1")).result().failure.startswith("function: ValueError: \u6b69")
 
 
 def test_terms_are_weighed_and_named(function: Callable[..., FunctionReward]) -> None:
