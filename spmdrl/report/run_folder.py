@@ -24,7 +24,7 @@ from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
 _JSON = ("plan.json", "versions.json", "machine.json", "metrics.jsonl", "samples.jsonl", "memory.jsonl", "error.json")
-_FILES = (*_JSON, "config.toml", "curves.png", "requeue")
+_FILES = (*_JSON, "eval_samples.jsonl", "worst_tokens.jsonl", "config.toml", "curves.png", "requeue")
 _FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf")
 
 
@@ -98,6 +98,11 @@ class RunFolder:
     def samples(self) -> Path:
         """A few rollouts of every step, one JSON object each."""
         return self.path / "samples.jsonl"
+
+    @property
+    def eval_samples(self) -> Path:
+        """Answers to held-out prompts in each evaluation, one JSON object each; optional."""
+        return self.path / "eval_samples.jsonl"
 
     @property
     def worst_tokens(self) -> Path:
