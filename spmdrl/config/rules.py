@@ -218,8 +218,12 @@ def loaded_rollouts_need_colocated(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config, SftConfig)
-def keep_best_needs_evaluations(cfg: Config | SftConfig) -> Iterator[str]:
-    if cfg.checkpoint.keep_best is not None and (isinstance(cfg, SftConfig) or cfg.eval is None):
+def answers_need_evaluations(cfg: Config | SftConfig) -> Iterator[str]:
+    if isinstance(cfg, Config) and cfg.eval is not None:
+        return
+    if cfg.report.eval_samples:
+        yield f"report.eval_samples = {cfg.report.eval_samples}: no held-out prompts are answered here; remove it"
+    if cfg.checkpoint.keep_best is not None:
         yield (
             f'checkpoint.keep_best = "{cfg.checkpoint.keep_best}" is measured by evaluations, but there are none; '
             "remove it"

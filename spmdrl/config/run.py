@@ -79,6 +79,9 @@ class ReportConfig(Section):
     """Prompt groups, spread over all ranks, of which each step writes a rollout to samples.jsonl and TensorBoard."""
     whole_groups: bool = False
     """Write all rollouts of these groups, so that the responses to a prompt can be compared."""
+    eval_samples: Whole = 0
+    """Held-out prompts, the same in every evaluation, whose answers are written to eval_samples.jsonl: one of each, or
+    all with `whole_groups`."""
     console: Literal["auto", "live", "plain"] = "auto"
     """`auto` shows a live display on a terminal, and prints one line for each step elsewhere."""
     tensorboard: bool = True

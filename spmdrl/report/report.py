@@ -33,7 +33,7 @@ _BETWEEN_SPANS = "between spans"
 
 
 class Report:
-    """Console, metrics.jsonl, samples.jsonl, worst_tokens.jsonl, TensorBoard and curves of one run.
+    """Console, metrics.jsonl, samples.jsonl, eval_samples.jsonl, worst_tokens.jsonl, TensorBoard and curves of one run.
 
     Every rank has one and measures its phases with `span`. Only the one with `active=True` prints and writes; without a
     folder it only prints. `start_step` is the step of the checkpoint to resume from, None for a new run; rows that an
@@ -133,13 +133,14 @@ class Report:
             self._display.end_step(step, scalars)
         self.compare(scalars)
 
-    def eval(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show and write an evaluation of the policy after `step`; `step` itself may be reported before or after.
+    def eval(self, step: int, scalars: Mapping[str, float], *, samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Show and write an evaluation of the policy after `step`, with rows of answers; `step` itself may be reported
+        before or after.
 
         The names are `eval/...`; in metrics.jsonl they are added to the row of the step. Step 0 is before training.
         """
         if self._files:
-            self._files.eval(step, scalars)
+            self._files.eval(step, scalars, samples)
         if self._display:
             self._display.end_eval(step, scalars)
 
@@ -202,6 +203,7 @@ class _Files:
         last_step = -1 if start_step is None else start_step
         self.metrics = MetricsFile(folder.metrics, start_step=last_step)
         self._samples = StepRowsFile(folder.samples, start_step=last_step)
+        self._eval_samples = StepRowsFile(folder.eval_samples, start_step=last_step)
         self._worst_tokens = StepRowsFile(folder.worst_tokens, start_step=last_step)
         self._memory = StepRowsFile(folder.memory, start_step=last_step) if cfg_report.memory else None
         self._tensorboard = None
@@ -227,7 +229,8 @@ class _Files:
             self._tensorboard.write_histograms(step, histograms)
             self._tensorboard.write(step, scalars)
 
-    def eval(self, step: int, scalars: Mapping[str, float]) -> None:
+    def eval(self, step: int, scalars: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        self._eval_samples.write(step, samples)
         self.metrics.write(step, scalars)
         if self._tensorboard:
             self._tensorboard.write(step, scalars)

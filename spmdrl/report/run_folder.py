@@ -23,7 +23,7 @@ from spmdrl.config.strict import read_json, shown
 from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
-_ROWS = ("metrics.jsonl", "samples.jsonl", "worst_tokens.jsonl", "memory.jsonl")
+_ROWS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "worst_tokens.jsonl", "memory.jsonl")
 _FILES = (*_ROWS, "plan.json", "versions.json", "machine.json", "error.json", "config.toml", "curves.png", "requeue")
 _FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter")
 
@@ -98,6 +98,11 @@ class RunFolder:
     def samples(self) -> Path:
         """A few rollouts of every step, one JSON object each."""
         return self.path / "samples.jsonl"
+
+    @property
+    def eval_samples(self) -> Path:
+        """Answers to held-out prompts in each evaluation, one JSON object each; optional."""
+        return self.path / "eval_samples.jsonl"
 
     @property
     def worst_tokens(self) -> Path:

@@ -1,4 +1,5 @@
-"""Rows of samples.jsonl, which are rollouts, and of worst_tokens.jsonl: where engine and trainer disagree most."""
+"""Rows of samples.jsonl and eval_samples.jsonl, which are rollouts, and of worst_tokens.jsonl: where engine and trainer
+disagree most."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.metrics import TokenValue
-from spmdrl.types import RewardedRollout, Rollout, Turn
+from spmdrl.types import RewardedRollout, RewardOutcome, Rollout, Turn
 
 
 def sample_rows(
@@ -17,7 +18,12 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Make a row of each rollout: prompt, response, reward, advantage, and a summary of its logprobs. With an
     environment it also has the conversation, turn by turn."""
-    return [_row(item, advantages[item.index], tokenizer) for item in rewarded]
+    return [_sample_row(item, advantages[item.index], tokenizer) for item in rewarded]
+
+
+def answer_row(rollout: Rollout, outcome: RewardOutcome, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Make the row of an answer to a held-out prompt: that of a rollout, without what is trained on."""
+    return _row(rollout, outcome, tokenizer)
 
 
 def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -39,8 +45,14 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
     ]
 
 
-def _row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    rollout = rewarded.rollout
+def _sample_row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    greedy = {"greedy_reward": rewarded.baseline.reward} if rewarded.baseline else {}
+    return _row(rewarded.rollout, rewarded.outcome, tokenizer, advantage=advantage, **greedy)
+
+
+def _row(
+    rollout: Rollout, outcome: RewardOutcome, tokenizer: PreTrainedTokenizerBase, **trained_on: float
+) -> dict[str, Any]:
     logprobs = [logprob for response in rollout.responses for logprob in response.logprobs]
     return {
         "prompt_id": rollout.prompt.prompt_id,
@@ -49,11 +61,10 @@ def _row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedToken
         "prompt": rollout.prompt.text,
         "response": tokenizer.decode(rollout.turns[-1].response.token_ids),
         "answer": rollout.prompt.answer,
-        "reward": rewarded.outcome.reward,
-        "reward_parts": rewarded.outcome.parts,
-        **({"greedy_reward": rewarded.baseline.reward} if rewarded.baseline else {}),
-        "failure": rewarded.outcome.failure,
-        "advantage": advantage,
+        "reward": outcome.reward,
+        "reward_parts": outcome.parts,
+        "failure": outcome.failure,
+        **trained_on,
         "finish_reason": rollout.end,
         "response_tokens": rollout.num_sampled,
         "mean_logprob_nats": sum(logprobs) / max(1, len(logprobs)),

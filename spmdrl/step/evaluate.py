@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from spmdrl.algo.metrics import Mean, Metrics
 from spmdrl.step.episodes import held_out_episode_metrics
 from spmdrl.types import RewardOutcome, Rollout
 
 _ROUNDING = 1e-6  # of a sum of weighted terms
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of an evaluation."""
+
+    metrics: Metrics  # this rank's part
+    samples: Sequence[Mapping[str, Any]] = ()  # rows of answers, the same on every rank
 
 
 def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], *, success_at: float) -> Metrics:

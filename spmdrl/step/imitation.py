@@ -16,6 +16,7 @@ from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
+from spmdrl.step.evaluate import Evaluation
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.types import UserError
 
@@ -81,7 +82,7 @@ class HeldOutLoss:
         self._micro_batches = build_batch(mine, run.plan, run.meshes, aggregation="token_mean").micro_batches
 
     @torch.no_grad()
-    def __call__(self) -> Metrics:
+    def __call__(self) -> Evaluation:
         """Return this rank's part of the loss, a mean over tokens; every rank that trains must call this."""
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
@@ -90,7 +91,7 @@ class HeldOutLoss:
             loss = -float(torch.where(mask, logprobs, 0.0).sum(dtype=torch.float64))
             parts.append({"eval/loss": Mean(loss, float(mask.sum()))})
         reshard(self._policy)
-        return merge_all(parts) if self._meshes.speaks_for_data else {}
+        return Evaluation(merge_all(parts) if self._meshes.speaks_for_data else {})
 
 
 def describe(pair: Pair, sequence: TrainingSequence) -> Sequence[str]:

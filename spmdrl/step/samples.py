@@ -1,8 +1,8 @@
-"""The rollouts of a step that are shown: a few groups, spread over all ranks."""
+"""The rollouts of a step or an evaluation that are shown: a few groups, spread over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import ReportConfig
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.report.samples import sample_rows
-from spmdrl.types import RewardedRollout
+from spmdrl.report.samples import answer_row, sample_rows
+from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
 
 def gather_samples(
@@ -32,6 +32,26 @@ def gather_samples(
     own = list(groups.values())
     shown = [item for place in places for item in (own[place] if cfg.whole_groups else own[place][:1])]
     return [row for rows in gather_objects(mesh, sample_rows(shown, advantages, tokenizer)) for row in rows]
+
+
+def gather_answers(
+    outcomes: Iterable[tuple[Rollout, RewardOutcome]],
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: ReportConfig,
+    mesh: DeviceMesh,
+    *,
+    num_prompts: int,
+) -> list[dict[str, Any]]:
+    """Return rows of the answers to the chosen ones of `num_prompts` held-out prompts, in their order: the same on
+    every rank, for any number of ranks. Every rank of the mesh must call this."""
+    (shown,) = chosen([num_prompts], cfg.eval_samples)
+    rows = [
+        answer_row(rollout, outcome, tokenizer)
+        for rollout, outcome in outcomes
+        if rollout.prompt.prompt_id in shown and (cfg.whole_groups or rollout.sample_index == 0)
+    ]
+    gathered = [row for rows in gather_objects(mesh, rows) for row in rows]
+    return sorted(gathered, key=lambda row: (row["prompt_id"], row["sample_index"]))
 
 
 def chosen(counts: Sequence[int], limit: int) -> list[list[int]]:

@@ -20,9 +20,10 @@ from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch, SettingsT
-from spmdrl.step.evaluate import eval_metrics
+from spmdrl.step.evaluate import Evaluation, eval_metrics
 from spmdrl.step.export import export_adapter, export_hf
 from spmdrl.step.handover import Handover, TrainerAlone
+from spmdrl.step.samples import gather_answers
 from spmdrl.types import StopRequested
 
 NO_LIMITS = MismatchLimits()
@@ -45,7 +46,7 @@ class Steps(Generic[SettingsT]):
         *,
         warn: MismatchLimits = NO_LIMITS,
         success_at: float = 1.0,
-        held_out: Callable[[], Metrics] | None = None,
+        held_out: Callable[[], Evaluation] | None = None,
     ) -> None:
         """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
         held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts."""
@@ -175,14 +176,18 @@ class Steps(Generic[SettingsT]):
         self._run.report.take_times()
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        evaluated = scalars(merge_over(self._training, self._measure()))
-        self._run.report.eval(step, evaluated)
+        found = self._measure()
+        evaluated = scalars(merge_over(self._training, found.metrics))
+        self._run.report.eval(step, evaluated, samples=found.samples)
         return evaluated
 
-    def _answer_held_out(self) -> Metrics:
+    def _answer_held_out(self) -> Evaluation:
+        run = self._run
         with self._handover.rollout():
             pending = self._sampler.sample_held_out()
-        return eval_metrics(self._run.rewards.collect(pending), success_at=self._success_at)
+        outcomes, count = run.rewards.collect(pending), len(run.inputs.held_out)
+        shown = gather_answers(outcomes, run.inputs.tokenizer, run.cfg.report, self._training, num_prompts=count)
+        return Evaluation(eval_metrics(outcomes, success_at=self._success_at), shown)
 
     def _pass_edge(self) -> None:
         if self._run.watch.agree_to_stop(self._training):

@@ -21,7 +21,7 @@ from tests.helpers.small_run import assert_same_weights, launch, rows, sample_ro
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """A run of 4 steps on 2 ranks that never stopped."""
-    torchrun(folder, 2)
+    torchrun(folder, 2, "report.eval_samples=3")
     return folder / "runs/run"
 
 
@@ -59,6 +59,16 @@ def test_the_run_folder_is_complete(whole: Path) -> None:
         name: [row["step"] for row in rows(whole) if f"memory/{name}_peak_gib" in row] for name in ("load", "save")
     }
     assert measured == {"load": [1], "save": [3]}
+
+
+def test_answers_to_the_same_held_out_prompts_are_written_after_every_evaluation(whole: Path) -> None:
+    answers = read_rows(whole / "eval_samples.jsonl")
+    first, *others = [[row for row in answers if row["step"] == step] for step in (0, 2, 4)]
+    assert len(answers) == 9 and len({row["prompt_id"] for row in first}) == 3
+    for later in others:
+        assert [(row["prompt_id"], row["prompt"]) for row in later] == [
+            (row["prompt_id"], row["prompt"]) for row in first
+        ]
 
 
 def test_the_tokens_that_engine_and_trainer_disagree_about_most_are_written(whole: Path) -> None:

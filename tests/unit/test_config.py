@@ -501,7 +501,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
         'eval={num_prompts=1,sources=[{kind="jsonl",path="a"}]}',
     ),
     "loaded_rollouts_need_colocated": ("debug.load_rollouts=a", "rollout.placement=disaggregated"),
-    "keep_best_needs_evaluations": ("checkpoint.keep_best=eval/accuracy",),
+    "answers_need_evaluations": ("checkpoint.keep_best=eval/accuracy", "report.eval_samples=2"),
     "watchdog_is_faster_than_patience": ("run.patience_minutes=1",),
     "resume_names_settings": ('resume.changed=["bogus"]',),
     "deterministic_runs_sample_one_version": (

@@ -190,6 +190,16 @@ def test_an_evaluation_of_the_step_it_was_resumed_from_joins_that_row(folder: Ru
     assert [row["step"] for row in read_rows(folder.metrics)] == [0, 1, 2, 3]
 
 
+def test_answers_of_an_evaluation_are_rows_of_their_step_and_repeated_ones_replace_them(folder: RunFolder) -> None:
+    for start_step in (None, 0):
+        with Report(ReportConfig(console="plain"), folder, num_steps=2, active=True, start_step=start_step) as report:
+            if start_step is None:
+                report.eval(0, {"eval/accuracy": 0.5}, samples=samples_of(0))
+            report.eval(1, {"eval/accuracy": 0.5}, samples=samples_of(1))
+    expected = [{"step": step} | sample for step in (0, 1) for sample in samples_of(step)]
+    assert read_rows(folder.eval_samples) == expected and not folder.samples.exists()
+
+
 def test_a_number_that_is_not_finite_is_null(folder: RunFolder) -> None:
     with Report(ReportConfig(console="plain"), folder, num_steps=1, active=True) as report:
         scalars = {"update/loss": math.nan, "update/ratio": math.inf, "reward/mean": 1.0}
