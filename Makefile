@@ -65,7 +65,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-e2e test-browser pictures test-long test-floor test-gpu lint format bench bench-table bench-check docs site clean
+  test-e2e test-browser pictures test-long test-floor test-gpu lint format bench bench-table bench-check dist docs site clean
 
 help: ## list the targets
 	@awk -F':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -185,6 +185,11 @@ bench-table: $(INSTALLED) ## put what was measured into README.md and docs/bench
 
 bench-check: $(INSTALLED) ## do they show what was measured? Which results are about older code?
 	$(IN_VENV) python benchmarks/check.py
+
+dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and check them
+	rm -rf dist build *.egg-info
+	$(VENV)/bin/python -m build --outdir dist .
+	$(VENV)/bin/python -m twine check --strict dist/*
 
 docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
 	$(VENV)/bin/python -m spmdrl.tools.gpu_report

@@ -63,6 +63,7 @@ from program import ProgramFailed
 from results import RESULTS, Json, provenance, write_result
 from rows import BENCHMARKS, Benchmark, Measurement, Settings
 
+LENGTHS = ("repeats", "warmup_steps", "steps")
 QUIET_CORES = 0.1  # a run during which other programs used more than this is pointed out
 
 
@@ -100,6 +101,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.names) - set(BENCHMARKS):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    shorter = [f"--{name.replace('_', '-')}" for name in LENGTHS if getattr(args, name) < parser.get_default(name)]
+    if shorter and args.results.resolve() == RESULTS:
+        parser.error(f"{' and '.join(shorter)} measure less than the results that are kept; name another --results")
     return args
 
 

@@ -1,10 +1,12 @@
 """Time a refit of SGLang in buckets beside one call of the engine for each tensor: one process, the same transport.
 
     python benchmarks/refit.py --sizes 10m 200m 1b --repeats 7
+    python benchmarks/refit.py --sizes 200m --lora 8
 
 Random Qwen3-shaped models in float32 on one rank, and SGLang in processes of its own. The two ways alternate; each
 opens one update session and compares no digests. A refit that does follows each pair, and then the limit is timed: a
-`copy_` of half a GiB on one thread, between buffers that no cache holds. Prints one JSON object;
+`copy_` of half a GiB on one thread, between buffers that no cache holds. With `--lora` refits of adapters of that rank
+on all linear layers, which are always verified, alternate with refits of all weights. Prints one JSON object;
 `benchmarks/bench.py` says what is in it.
 """
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from spmdrl.config import ModelConfig, RefitConfig
+from spmdrl.config import LoraConfig, ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang import cpu as sglang_cpu
@@ -36,7 +38,9 @@ from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
 from spmdrl.memory.buckets import bucket_bytes
+from spmdrl.model.adapted import load_trained
 from spmdrl.model.load import load_policy
+from spmdrl.refit.adapters import AdapterRefit
 from spmdrl.refit.refit import Refit
 
 MIB = 2**20
@@ -56,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10m", "200m", "1b"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits of each model")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="time refits of adapters instead")
     parser.add_argument("--bucket-mib", type=int, default=bucket_bytes(RefitConfig(), device_bytes=None) // MIB)
     parser.add_argument("--copy-mib", type=int, default=512, help="of the plain copy")
     args = parser.parse_args()
@@ -68,10 +73,12 @@ def main() -> None:
             if (available := available_bytes()) < needed:
                 sizes[size] = {"left_out": f"needs {needed / GIB:.1f} GiB, {available / GIB:.1f} are available"}
             else:
-                sizes[size] = measure(size, meshes, args)
-            print(size, "left out" if "left_out" in sizes[size] else summary(sizes[size]), file=sys.stderr, flush=True)
+                sizes[size] = measure_adapters(size, meshes, args) if args.lora else measure(size, meshes, args)
+            line = adapter_summary if args.lora else summary
+            print(size, "left out" if "left_out" in sizes[size] else line(sizes[size]), file=sys.stderr, flush=True)
     result = {
         "bucket_mib": args.bucket_mib,
+        "lora_rank": args.lora,
         "threads": torch.get_num_threads(),
         "sizes": sizes,
         "load_average": load_average[0],
@@ -139,6 +146,67 @@ def summary(found: dict[str, Any]) -> str:
         f"{statistics.median(found['shares_of_copy']):.2f} of a copy's {found['copy_gb_per_s']:.1f} GB/s; "
         f"verified {found['verified_median_s'] * 1e3:.1f} ms, {statistics.median(found['verified_ratios']):.2f} times "
         "as long"
+    )
+
+
+def measure_adapters(size: str, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
+    """Refits of adapters, of all weights, and of all weights with digests, alternating, into one engine."""
+    config = model_config(size)
+    refit_config = RefitConfig(bucket_bytes=args.bucket_mib * MIB, verify=EVERY_OTHER)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        lora = LoraConfig(rank=args.lora)
+        policy = load_trained(ModelConfig(path=folder), lora, meshes, temperature=1.0, seed=0)
+        assert policy.adapters is not None
+        options = launch(
+            folder,
+            enable_lora=True,
+            lora_backend="torch_native",
+            lora_target_modules=policy.adapters.config["target_modules"],
+            max_lora_rank=args.lora,
+            max_loras_per_batch=1,
+        )
+        engine = SGLangEngine(options, meshes.engine, model_config=config, transport="shared_memory")
+    try:
+        whole = Refit(policy, engine, meshes, refit_config, dtype=torch.float32)
+        adapters = AdapterRefit(whole, policy.adapters, engine, meshes, dtype=torch.float32)
+        for version in range(3):
+            adapters(version=version)
+        whole(version=3)
+        adapters_s, verified_s, whole_s = [], [], []
+        for version in range(4, 4 + 3 * args.repeats, 3):
+            adapters_s.append(seconds(lambda version=version: adapters(version=version)))
+            verified_s.append(seconds(lambda version=version: whole(version=version + 1)))
+            whole_s.append(seconds(lambda version=version: whole(version=version + 2)))
+        num_bytes = sum(tensor.nbytes for tensor in policy.adapters.tensors.values())
+        return {
+            "parameters": count(config),
+            "tensors": len(policy.adapters.tensors),
+            "gb": 4 * count(config) / 1e9,
+            "adapters_gb": num_bytes / 1e9,
+            "share_of_bytes": num_bytes / (4 * count(config)),
+            "adapters_s": adapters_s,
+            "whole_s": whole_s,
+            "verified_s": verified_s,
+            "adapters_median_s": statistics.median(adapters_s),
+            "whole_median_s": statistics.median(whole_s),
+            "verified_median_s": statistics.median(verified_s),
+            "times_faster": [full / ours for ours, full in zip(adapters_s, whole_s, strict=True)],
+            "times_faster_verified": [full / ours for ours, full in zip(adapters_s, verified_s, strict=True)],
+        }
+    finally:
+        engine.close()
+
+
+def adapter_summary(found: dict[str, Any]) -> str:
+    """One line."""
+    return (
+        f"({found['parameters'] / 1e6:.0f}M): adapters {found['adapters_median_s'] * 1e3:.1f} ms in "
+        f"{found['adapters_gb'] * 1e3:.1f} MB, {100 * found['share_of_bytes']:.2f} % of the bytes of all weights, "
+        f"{found['whole_median_s'] * 1e3:.1f} ms and verified {found['verified_median_s'] * 1e3:.1f} ms: "
+        f"{statistics.median(found['times_faster']):.1f} and "
+        f"{statistics.median(found['times_faster_verified']):.1f} times as fast"
     )
 
 
@@ -255,8 +323,8 @@ def count(config: Qwen3Config) -> int:
         return sum(parameter.numel() for parameter in Qwen3ForCausalLM(config).parameters())
 
 
-def launch(folder: str) -> SGLangOptions:
-    """SGLang on a CPU with one device and little room for requests: nothing is sampled."""
+def launch(folder: str, **more: Any) -> SGLangOptions:
+    """SGLang on a CPU with one device and little room for requests: nothing is sampled. `more` are its arguments."""
     arguments = {
         "model_path": folder,
         "dtype": "float32",
@@ -274,6 +342,7 @@ def launch(folder: str) -> SGLangOptions:
         "mem_fraction_static": 0.9,
         "sleep_on_idle": True,
         "log_level": "error",
+        **more,
     }
     environment = {"PYTHONWARNINGS": "ignore", **sglang_cpu.child_environment()}
     return SGLangOptions(

@@ -254,6 +254,26 @@ def refit(settings: Settings) -> Measurement:
     )
 
 
+def refit_lora(settings: Settings) -> Measurement:
+    """SGLang refitted with adapters beside refits of all weights that are verified too, in one process."""
+    repeats = str(settings.repeats * 3)
+    command = ["python", "benchmarks/refit.py", "--sizes", "200m", "--lora", "8", "--repeats", repeats]
+    output = run(command)
+    found = output["sizes"]["200m"]
+    return Measurement(
+        unit="s",
+        spmdrl=found["adapters_s"],
+        peer=found["verified_s"],
+        peer_name="all weights, verified too",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[
+            f"rank 8: {found['adapters_gb'] * 1e3:.1f} MB, {100 * found['share_of_bytes']:.2f} % of the bytes; "
+            f"all weights without digests {found['whole_median_s'] * 1e3:.0f} ms"
+        ],
+    )
+
+
 def refit_note(size: str, found: Json) -> str:
     """Tell how long one model's refits took, beside the goals."""
     if "left_out" in found:
@@ -415,6 +435,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "refit": Benchmark(
         about="refit of SGLang, 200M parameters", goal=1.0, measure=refit, code=(*REFIT, *scripts("refit"))
+    ),
+    "refit-lora": Benchmark(
+        about="refit of SGLang with adapters of rank 8, 200M parameters",
+        goal=0.05,
+        measure=refit_lora,
+        code=("spmdrl/refit/*.py", "spmdrl/engine/sglang/*.py", *scripts("refit")),
+        in_readme=False,
     ),
     "packing-verl": Benchmark(
         about="balance of 10,000 lognormal sequences over 64 ranks",

@@ -11,41 +11,4 @@ if (($# == 0)) || [[ $1 == -* ]]; then
     sed -n '2,7s/^# //p' "$0" >&2
     exit 2
 fi
-if ! command -v torchrun >/dev/null; then
-    echo "torchrun is not on PATH: run 'make setup', then 'source .venv/bin/activate'" >&2
-    exit 2
-fi
-
-count_gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        local ids
-        IFS=, read -ra ids <<<"$CUDA_VISIBLE_DEVICES"
-        [[ ${ids[0]:-} == -1 ]] && ids=()
-        echo "${#ids[@]}"
-    elif command -v nvidia-smi >/dev/null; then
-        nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
-    else
-        echo 0
-    fi
-}
-
-module=${MODULE:-spmdrl.train}
-gpus=$(count_gpus)
-ranks=${NPROC:-$((gpus > 0 ? gpus : 2))}
-
-if ((gpus == 0)); then
-    # nproc would print OMP_NUM_THREADS if that is set.
-    cores=$(env -u OMP_NUM_THREADS nproc)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
-fi
-
-# Checked before the ranks start, so that a mistake is shown once and without torchrun's report.
-folder=$(python -m "$module" "$@" --dry-run --ranks "$ranks" | sed -n '/^# run folder$/{n;p;}')
-
-# For signals that reach torchrun itself: its default of 30 seconds is too short for a step and a checkpoint.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# Without --local-addr, rendezvous would use this machine's host name, which may not resolve.
-exec python -m spmdrl.faults.supervise "$folder" \
-    torchrun --standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --nproc-per-node "$ranks" -m "$module" "$@"
+exec python -m spmdrl.tools.local "${MODULE:-spmdrl.train}" ${NPROC:+--nproc "$NPROC"} "$@"

@@ -20,6 +20,14 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Messages to the policy, and the answer that it is to imitate."""
+
+    messages: tuple[Message, ...]  # none before the answer to the prompt itself
+    response: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """One response of the policy, as its environment reads it."""

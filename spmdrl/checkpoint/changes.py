@@ -55,7 +55,7 @@ HARMLESS = (
 
 # Shown with changes that have no effect, which may surprise the user.
 _FROM_CHECKPOINT = " (the weights still come from the checkpoint; set a new run.name to start from other weights)"
-_MEANING = {"model.path": _FROM_CHECKPOINT, "critic.path": _FROM_CHECKPOINT}
+_OF_ADAPTERS = " (the adapters still come from the checkpoint, and the base must be the one that they were trained on)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,11 @@ def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
     """
     old, now = dict(_flat(before)), dict(_flat(resolved(cfg)))
     chosen = dict(_flat(cfg.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
+    from_model = _FROM_CHECKPOINT if getattr(cfg, "lora", None) is None else _OF_ADAPTERS
+    meaning = {"model.path": from_model, "lora.path": _OF_ADAPTERS, "critic.path": _FROM_CHECKPOINT}
     names = [name for name in sorted(old.keys() | now.keys()) if name in old or name in chosen]
     return [
-        Change(name, f"{name} was {_shown(old, name)} and is {_shown(now, name)}{_MEANING.get(name, '')}")
+        Change(name, f"{name} was {_shown(old, name)} and is {_shown(now, name)}{meaning.get(name, '')}")
         for name in names
         if old.get(name) != now.get(name)
     ]

@@ -15,7 +15,8 @@ class FileData(Section):
     kind: Literal["jsonl", "parquet"]
     """File format."""
     path: PathText
-    """The file; relative paths are relative to the working directory."""
+    """The file, relative to the working directory; or a file of a data set on a hub, by its name
+    `hf:ORGANISATION/NAME@REVISION:FILE`, in huggingface_hub's cache."""
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
     answer_column: str = "answer"
@@ -70,6 +71,12 @@ class HeldOutConfig(Section):
     """Held-out prompts, over all sources."""
 
 
+class HeldOutPairsConfig(HeldOutConfig):
+    every: Annotated[int, Field(ge=0)] | Literal["never"] = 0
+    """Steps between two evaluations of the loss of their responses; there is always one before the first step and after
+    the last. 0: only these. `"never"` only keeps their questions out of training, and needs no responses."""
+
+
 class EvalConfig(HeldOutConfig):
     every: Whole = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
@@ -90,7 +97,11 @@ class PairsConfig(Section):
     sequences_per_step: Count
     """(prompt, response) pairs behind one optimizer step, over all ranks."""
     max_response_tokens: Count
-    """Longest response; a longer one is an error that names the row."""
+    """Longest response; a longer one is an error that names the row. With `turns = "all"`, all that follows the
+    prompt."""
+    turns: Literal["last", "all"] = "last"
+    """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
+    has no `response_column`: the last, or all. What is said between them is read and not trained."""
 
 
 class PackConfig(Section):

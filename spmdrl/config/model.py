@@ -10,7 +10,8 @@ from spmdrl.config.base import Count, PathText, Section, rule
 
 class ModelConfig(Section):
     path: PathText
-    """A Hugging Face causal language model directory: config, safetensors weights, tokenizer."""
+    """A Hugging Face causal language model directory: config, safetensors weights, tokenizer; or the name of a model on
+    a hub, `hf:ORGANISATION/NAME@REVISION`, in huggingface_hub's cache."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of forward and backward; master weights stay float32. `auto` is float32 on a CPU, bfloat16 on CUDA.
     float16 scales the loss dynamically."""

@@ -133,6 +133,8 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     """Derive the plan of a fine-tuning run: a step is one update on `sft.sequences_per_step` pairs."""
     _refuse(cfg, num_ranks)
     sequences = cfg.sft.sequences_per_step
+    eval_every = cfg.held_out.every if cfg.held_out else "never"
+    eval_prompts = cfg.held_out.num_prompts if cfg.held_out and eval_every != "never" else 0
     max_sequence = cfg.data.max_prompt_tokens + cfg.sft.max_response_tokens
     ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
     return Plan(
@@ -148,9 +150,9 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         max_response_tokens=cfg.sft.max_response_tokens,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
-        max_eval_sequence_tokens=0,
-        eval_prompts=0,
-        eval_every=0,
+        max_eval_sequence_tokens=max_sequence if eval_prompts else 0,
+        eval_prompts=eval_prompts,
+        eval_every=0 if eval_every == "never" else eval_every,
         checkpoint_every=cfg.checkpoint.every,
         export_every=cfg.export.every,
         ranks_per_share=ranks_per_share,

@@ -25,6 +25,8 @@ class RunConfig(Section):
     patience_minutes: Annotated[int, Field(ge=1, le=10**6)] = 180
     """Minutes that a rank waits for the others before it ends the run, even if they make progress. Set it above the
     longest rollout phase or evaluation, in which ranks that share an engine wait for the one that leads it."""
+    download: bool = False
+    """Fetch models and data that are named on a hub (`hf:...`) and not in the cache. See `docs/data.md`."""
     stop_before: Annotated[datetime, Field(strict=False)] | None = None
     """Save and stop before this time, such as `"2026-11-21T08:00"`, local unless it names a zone. No step begins that
     would end later if it took as long as the longest so far; a step that is running at this time stops after its phase.

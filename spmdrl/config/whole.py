@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmdrl.config.algorithm import AdvantageConfig, LossConfig
 from spmdrl.config.base import Section
 from spmdrl.config.correction import CorrectionConfig, MismatchConfig
-from spmdrl.config.data import DataConfig, EvalConfig, HeldOutConfig, PackConfig, PairsConfig
+from spmdrl.config.data import DataConfig, EvalConfig, HeldOutPairsConfig, PackConfig, PairsConfig
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.lora import LoraConfig
 from spmdrl.config.model import ModelConfig, ParallelConfig
@@ -63,8 +63,13 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        """True when a frozen reference model is loaded."""
+        """True when the policy is compared with a frozen reference."""
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
+
+    @property
+    def loads_reference(self) -> bool:
+        """True when the reference is a model of its own; that of adapters is their base."""
+        return self.has_reference and self.lora is None
 
     @property
     def sends_adapters(self) -> bool:
@@ -117,7 +122,7 @@ class SftConfig(Section):
     sft: PairsConfig
     optim: OptimConfig
     pack: PackConfig
-    held_out: HeldOutConfig | None = None
+    held_out: HeldOutPairsConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     resume: ResumeConfig = ResumeConfig()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import FileData, ReasoningGymData
+from spmdrl.conversation import Exchange
 from spmdrl.data.rows import open_rows
 from spmdrl.types import UserError
 
@@ -27,6 +28,7 @@ class Row:
     question: str  # the question alone, to recognize rows that ask the same
     answer: str | None
     response: str | None  # to imitate
+    later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
 
@@ -46,19 +48,36 @@ class Source(Protocol):
         ...
 
 
-def open_source(cfg: FileData | ReasoningGymData, *, seed: int) -> Source:
-    """Open the source that one entry of `sources` describes."""
-    return FileSource(cfg, seed=seed) if isinstance(cfg, FileData) else ReasoningGymSource(cfg, seed=seed)
+Form = Callable[[Row], Row]  # what a run makes of a file's row before anything else
+
+
+def as_written(row: Row) -> Row:
+    """Return the row."""
+    return row
+
+
+def open_source(cfg: FileData | ReasoningGymData, *, seed: int, form: Form = as_written) -> Source:
+    """Open the source that one entry of `sources` describes; `form` changes the rows of files."""
+    if isinstance(cfg, FileData):
+        return FileSource(cfg, seed=seed, form=form)
+    return ReasoningGymSource(cfg, seed=seed)
+
+
+def first_record(cfg: FileData) -> dict[str, Any]:
+    """Return the columns of a file's first row. Raises UserError when it cannot be read or has no rows."""
+    for _, record in open_rows(cfg.kind, cfg.path).scan():
+        return record
+    raise UserError(f"{cfg.path} has no rows")
 
 
 class FileSource:
     """The rows of a file, in a new order in each epoch; the file stays on the disk."""
 
-    def __init__(self, cfg: FileData, *, seed: int) -> None:
+    def __init__(self, cfg: FileData, *, seed: int, form: Form = as_written) -> None:
         """All rows are checked now. Raises UserError for the first that is wrong."""
         self.task = cfg.task
         self.path = cfg.path
-        self._cfg = cfg
+        self._cfg, self._form = cfg, form
         self._seed = seed
         self._rows = open_rows(cfg.kind, cfg.path)
         self._places = array("Q", (place for place, _ in self._scan()))
@@ -74,7 +93,7 @@ class FileSource:
         assert attempt == 0, "a file has no other row for an index: remove unwanted rows with `keep`"
         epoch, number = divmod(index, len(self._places))
         place = self._places[self._order(epoch)[number]]
-        return _file_row(self._rows.read(place), self._rows.where(place), self._cfg)
+        return self._row(place, self._rows.read(place))
 
     def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
         """Return a source of those rows of the file that are wanted."""
@@ -88,7 +107,10 @@ class FileSource:
     def _scan(self) -> Iterator[tuple[int, Row]]:
         """Yield all rows of the file with their places, in its order."""
         for place, record in self._rows.scan():
-            yield place, _file_row(record, self._rows.where(place), self._cfg)
+            yield place, self._row(place, record)
+
+    def _row(self, place: int, record: dict[str, Any]) -> Row:
+        return self._form(_file_row(record, self._rows.where(place), self._cfg))
 
     def _order(self, epoch: int) -> array[int]:
         if epoch not in self._orders:
@@ -111,7 +133,7 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     used = {cfg.prompt_column, cfg.answer_column, cfg.response_column}
     return Row(
         prompt=prompt,
-        question=_question(prompt),
+        question=question_in(prompt),
         answer=answer,
         response=response,
         metadata={name: value for name, value in columns.items() if name not in used},
@@ -153,7 +175,8 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _question(prompt: str | list[dict[str, Any]]) -> str:
+def question_in(prompt: str | list[dict[str, Any]]) -> str:
+    """Return what a prompt asks, without its system message."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(message["content"] for message in prompt if message["role"] != "system")

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, HeldOutConfig
-from spmdrl.conversation import Message
-from spmdrl.data.sources import FileSource, Row, Source, open_source
+from spmdrl.conversation import Exchange, Message
+from spmdrl.data.conversations import asked
+from spmdrl.data.sources import FileSource, Form, Row, Source, open_source
 from spmdrl.data.tokenizer import chat_messages, encode_prompt, uses_template
 from spmdrl.types import Prompt, UserError
 
@@ -90,6 +91,14 @@ class PromptEncoder:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and what is to be imitated: the response to it, and perhaps more of the conversation."""
+
+    prompt: Prompt
+    exchanges: tuple[Exchange, ...]  # the first has no messages
+
+
 class PromptStream:
     """Training prompts without end, from weighted sources."""
 
@@ -117,15 +126,9 @@ class PromptStream:
         """Return prompts `start` to `start + count - 1` of the stream."""
         return [self._prompt_and_row(index)[0] for index in range(start, start + count)]
 
-    def pairs(self, start: int, count: int) -> list[tuple[Prompt, str]]:
-        """Return prompts `start` to `start + count - 1`, each with the response to imitate."""
-        return [self._pair(index) for index in range(start, start + count)]
-
-    def _pair(self, index: int) -> tuple[Prompt, str]:
-        prompt, row = self._prompt_and_row(index)
-        if row.response is None:
-            raise UserError(f"{row.where} has no response to imitate; set response_column to the column that has it")
-        return prompt, row.response
+    def pairs(self, start: int, count: int) -> list[Pair]:
+        """Return prompts `start` to `start + count - 1`, each with what is to be imitated."""
+        return [_pair(*self._prompt_and_row(index)) for index in range(start, start + count)]
 
     def _prompt_and_row(self, index: int) -> tuple[Prompt, Row]:
         place, number = self._turns.at(index)
@@ -167,10 +170,19 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: Prom
     )
 
 
+def _pair(prompt: Prompt, row: Row) -> Pair:
+    if row.response is None:
+        raise UserError(
+            f"{row.where} has no response to imitate; set response_column to the column that has it, give "
+            'conversations that end with an assistant\'s message, or set held_out.every = "never" if it is held out'
+        )
+    return Pair(prompt, (Exchange((), row.response), *row.later))
+
+
 def held_out_prompts(
     sources: Sequence[Source], *, weights: Sequence[float], encoder: PromptEncoder, count: int
-) -> Iterator[tuple[str, Prompt]]:
-    """Yield (question key, prompt) for `count` prompts with distinct questions, divided over the sources by weight."""
+) -> Iterator[tuple[Row, Prompt]]:
+    """Yield `count` prompts with distinct questions and their rows, divided over the sources by weight."""
     turns = Turns(weights)
     seen: set[str] = set()
     candidates = [_distinct(source, encoder, seen) for source in sources]
@@ -183,7 +195,7 @@ def held_out_prompts(
                 "questions that fit; lower num_prompts"
             )
         row, encoded = found
-        yield question_key(row), _prompt(prompt_id, sources[place].task, row, encoded, encoder)
+        yield row, _prompt(prompt_id, sources[place].task, row, encoded, encoder)
 
 
 def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[tuple[Row, Encoded]]:
@@ -207,18 +219,19 @@ def make_training_stream(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
+    form: Form = asked,
 ) -> PromptStream:
     """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
 
     `tools` are the schemas that chat templates show.
     """
     encoder = _encoder_of(cfg, tokenizer, tools)
-    exclude = frozenset(key for key, _ in _held_out_of(held_out_cfg, encoder)) if held_out_cfg else frozenset()
+    held_out = _held_out_of(held_out_cfg, encoder, form) if held_out_cfg else ()
     return PromptStream(
-        [open_source(source, seed=mix(seed, _TRAINING, place)) for place, source in enumerate(cfg.sources)],
+        [open_source(source, seed=mix(seed, _TRAINING, place), form=form) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
         encoder=encoder,
-        exclude=exclude,
+        exclude=frozenset(question_key(row) for row, _ in held_out),
     )
 
 
@@ -228,16 +241,27 @@ def make_held_out(
     *,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
+    form: Form = asked,
 ) -> list[Prompt]:
     """Make the held-out prompts; `prompt_id` counts from 0.
 
     They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
     """
-    return [prompt for _, prompt in _held_out_of(held_out_cfg, _encoder_of(cfg, tokenizer, tools))]
+    return [prompt for _, prompt in _held_out_of(held_out_cfg, _encoder_of(cfg, tokenizer, tools), form)]
 
 
-def _held_out_of(held_out_cfg: HeldOutConfig, encoder: PromptEncoder) -> Iterator[tuple[str, Prompt]]:
-    sources = [open_source(source, seed=mix(_HELD_OUT, place)) for place, source in enumerate(held_out_cfg.sources)]
+def make_held_out_pairs(
+    cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase, form: Form
+) -> list[Pair]:
+    """Make the held-out prompts with what would be imitated: those of `make_held_out` for the same rows."""
+    rows_and_prompts = _held_out_of(held_out_cfg, _encoder_of(cfg, tokenizer, ()), form)
+    return [_pair(prompt, row) for row, prompt in rows_and_prompts]
+
+
+def _held_out_of(held_out_cfg: HeldOutConfig, encoder: PromptEncoder, form: Form) -> Iterator[tuple[Row, Prompt]]:
+    sources = [
+        open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(held_out_cfg.sources)
+    ]
     weights = [source.weight for source in held_out_cfg.sources]
     return held_out_prompts(sources, weights=weights, encoder=encoder, count=held_out_cfg.num_prompts)
 

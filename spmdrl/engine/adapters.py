@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -9,11 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.config import Config
+from spmdrl.model.adapted import plan_adapters
 from spmdrl.model.adapters import PREFIX
+from spmdrl.model.expert_adapters import ExpertsTarget
+from spmdrl.model.load import model_without_memory
+from spmdrl.model.targets import targets_of
 from spmdrl.refit.sink import AdapterVersion
+from spmdrl.types import UserError
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
 Rows = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
+
+
+def expert_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+    """Yield a sentence when `[lora]` would send an engine adapters of experts: engines take those of linear layers."""
+    if cfg.lora is None or not cfg.sends_adapters:
+        return
+    model = model_without_memory(model_config, cfg.model)
+    try:
+        targets = targets_of(model, plan_adapters(model, cfg.lora).wanted)
+    except UserError:
+        return  # said where the model is checked
+    if any(isinstance(target, ExpertsTarget) for target in targets):
+        names = (target.module.rpartition(".")[2] for target in targets if not isinstance(target, ExpertsTarget))
+        yield (
+            f'rollout.engine = "{cfg.rollout.engine}" takes no adapters of experts, which lora.targets includes; set '
+            "lora.merge = true, and it gets merged weights, or set lora.targets to some of "
+            f"{', '.join(dict.fromkeys(names))}"
+        )
 
 
 class AdapterBank:
@@ -32,9 +57,10 @@ class AdapterBank:
         """The versions that are held."""
         return self._held.keys()
 
-    def load(self, adapters: AdapterVersion) -> dict[str, Tensor]:
-        """Copy the adapters of a version; return the copies by name."""
-        tensors = {name: tensor.to(self._device, copy=True) for name, tensor in adapters.tensors.items()}
+    def load(self, adapters: AdapterVersion) -> AdapterVersion:
+        """Copy the adapters of a version; return the copies."""
+        own = dataclasses.replace(adapters, flat=adapters.flat.to(self._device, copy=True))
+        tensors = own.tensors
         pairs = {
             name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
             for name, a in tensors.items()
@@ -43,7 +69,7 @@ class AdapterBank:
         self._held[adapters.version] = _Held(pairs, adapters.scale)
         for name in pairs.keys() - self._hooks.keys():
             self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
-        return tensors
+        return own
 
     def drop(self, version: int) -> None:
         """Free the adapters of a version."""

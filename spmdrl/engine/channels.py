@@ -33,7 +33,7 @@ class AdapterOrder:
     """Brings the adapters of a version, in host memory. Nobody waits for those who receive them."""
 
     adapters: AdapterVersion
-    digests: dict[str, str]  # of the tensors as they were sent, by name
+    digest: str  # of their memory as it was sent
 
 
 class Dismissed(Exception):

@@ -16,7 +16,7 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.channels import ANNOUNCED, FIRST, ORDERS, REPLIES, AdapterOrder, RefitOrder
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.digest import digests
+from spmdrl.refit.digest import digest
 from spmdrl.refit.sink import AdapterVersion, Naming
 from spmdrl.types import Request, Response
 
@@ -87,9 +87,7 @@ class RemoteEngine(RolloutEngine):
             return {}
         whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
         return {
-            _joined(rank, name): digest
-            for rank, held in enumerate(self._digests(whole))
-            for name, digest in held.items()
+            _joined(rank, name): found for rank, held in enumerate(self._digests(whole)) for name, found in held.items()
         }
 
     def differing(self, expected: Digests) -> list[str]:
@@ -104,9 +102,8 @@ class RemoteEngine(RolloutEngine):
         """Send adapters to the engines, which take them between two steps and compare digests then."""
         if self._sends:
             on_host = dataclasses.replace(adapters, flat=adapters.flat.cpu())
-            sent = digests({name: [tensor] for name, tensor in on_host.tensors.items()})
             shared_store().add(ANNOUNCED, 1)
-            self._send_all(AdapterOrder(on_host, sent))
+            self._send_all(AdapterOrder(on_host, digest(on_host.flat)))
         self.version = adapters.version
         return []
 

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
-from spmdrl.engine.adapters import AdapterBank
+from spmdrl.engine.adapters import AdapterBank, expert_problems
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.kv_cache import AttendToCache, KVCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
@@ -31,11 +31,10 @@ from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
 from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
-from spmdrl.model.linear import linear
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.digest import digests
+from spmdrl.refit.digest import digest, digests
 from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
@@ -110,7 +109,7 @@ class TorchEngine(RolloutEngine):
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
-        self._adapters = AdapterBank(model, invariant.linear if kernel == "invariant" else linear)
+        self._adapters = AdapterBank(model, operators_of(kernel).linear)
         self._decoder = DenseDecoder(model, self._adapters) if kernel == "sdpa" and can_decode(model) else None
         self._kernel: Kernel = kernel
         self.attend_to_cache, self._sample_tokens = _decoding_of(kernel)
@@ -127,7 +126,8 @@ class TorchEngine(RolloutEngine):
 
     @classmethod
     def problems(cls, cfg: Config, model_config: Any, *_: Any, **__: Any) -> Iterator[str]:
-        return model_problems(model_config)
+        yield from model_problems(model_config)
+        yield from expert_problems(cfg, model_config)
 
     @classmethod
     def start(cls, run: Launch[Config]) -> RolloutEngine:
@@ -259,12 +259,14 @@ class TorchEngine(RolloutEngine):
         return not self._missing
 
     def load_adapters(self, adapters: AdapterVersion) -> list[str]:
-        copies = self._adapters.load(adapters)
+        held = self._adapters.load(adapters)
         self.version = adapters.version
         self._versions.hold(adapters.version)
         self._drop_dead()
-        given, held = (digests({name: [x] for name, x in tensors.items()}) for tensors in (adapters.tensors, copies))
-        return [name for name, found in held.items() if found != given[name]]
+        if digest(held.flat) == digest(adapters.flat):
+            return []
+        given, found = (digests({name: [x] for name, x in one.tensors.items()}) for one in (adapters, held))
+        return [name for name in given if given[name] != found[name]]
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})

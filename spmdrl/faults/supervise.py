@@ -1,6 +1,6 @@
 """Start the ranks of a run, pass on stop requests, and report how it ended: `python -m spmdrl.faults.supervise`.
 
-The programs in launch/ start torchrun through this. SIGTERM and SIGUSR1 become the file RUN/stop, which the ranks of
+The programs that start ranks do it through this. SIGTERM and SIGUSR1 become the file RUN/stop, which the ranks of
 all nodes see: torchrun itself would kill them after 30 seconds, and forwards SIGUSR1 only if an option names it. The
 verdict that a rank has left in the run's folder is printed after torchrun's own report and decides the exit code: see
 `docs/faults.md`.
@@ -17,23 +17,36 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import EXIT_REQUEUE, SUPERVISED, read_error, read_requeue
 
 
-def supervise(files: FaultFiles, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the command and return its exit code, which is 128 plus the signal's number if a signal ended it.
+class Started(Protocol):
+    """The process that the ranks run under."""
 
-    The first SIGTERM or SIGUSR1 makes the run stop; later SIGTERMs are forwarded to the command.
+    def wait(self) -> int:
+        """Wait for its end; returns its exit code, negative if a signal has ended it."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it."""
+        ...
+
+
+def supervise(files: FaultFiles, start: Callable[[], Started]) -> int:
+    """Start the ranks and return their exit code, which is 128 plus the signal's number if a signal ended them.
+
+    The first SIGTERM or SIGUSR1 makes the run stop; later SIGTERMs are forwarded to what was started.
     """
     files.clear()
     files.stop.unlink(missing_ok=True)
-    process: subprocess.Popen[bytes] | None = None
+    process: Started | None = None
 
     def request_stop(number: int, _: FrameType | None) -> None:
         if not files.stop.exists():
@@ -46,7 +59,7 @@ def supervise(files: FaultFiles, command: Sequence[str], environment: Mapping[st
     # A terminal sends Ctrl-C to the command too, which ends by itself.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        process = subprocess.Popen(command, env=dict(environment) | {SUPERVISED: "1"})
+        process = start()
         code = process.wait()
     finally:
         for number, handler in before.items():
@@ -68,6 +81,14 @@ def conclude(files: FaultFiles, code: int) -> tuple[str, int]:
     return f"the ranks ended without an error message: {places}{more}", code
 
 
+def finish(files: FaultFiles, code: int) -> int:
+    """Tell the user how a run ended whose command ended with `code`; returns the exit code for it."""
+    text, code = conclude(files, code)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     parser = argparse.ArgumentParser(description="Start the ranks of a run and report how it ended.")
@@ -78,9 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.command or shutil.which(arguments.command[0]) is None:
         parser.error("name the run's folder, then the command that starts the ranks, such as torchrun")
     files = FaultFiles(arguments.run)
-    text, code = conclude(files, supervise(files, arguments.command, os.environ))
-    if text:
-        print(text, file=sys.stderr, flush=True)
+    environment = os.environ | {SUPERVISED: "1"}
+    code = finish(files, supervise(files, lambda: subprocess.Popen(arguments.command, env=environment)))
     requeue = read_requeue(files)
     # After SIGTERM, whoever sent it decides what becomes of the job.
     if arguments.requeue and code == EXIT_REQUEUE and requeue is not None and requeue.reason == "SIGUSR1":

@@ -53,6 +53,23 @@ class ModelSize:
     largest_layer: int  # gathered while it is computed
     num_layers: int = 1
     largest_weight: int = 0  # undivided
+    adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
+    adapter_shard: int = 0  # of these, those that this rank's optimizer steps
+    adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
+
+    @property
+    def stepped(self) -> int:
+        """Elements that this rank's optimizer steps."""
+        return self.adapter_shard if self.adapters else self.shard
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that wait for the optimizer: shards, of adapters the whole ones too."""
+        return (self.stepped + self.adapters) * _FLOAT32
+
+    def base_bytes(self, compute_bytes: int) -> int:
+        """Bytes of the model's shards: float32 where they are trained, else as they compute."""
+        return self.shard * (compute_bytes if self.adapters else _FLOAT32)
 
 
 def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, layout: ShardLayout) -> ModelSize:
@@ -78,7 +95,8 @@ def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, la
 class TrainingMemory:
     """Bytes that training takes on one rank's device, without activations."""
 
-    weights: int  # float32 master shards, of the policy and of the critic if there is one
+    weights: int  # shards of the policy and of the critic if there is one, and adapters
+    adapters: int = 0  # of these, adapters, which never leave the device
     gradients: int  # float32 shards, of the larger of the two: they are updated one after the other
     optimizer: int  # state of both between steps; 0 for an optimizer that is not built in
     gathered: int  # full weights in the compute dtype, when most of them are gathered
@@ -123,11 +141,15 @@ def training_memory(
 
     `compute_bytes` is the size of an element of the compute dtype.
     """
-    shards = [0 if model.cpu_offload else size.shard * _FLOAT32 for size in trained]
+    on_device = [size for size in trained if size.adapters or not model.cpu_offload]
+    adapters = sum(size.adapters for size in trained) * _FLOAT32
+    bases = 0 if model.cpu_offload else sum(size.base_bytes(compute_bytes) for size in trained)
+    stepped = sum(size.stepped for size in on_device) * _FLOAT32
     return TrainingMemory(
-        weights=sum(shards),
-        gradients=max(shards),
-        optimizer=0 if optim.state_on_host else sum(shards) * states_per_weight(optim),
+        weights=bases + adapters,
+        adapters=adapters,
+        gradients=max((size.gradient_bytes for size in on_device), default=0),
+        optimizer=0 if optim.state_on_host else stepped * states_per_weight(optim),
         gathered=max(gathered_weights(model, size) for size in trained) * compute_bytes,
     )
 
@@ -154,15 +176,17 @@ def plan_memory(
     engine_weights = 0 if disaggregated else size.whole * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
-    free = device_bytes - overhead.at_launch - (0 if cfg.offload.trainer == "all" else training.weights)
+    free = device_bytes - overhead.at_launch - (training.adapters if cfg.offload.trainer == "all" else training.weights)
     has_share = not disaggregated and engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * free) if has_share else None
     cache = max(0, (share or 0) - engine_weights)
     bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
-    moved = {"none": 0, "optimizer": training.optimizer, "all": training.weights + training.optimizer}
+    merging = size.largest_weight * _FLOAT32 if cfg.merges_adapters else 0
+    movable = training.weights - training.adapters + training.optimizer
+    moved = {"none": 0, "optimizer": training.optimizer, "all": movable}
     return MemoryPlan(
         **dataclasses.asdict(training),
-        buckets=2 * bucket + staging_bytes(bucket, num_ranks=num_ranks),
+        buckets=2 * bucket + staging_bytes(bucket, num_ranks=num_ranks) + merging,
         moved=moved[cfg.offload.trainer],
         engine_weights=engine_weights,
         free_at_launch=free,

@@ -111,22 +111,20 @@ class Rank:
         return dataclasses.replace(self, size=size, decoder=dataclasses.replace(decoder, vocabulary=1))
 
     @property
-    def trained_shards(self) -> list[int]:
-        """Bytes of this rank's float32 weights, for each trained model."""
-        sizes = [self.size, *([self.critic[0]] if self.critic else [])]
-        return [size.shard * _FLOAT32 for size in sizes]
+    def trained(self) -> list[ModelSize]:
+        """The sizes of the models that are trained, each by itself or by its adapters."""
+        return [self.size, *([self.critic[0]] if self.critic else [])]
 
 
 def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     """List the phases of a rank that trains and holds no engine, in the order of a run."""
     memory, host, trainer = rank.memory, _host(cfg, rank), _trainer(rank)
-    shards, critic = rank.trained_shards, rank.for_critic()
-    largest = max(shards)  # models are loaded one after the other
-    loading = {
+    bases, critic = [size.base_bytes(rank.compute_bytes) for size in rank.trained], rank.for_critic()
+    loading = {  # one model after the other
         "process": host["process"],
-        "files": largest // _FLOAT32 * rank.file_bytes,
-        "weights on their way": largest if rank.on_gpu and not cfg.model.cpu_offload else 0,
-        "offloaded policy": sum(shards) if cfg.model.cpu_offload else 0,
+        "files": max(size.shard for size in rank.trained) * rank.file_bytes,
+        "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
+        "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
     }
     beside = rank.overhead.while_training
     optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
@@ -137,11 +135,12 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         PhaseMemory.of("optimizer", optimizer, host, beside),
         PhaseMemory.of("save", trainer, host, beside),
     ]
-    if cfg.export.at_end or cfg.export.every:
+    if cfg.export.merged and (cfg.export.at_end or cfg.export.every):
         whole = rank.size.whole * rank.compute_bytes
         bucket = full_bucket(EXPORT_BUCKET_BYTES, rank.size, compute_bytes=rank.compute_bytes)
         ranks = copy_ranks(cfg, rank.run)
-        gathered = bucket + staging_bytes(bucket, num_ranks=ranks)
+        merging = rank.size.largest_weight * _FLOAT32 if cfg.lora else 0
+        gathered = bucket + staging_bytes(bucket, num_ranks=ranks) + merging
         num_files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # written by one rank
         held = min(whole, min(num_files, 2) * EXPORT_FILE_BYTES)
         files = {"exported files": held}
@@ -207,13 +206,16 @@ def _trainer(rank: Rank) -> dict[str, int]:
 
 def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """Parts of the host that a training process holds from its first step on."""
-    shards = rank.trained_shards
-    weights = sum(shards)
+    weights = sum(size.stepped for size in rank.trained) * _FLOAT32
     state = weights * states_per_weight(cfg.optim)
+    # Adapters, their gradients and their state stay on the device.
+    whole = [size.stepped * _FLOAT32 for size in rank.trained if not size.adapters]
+    offloaded = sum(size.base_bytes(rank.compute_bytes) for size in rank.trained)
+    offloaded += max(whole, default=0) + sum(whole) * states_per_weight(cfg.optim)
     return {
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "optimizer": state if cfg.optim.state_on_host else 0,
-        "offloaded policy": weights + max(shards) + state if cfg.model.cpu_offload else 0,
+        "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
         "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
     }
 
@@ -223,7 +225,7 @@ def _host_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> dict[str, in
     in_shared_memory = cfg.refit.transport == "shared_memory"
     return {
         "sleeping trainer": plan.moved,
-        "reference": rank.trained_shards[0] if cfg.has_reference else 0,
+        "reference": rank.size.shard * _FLOAT32 if cfg.loads_reference else 0,
         "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if in_shared_memory else 0,
     }
 
@@ -234,7 +236,7 @@ def _logprobs(cfg: Config, rank: Rank) -> dict[str, int]:
     The policy's root stays gathered while the reference computes, and the critic after it.
     """
     critic = rank.for_critic()
-    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.has_reference else 0
+    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.loads_reference else 0
     critics = gathered_weights(cfg.model, critic.size) if critic else 0
     return {
         "gathered": (gathered_weights(cfg.model, rank.size) + max(reference, critics)) * rank.compute_bytes,
@@ -245,7 +247,7 @@ def _logprobs(cfg: Config, rank: Rank) -> dict[str, int]:
 def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device that forward and backward of one model add."""
     return {
-        "gradients": 0 if cfg.model.cpu_offload else rank.size.shard * _FLOAT32,
+        "gradients": 0 if cfg.model.cpu_offload and not rank.size.adapters else rank.size.gradient_bytes,
         "gathered": gathered_weights(cfg.model, rank.size) * rank.compute_bytes,
     } | _backward(cfg, rank)
 
@@ -262,7 +264,8 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 
     At the head: a tile of logits, and the gradient of the head's [V, D] weight. In the last layer, with the activations
     of all layers: recomputed activations, the head's gradient, and whole gradients of two layers that are being reduced
-    to shards. At the end: the whole gradients of the weights outside the layers.
+    to shards. At the end: the whole gradients of the weights outside the layers. A frozen base has no gradients; of
+    experts with adapters there are merged weights, with the layers' activations.
     """
     tokens, b = micro_batch_tokens(cfg, rank.run), rank.compute_bytes
     decoder, part = rank.decoder, rank.decoder.split(cfg.parallel.tp)
@@ -277,19 +280,24 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         and engine_facts(cfg.rollout.engine).exact_in_float32,
     )
     activations = activation_bytes(part, settings, num_tokens=tokens)
-    head = decoder.vocabulary * decoder.hidden // cfg.parallel.tp
+    is_trained = not rank.size.adapters
+    head = is_trained * b * decoder.vocabulary * decoder.hidden // cfg.parallel.tp
+    experts = rank.size.adapted_experts
+    kept = rank.size.num_layers if settings.level == "none" else 1
     moments = (
         {
             "activations": activations,
             "logits": _logits(cfg, rank),
-            "whole gradients": b * head,
+            "whole gradients": head,
+            "merged experts": kept * b * experts,
         },
         {
             "activations": activations,
             "one layer": layer_workspace_bytes(part, settings, num_tokens=tokens),
-            "whole gradients": b * head + 2 * (_FLOAT32 + b) * rank.size.largest_layer,
+            "whole gradients": head + is_trained * 2 * (_FLOAT32 + b) * rank.size.largest_layer,
+            "merged experts": (kept * b + _FLOAT32 + b) * experts,
         },
-        {"whole gradients": (_FLOAT32 + b) * rank.size.root},
+        {"whole gradients": is_trained * (_FLOAT32 + b) * rank.size.root},
     )
     return max(moments, key=lambda moment: sum(moment.values()))
 
@@ -310,7 +318,7 @@ def _visiting_state(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """Part of the device for optimizer state that lives on the host: the state of one block of weights."""
     if not cfg.optim.state_on_host:
         return {}
-    block = min(STATE_BLOCK_BYTES, max(rank.trained_shards))
+    block = min(STATE_BLOCK_BYTES, max(size.stepped for size in rank.trained) * _FLOAT32)
     return {"visiting state": block * states_per_weight(cfg.optim)}
 
 

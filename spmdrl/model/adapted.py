@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from spmdrl.algo.seeds import mix
 from spmdrl.config import LoraConfig, ModelConfig
 from spmdrl.dist.mesh import Meshes
-from spmdrl.model.adapters import Adapters, Strength
+from spmdrl.model.adapters import Adapters, Strength, matrix_names
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_policy, load_reference, model_without_memory
 from spmdrl.model.operators import operators_of
 from spmdrl.model.peft_files import base_problems, read_adapter
 from spmdrl.model.policy import Policy, TokenLogprobs
-from spmdrl.model.targets import ALL_LINEAR, Wanted, short_names, target_problems, targets_of
+from spmdrl.model.targets import Wanted, short_names, target_problems, targets_of
 from spmdrl.model.weight_files import weights_digest
 from spmdrl.types import MicroBatch, UserError
 
@@ -48,7 +48,8 @@ def load_trained(
     tp = meshes.model.tp
     multiply = operators_of(policy.kernel).linear
     targets = targets_of(policy.model, plan.wanted, multiply=multiply, tp=tp if tp.size() > 1 else None)
-    config = peft_config(plan.strength, short_names(policy.model, targets), base=cfg.path)
+    layers, parameters = short_names(policy.model, targets)
+    config = peft_config(plan.strength, layers, parameters, base=cfg.path)
     base = weights_digest(cfg.path, meshes.training)
     policy.adapters = Adapters(targets, plan.strength, meshes.training, config=config, base=base)
     policy.adapters.load(random_start(policy.adapters.tensors, seed=seed) | plan.start)
@@ -62,6 +63,16 @@ def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | Non
             plan_adapters(model_without_memory(model_config, cfg), lora)
         except UserError as error:
             yield from str(error).splitlines()
+
+
+def adapter_sizes(model_config: Any, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
+    """Count the elements of each weight's adapter, by the weight's name. Raises UserError like `plan_adapters`."""
+    model = model_without_memory(model_config, cfg)
+    plan = plan_adapters(model, lora)
+    return {
+        target.weight: sum(map(math.prod, target.shapes(plan.strength.rank)))
+        for target in targets_of(model, plan.wanted)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +94,14 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
             raise UserError("\n".join(problems))
         return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, {})
     files = read_adapter(lora.path)
-    shapes = {target.weight: target.weight_shape for target in targets_of(model, ALL_LINEAR)}
-    if problems := list(base_problems(files, shapes, lora.path)):
+    sizes = {
+        name: shape
+        for target in targets_of(model, files.wanted)
+        for name, shape in zip(matrix_names(target), target.shapes(files.strength.rank), strict=True)
+    }
+    if problems := list(base_problems(files, sizes, lora.path)):
         raise UserError("\n".join(problems))
-    return AdapterPlan(files.strength, tuple(files.modules), dict(files.tensors))
+    return AdapterPlan(files.strength, files.wanted, dict(files.tensors))
 
 
 def reference_of(
@@ -104,7 +119,9 @@ def reference_of(
     return base
 
 
-def peft_config(strength: Strength, target_modules: list[str], *, base: str) -> dict[str, Any]:
+def peft_config(
+    strength: Strength, target_modules: list[str], target_parameters: list[str], *, base: str
+) -> dict[str, Any]:
     """Describe adapters as PEFT's adapter_config.json does."""
     return {
         "peft_type": "LORA",
@@ -114,6 +131,7 @@ def peft_config(strength: Strength, target_modules: list[str], *, base: str) -> 
         "lora_alpha": strength.alpha,
         "use_rslora": strength.rslora,
         "target_modules": target_modules,
+        "target_parameters": target_parameters or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -63,10 +63,10 @@ class LinearTarget:
             return lambda x: self._low_rank(x, a, b)
         if isinstance(layer, ColwiseLinear) and not isinstance(layer, ColwiseGatheringLinear):
             return lambda x: self._low_rank(layer.shared_copy(x), a, _part(b, tp, 0))
-        _count_once(b, tp)
+        count_once(b, tp)
         if isinstance(layer, RowwiseLinear) and not isinstance(layer, RowwiseSplittingLinear):
             return lambda x: self._product(reduce_from(self._product(x, _part(a, tp, 1)), tp), b)
-        _count_once(a, tp)
+        count_once(a, tp)
         return lambda x: self._low_rank(x, a, b)
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _part(matrix: Tensor, tp: DeviceMesh, dim: int) -> Tensor:
     return matrix.chunk(tp.size(), dim)[tp.get_local_rank()]
 
 
-def _count_once(leaf: Tensor, tp: DeviceMesh) -> None:
+def count_once(leaf: Tensor, tp: DeviceMesh) -> None:
     """Divide the gradient of a matrix by the number of ranks that all compute the whole of it."""
 
     def share(gradient: Tensor) -> Any:

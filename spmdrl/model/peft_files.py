@@ -43,11 +43,13 @@ class AdapterFiles:
     strength: Strength
     tensors: Mapping[str, Tensor]  # float32, by PEFT's names
 
+    parameters: tuple[str, ...] = ()  # the ends of their names, for those of experts
+
     @property
-    def modules(self) -> list[str]:
-        """The names of the adapted modules, in the order of the file."""
+    def wanted(self) -> tuple[str, ...]:
+        """The names of what is adapted, for `targets_of`: modules in full, then parameters by their ends."""
         stems = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in self.tensors)
-        return list(dict.fromkeys(stems))
+        return (*dict.fromkeys(stems), *self.parameters)
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -76,7 +78,8 @@ def read_adapter(path: str) -> AdapterFiles:
     if problems := [*_other_kinds(config), *_other_names(tensors)]:
         raise UserError(f"{setting} {'; '.join(problems)}")
     strength = Strength(rank=rank, alpha=alpha, rslora=bool(config.get("use_rslora")))
-    return AdapterFiles(strength, {name: tensor.float() for name, tensor in tensors.items()})
+    parameters = tuple(config.get("target_parameters") or ())
+    return AdapterFiles(strength, {name: tensor.float() for name, tensor in tensors.items()}, parameters)
 
 
 def _other_kinds(config: Mapping[str, Any]) -> Iterator[str]:
@@ -107,17 +110,15 @@ def _other_names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 _SIDES = (".lora_A.weight", ".lora_B.weight")
 
 
-def base_problems(files: AdapterFiles, shapes: Mapping[str, tuple[int, ...]], path: str) -> Iterator[str]:
-    """Yield a sentence when adapters do not fit the model that has weights of these shapes, by name."""
-    setting, rank = f'lora.path = "{path}" belongs to another base than model.path', files.strength.rank
-    unknown = [module for module in files.modules if f"{module}.weight" not in shapes]
-    if unknown:
-        yield f"{setting}: it adapts {len(unknown)} layers that this model does not have; the first is {unknown[0]}"
-        return
-    for module in files.modules:
-        outputs, inputs = shapes[f"{module}.weight"]
-        wanted = {".lora_A.weight": (rank, inputs), ".lora_B.weight": (outputs, rank)}
-        for side, shape in wanted.items():
-            if (found := tuple(files.tensors[f"{PREFIX}{module}{side}"].shape)) != shape:
-                yield f"{setting}: {module}{side} is {list(found)}, and should be {list(shape)} there"
+def base_problems(files: AdapterFiles, sizes: Mapping[str, tuple[int, int]], path: str) -> Iterator[str]:
+    """Yield a sentence when files do not hold the matrices of these names and sizes, which would fit the model."""
+    setting = f'lora.path = "{path}" belongs to another base than model.path'
+    if unknown := [name.removeprefix(PREFIX) for name in files.tensors if name not in sizes]:
+        yield f"{setting}: {len(unknown)} of its matrices have no layer in this model; the first is {unknown[0]}"
+    elif lacking := [name.removeprefix(PREFIX) for name in sizes if name not in files.tensors]:
+        yield f"{setting}: it lacks {len(lacking)} matrices of this model; the first is {lacking[0]}"
+    else:
+        for name, size in sizes.items():
+            if (found := tuple(files.tensors[name].shape)) != size:
+                yield f"{setting}: {name.removeprefix(PREFIX)} is {list(found)}, and should be {list(size)} there"
                 return

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from spmdrl.model.adapters import Target
+from spmdrl.model.expert_adapters import ExpertsTarget
 from spmdrl.model.linear import linear
 from spmdrl.model.low_rank import LinearTarget, Product
 
@@ -20,22 +21,29 @@ def targets_of(
     model: PreTrainedModel, wanted: Wanted, *, multiply: Product = linear, tp: DeviceMesh | None = None
 ) -> list[Target]:
     """Find the weights that get adapters, in the order of the model; it may be on the meta device, or sharded."""
-    chosen = [(name, layer) for name, layer in _linears(model) if wanted == ALL_LINEAR or _is_in(name, wanted)]
-    return [LinearTarget(name, layer, multiply, tp) for name, layer in chosen]
+    found: list[Target] = [
+        LinearTarget(name, layer, multiply, tp) for name, layer in _linears(model) if _is_wanted(name, wanted)
+    ]
+    for name, module in _experts(model):
+        chosen = [weight for weight in _weights(module) if _is_wanted(f"{name}.{weight}", wanted)]
+        for place, weight in enumerate(reversed(chosen)):
+            # PEFT wraps a module once for each of its parameters, the last one outermost.
+            found.append(ExpertsTarget(name + place * ".base_layer", f"{name}.{weight}", module, tp))
+    return found
 
 
 def target_problems(model: PreTrainedModel, wanted: Wanted) -> Iterator[str]:
     """Yield a sentence for each of `lora.targets` that names nothing, or something that gets no adapter."""
     if wanted == ALL_LINEAR:
         return
-    linears = [name for name, _ in _linears(model)]
+    adapted = [target.weight.removesuffix(".weight") for target in targets_of(model, ALL_LINEAR)]
     modules = dict(model.named_modules())
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for target in wanted:
-        if any(_is_in(name, [target]) for name in linears):
+        if any(_is_in(name, [target]) for name in adapted):
             continue
         found = {name: module for name, module in modules.items() if _is_in(name, [target])}
-        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
         if not found:
             yield f'lora.targets names "{target}", but {type(model).__name__} has no such layer; its layers are {known}'
         elif any(module in ends for module in found.values()):
@@ -49,12 +57,15 @@ def target_problems(model: PreTrainedModel, wanted: Wanted) -> Iterator[str]:
             yield f'lora.targets names "{target}", which is no linear layer but a {kind}; the linear layers are {known}'
 
 
-def short_names(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
-    """Name the modules of these targets by their last parts, as PEFT's files do; in full where that would name others
-    too."""
-    chosen = {target.module for target in targets}
-    short = sorted({name.rpartition(".")[2] for name in chosen})
-    return short if {name for name, _ in model.named_modules() if _is_in(name, short)} == chosen else sorted(chosen)
+def short_names(model: PreTrainedModel, targets: Sequence[Target]) -> tuple[list[str], list[str]]:
+    """Name the linear layers, and the parameters of experts, of these targets: by the last part or parts of their
+    names, as PEFT's files do, or in full where that would name others too."""
+    layers = {target.module for target in targets if isinstance(target, LinearTarget)}
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    if {name for name, _ in model.named_modules() if _is_in(name, short)} != layers:
+        short = sorted(layers)
+    weights = [target.weight for target in targets if isinstance(target, ExpertsTarget)]
+    return short, sorted({".".join(weight.split(".")[-2:]) for weight in weights})
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -62,6 +73,21 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             yield name, module
+
+
+def _experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "num_experts") and _weights(module):
+            yield name, module
+
+
+def _weights(experts: nn.Module) -> list[str]:
+    """Name the parameters that hold a matrix for each expert."""
+    return [name for name, weight in experts._parameters.items() if weight is not None and weight.ndim == 3]
+
+
+def _is_wanted(name: str, wanted: Wanted) -> bool:
+    return wanted == ALL_LINEAR or _is_in(name, wanted)
 
 
 def _is_in(name: str, ends: Sequence[str]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig
+from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.config.plan import plan_run
 from spmdrl.dist.device import rank_device
 from spmdrl.memory.activations import Decoder
@@ -26,6 +29,7 @@ from spmdrl.memory.device import (
 )
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
+from spmdrl.model.adapted import adapter_sizes
 from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp
@@ -39,11 +43,15 @@ class Model:
     shapes: dict[str, tuple[int, ...]]  # of each parameter, tied ones once
     layers: list[set[str]]  # the parameters of each decoder layer
     critic: Model | None = None  # trained together with it
+    targets: Mapping[str, int] = field(default_factory=dict)  # weights with adapters, and the elements of these
 
     @classmethod
-    def read(cls, config: Any, cfg: ModelConfig, *, critic: Model | None = None) -> Model:
-        """Derive a policy's shapes from transformers' `config`."""
-        return cls(config, *parameter_shapes(config, cfg), critic)
+    def read(
+        cls, config: Any, cfg: ModelConfig, *, critic: Model | None = None, lora: LoraConfig | None = None
+    ) -> Model:
+        """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
+        targets = {} if lora is None else adapter_sizes(config, cfg, lora)
+        return cls(config, *parameter_shapes(config, cfg), critic, targets)
 
     @classmethod
     def read_critic(cls, config: Any, cfg: ModelConfig) -> Model:
@@ -53,6 +61,7 @@ class Model:
     def size(self, parallel: ParallelConfig, *, num_training: int) -> ModelSize:
         """Count the parameters on one of `num_training` ranks."""
         in_layers = set().union(*self.layers)
+        adapters, adapted = sum(self.targets.values()), self.targets.keys()
         vocabulary = {name for name in self.shapes.keys() - in_layers if len(self.shapes[name]) == 2}
         layout = ShardLayout(
             copy_ranks=num_training // parallel.dp_replicate,
@@ -61,7 +70,16 @@ class Model:
             split_by_tp=split_by_tp(self.config, in_layers) | vocabulary,
             experts=expert_names(self.shapes),
         )
-        return model_size(self.shapes, self.layers, layout=layout)
+        experts = [
+            sum(math.prod(self.shapes[name]) // layout.num_parts(name) for name in layer & layout.experts & adapted)
+            for layer in self.layers
+        ]
+        return dataclasses.replace(
+            model_size(self.shapes, self.layers, layout=layout),
+            adapters=adapters,
+            adapter_shard=math.ceil(adapters / num_training),
+            adapted_experts=max(experts),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

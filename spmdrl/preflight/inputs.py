@@ -16,9 +16,11 @@ from spmdrl.config import Config, FunctionReward, HeldOutConfig, MissingSetting,
 from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.config.strict import shown
+from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.sources import open_source
-from spmdrl.data.stream import PromptStream, make_held_out, make_training_stream
+from spmdrl.data.stream import Form, Pair, PromptStream, make_held_out, make_held_out_pairs, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
+from spmdrl.data.turns import TurnEncoder
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
@@ -92,14 +94,17 @@ def open_inputs(
     with ExitStack() as exits:
         environment = found.get(open_environment, cfg, exits)
         prompts = found.get(_open_prompts, cfg, tokenizer, environment)
+        pairs = found.get(_open_held_out_pairs, cfg, tokenizer)
         held_out = found.get(_open_held_out, cfg, tokenizer, environment)
+        found.ask(_conversation_problems, cfg, tokenizer, stops)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts)
     if prompts is None:
         found.ask(_source_problems, cfg)
     refuse(found.sentences)
-    assert policy and plan and tokenizer and stops and prompts and held_out is not None and prediction
+    assert policy and plan and tokenizer and stops and prompts and prediction
+    assert held_out is not None and pairs is not None
     memory = prediction.plan if prediction.rank.on_gpu else None
-    return Inputs(plan, policy.config, tokenizer, stops, prompts, held_out, memory, prediction.phases)
+    return Inputs(plan, policy.config, tokenizer, stops, prompts, held_out, pairs, memory, prediction.phases)
 
 
 class _Findings:
@@ -163,7 +168,12 @@ def _open_prompts(
     cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment
 ) -> PromptStream:
     prompts = make_training_stream(
-        cfg.data, _held_out_table(cfg), seed=cfg.run.seed, tokenizer=tokenizer, tools=environment.tools
+        cfg.data,
+        _held_out_table(cfg),
+        seed=cfg.run.seed,
+        tokenizer=tokenizer,
+        tools=environment.tools,
+        form=_form(cfg),
     )
     prompts.take(0, 1)
     return prompts
@@ -173,7 +183,27 @@ def _open_held_out(
     cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment
 ) -> list[Prompt]:
     table = _held_out_table(cfg)
-    return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=environment.tools) if table else []
+    tools = environment.tools
+    return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=tools, form=_form(cfg)) if table else []
+
+
+def _open_held_out_pairs(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+    if isinstance(cfg, Config) or cfg.held_out is None or cfg.held_out.every == "never":
+        return []
+    return make_held_out_pairs(cfg.data, cfg.held_out, tokenizer=tokenizer, form=_form(cfg))
+
+
+def _form(cfg: Config | SftConfig) -> Form:
+    return partial(imitated, turns=cfg.sft.turns) if isinstance(cfg, SftConfig) else asked
+
+
+def _conversation_problems(
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]
+) -> Iterator[str]:
+    """Yield a sentence for each reason why a conversation cannot go on after a response that is imitated."""
+    if isinstance(cfg, SftConfig) and cfg.sft.turns == "all":
+        turns = TurnEncoder(tokenizer, chat_template=cfg.data.chat_template, tools=(), stop_token_ids=stops)
+        yield from turns.problems({"user"})
 
 
 def _held_out_table(cfg: Config | SftConfig) -> HeldOutConfig | None:
@@ -196,7 +226,9 @@ def _predict(
 ) -> Prediction:
     """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
     second = Model.read_critic(critic.config, critic.cfg) if critic else None
-    prediction = predict_here(cfg, Model.read(policy.config, policy.cfg, critic=second), num_ranks=num_ranks)
+    prediction = predict_here(
+        cfg, Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora), num_ranks=num_ranks
+    )
     raise_all(prediction.problems if prediction.rank.on_gpu else ())
     return prediction
 

@@ -19,6 +19,7 @@ from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems
+from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
@@ -45,7 +46,9 @@ def run_from_command_line(
         return EXIT_USER_ERROR
     try:
         draft = read_draft(kind, arguments.config, arguments.override)
-        cfg = draft.config
+        cfg, problems = located(draft.config)
+        if problems:
+            draft.refuse(problems)
         inputs = open_inputs(cfg, num_ranks=arguments.ranks or launched_ranks(), refuse=draft.refuse)
         # Only the first start may refuse a folder that holds a run: ranks that are started again find their own.
         folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)

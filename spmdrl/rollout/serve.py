@@ -41,7 +41,7 @@ from spmdrl.engine.remote import expected_by
 from spmdrl.engine.restart import Restarts
 from spmdrl.faults.stop_request import StopRequest
 from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.digest import digests
+from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import require_equal
 from spmdrl.report.resources import drop_metrics
 from spmdrl.rewards.client import Rewarded
@@ -139,9 +139,10 @@ class _Weights:
 
     def _take_adapters(self, order: AdapterOrder) -> None:
         """Raises RefitMismatch on every rank that holds an engine when an engine does not hold what was sent."""
-        adapters, arrived = order.adapters, digests({name: [x] for name, x in order.adapters.tensors.items()})
-        differing = [name for name, digest in arrived.items() if digest != order.digests[name]]
-        differing += self._engine.load_adapters(adapters)
+        adapters = order.adapters
+        differing = self._engine.load_adapters(adapters)
+        if digest(adapters.flat) != order.digest:
+            differing = list(adapters.tensors)  # they were changed on their way
         require_equal(self._meshes.engines, differing, version=adapters.version)
         self._engine.require_alive()
         self._received += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic
@@ -45,12 +45,14 @@ class Steps(Generic[SettingsT]):
         *,
         warn: MismatchLimits = NO_LIMITS,
         success_at: float = 1.0,
+        held_out: Callable[[], Metrics] | None = None,
     ) -> None:
         """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
-        held-out answer is right."""
+        held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts."""
         self._run: Launch[SettingsT] = run
         self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
+        self._measure = held_out or self._answer_held_out
         self._training = run.meshes.training
         # The last finished step and its metrics: the contents of a checkpoint.
         self._done = run.resume_point.step
@@ -124,7 +126,7 @@ class Steps(Generic[SettingsT]):
         self._stopping = self._run.watch.agree_to_stop(self._training)
         with self._run.report.span("eval"):
             due = self._run.plan.evaluates_after(step) and not self._stopping
-            self._evaluated = self._answer_held_out(step) if due else {}
+            self._evaluated = self._evaluate(step) if due else {}
 
     def report(
         self, step: int, metrics: Sequence[Metrics], samples: Sequence[Mapping[str, Any]] = ()
@@ -166,20 +168,21 @@ class Steps(Generic[SettingsT]):
         """Evaluate the policy that the run begins with, unless that was done before it was saved."""
         if self._run.plan.evaluates_after(self._done) and not self._run.resume_point.is_evaluated:
             self._pass_edge()
-            self._measured |= self._answer_held_out(self._done)
+            self._measured |= self._evaluate(self._done)
             if self._saver.newest == self._done:
                 self._saver.amend(metrics=self._measured)
         self._report_memory()
         self._run.report.take_times()
 
-    def _answer_held_out(self, step: int) -> dict[str, float]:
-        run = self._run
+    def _evaluate(self, step: int) -> dict[str, float]:
+        evaluated = scalars(merge_over(self._training, self._measure()))
+        self._run.report.eval(step, evaluated)
+        return evaluated
+
+    def _answer_held_out(self) -> Metrics:
         with self._handover.rollout():
             pending = self._sampler.sample_held_out()
-        metrics = eval_metrics(run.rewards.collect(pending), success_at=self._success_at)
-        evaluated = scalars(merge_over(self._training, metrics))
-        run.report.eval(step, evaluated)
-        return evaluated
+        return eval_metrics(self._run.rewards.collect(pending), success_at=self._success_at)
 
     def _pass_edge(self) -> None:
         if self._run.watch.agree_to_stop(self._training):

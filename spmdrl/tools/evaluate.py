@@ -39,7 +39,10 @@ def evaluate_export(run: Path) -> dict[str, float]:
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
     if not (run / "hf" / "config.json").is_file():
-        raise UserError(f"{run}/hf holds no exported model; the run writes it after the last step")
+        raise UserError(
+            f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or "
+            "export.merged is false"
+        )
     held_out = open_held_out(cfg)
     device = torch.device(default_device_type())
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)

@@ -1,4 +1,5 @@
-"""`python -m spmdrl.tools.export RUN [--step N] [--to DIR]`: a checkpoint of a run as a Hugging Face directory.
+"""`python -m spmdrl.tools.export RUN [--step N] [--to DIR]`: a checkpoint of a run as a Hugging Face directory, or its
+adapters alone as a PEFT directory.
 
 It needs no GPU, and no memory for the optimizer. With several ranks, `torchrun --nproc-per-node N -m
 spmdrl.tools.export RUN`, each holds a part of the model and writes some of its files.
@@ -24,20 +25,25 @@ from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
-from spmdrl.step.export import export_hf, refuse_overwriting
+from spmdrl.step.export import export_adapter, export_hf, refuse_overwriting
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
 
-def export_checkpoint(run: Path, *, step: int | None = None, to: Path | None = None, dtype: str | None = None) -> Path:
+def export_checkpoint(
+    run: Path, *, step: int | None = None, to: Path | None = None, dtype: str | None = None, adapter: bool = False
+) -> Path:
     """Write the policy as it was after `step`, else after the newest one; returns the directory.
 
-    Raises UserError when there is no such checkpoint, or when it is not whole.
+    With `adapter` only its adapters are written, as a PEFT directory. Raises UserError when there is no such
+    checkpoint, when it is not whole, and when there are no adapters.
     """
     folder = RunFolder(run)
     cfg = read_run_config(str(folder.config), [])
     step = _step(folder, step)
-    destination = to or folder.hf_after(step)
+    if adapter and cfg.lora is None:
+        raise UserError(f"--adapter: {run} trained the whole model; leave it out")
+    destination = to or (folder.adapter_after(step) if adapter else folder.hf_after(step))
     refuse_overwriting(cfg.model.path, destination)
     alone = cfg.model_copy(
         update={
@@ -54,7 +60,10 @@ def export_checkpoint(run: Path, *, step: int | None = None, to: Path | None = N
         require_whole(saved, ranks.meshes.training, remedy="name another by --step")
         policy = ranks.load_policy()
         restore_weights(saved, policy, ranks.meshes.training, name=POLICY)
-        export_hf(policy, tokenizer, destination, ranks.meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
+        if adapter:
+            export_adapter(policy, destination, ranks.meshes)
+        else:
+            export_hf(policy, tokenizer, destination, ranks.meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
     return destination
 
 
@@ -87,10 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--step", type=int, help="of the checkpoint; else the newest")
-    parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- and the step")
+    parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- or RUN/adapter- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
+    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as a PEFT directory")
     arguments = parser.parse_args(argv)
-    written = export_checkpoint(arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype)
+    if arguments.adapter and arguments.dtype:
+        parser.error("--dtype is that of a whole model's files; adapters are float32")
+    written = export_checkpoint(
+        arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype, adapter=arguments.adapter
+    )
     if os.environ.get("RANK", "0") == "0":
         print(written)
     return 0

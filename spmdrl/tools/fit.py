@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -99,7 +100,7 @@ def _read_model(cfg: Config | SftConfig, model_config: Any) -> Model:
         critic = Model.read_critic(critic_config, cfg.critic_model)
     if refusals:
         raise UserError("\n".join(dict.fromkeys(refusals)))
-    return Model.read(model_config, cfg.model, critic=critic)
+    return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora)
 
 
 def _problems(prediction: Prediction) -> Iterator[str]:
@@ -115,22 +116,42 @@ def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMe
     return [phase for phase in phases if phase.device_bytes > device_bytes]
 
 
-def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
-    """Yield sentences about settings that make everything fit: single levers, or several together."""
+def fitting_settings(cfg: Config | SftConfig, *, num_ranks: int, device_bytes: int) -> dict[str, Any]:
+    """Return the settings that make a run fit its GPUs, none where it fits. Raises UserError where none do."""
+    model = _read_model(cfg, read_model_config(cfg.model))
+    shortage = partial(_shortage, model=model, num_ranks=num_ranks, device_bytes=device_bytes)
+    if shortage(cfg) == _FITS:
+        return {}
+    alone, together, remaining = _tried(cfg, shortage, num_ranks=num_ranks)
+    if not alone and remaining != _FITS:
+        raise UserError("\n".join(_remedies(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes)))
+    return dict(alone[:1]) or together
 
-    def shortage(settings: Config | SftConfig) -> Shortage:
-        prediction = predict(settings, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
-        too_large = _too_large(prediction.phases, device_bytes)
-        too_much = sum(phase.device_bytes - device_bytes for phase in too_large)
-        return len([*_problems(prediction)]), too_much
 
+def _shortage(cfg: Config | SftConfig, *, model: Model, num_ranks: int, device_bytes: int) -> Shortage:
+    prediction = predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
+    too_large = _too_large(prediction.phases, device_bytes)
+    too_much = sum(phase.device_bytes - device_bytes for phase in too_large)
+    return len([*_problems(prediction)]), too_much
+
+
+def _tried(
+    cfg: Config | SftConfig, shortage: Callable[[Config | SftConfig], Shortage], *, num_ranks: int
+) -> tuple[list[tuple[str, Any]], dict[str, Any], Shortage]:
+    """Return the levers that suffice alone; where none does, those that help together, and the shortage left."""
     levers = [*_levers(cfg, num_ranks=num_ranks)]
     alone = [lever for lever in levers if (changed := _with(cfg, dict([lever]))) and shortage(changed) == _FITS]
+    return (alone, {}, _FITS) if alone else ([], *_combined(cfg, levers, shortage))
+
+
+def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
+    """Yield sentences about settings that make everything fit: single levers, or several together."""
+    shortage = partial(_shortage, model=model, num_ranks=num_ranks, device_bytes=device_bytes)
+    alone, together, remaining = _tried(cfg, shortage, num_ranks=num_ranks)
     for setting, value in alone[:MAX_REMEDIES]:
         yield f"it fits with {setting} = {_toml(value)}"
     if alone:
         return
-    together, remaining = _combined(cfg, levers, shortage)
     settings = " and ".join(f"{setting} = {_toml(value)}" for setting, value in together.items())
     if remaining == _FITS:
         yield f"it fits with {settings}"

@@ -34,7 +34,7 @@ def predicted(configuration: Path) -> Prediction | None:
     if line is None:
         return None
     cfg = read_run_config(str(configuration), ())
-    model = Model.read(published_config(Path(cfg.model.path).name), cfg.model)
+    model = Model.read(published_config(Path(cfg.model.path).name), cfg.model, lora=cfg.lora)
     return predict(cfg, model, num_ranks=int(line["ranks"]), device_bytes=int(line["gib"]) * GIB, on_gpu=True)
 
 

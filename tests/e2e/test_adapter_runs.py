@@ -54,17 +54,22 @@ def test_a_disaggregated_run_that_stopped_is_bitwise_the_run_that_did_not(folder
 
 def test_engines_two_steps_ahead(folder: Path) -> None:
     """Nobody waits for a refit: a step has tokens of the versions that its engine had."""
-    launch(
-        folder,
-        2,
-        "run.name=ahead",
-        *LORA,
-        *APART,
-        "rollout.max_staleness=2",
-        "run.deterministic=false",
-        "run.num_steps=6",
-    )
+    ahead = ("rollout.max_staleness=2", "run.deterministic=false", "run.num_steps=6")
+    launch(folder, 2, "run.name=ahead", *LORA, *APART, *ahead)
     steps = rows(folder / "runs/ahead")[1:]
     assert json.loads((folder / "runs/ahead/plan.json").read_text())["steps_ahead"] == 2
     assert all(row["rollout/max_staleness_steps"] <= 2 for row in steps)
     assert max(row["refit/probe_max_abs_nats"] for row in steps) < 1e-5
+
+
+def test_with_exact_kernels_the_mismatch_is_0(folder: Path) -> None:
+    launch(folder, 1, "run.name=exact", *LORA, "true_on_policy=true", "run.num_steps=3")
+    assert [row["mismatch/max_abs_nats"] for row in rows(folder / "runs/exact")[1:]] == [0.0] * 3
+
+
+def test_merged_weights_sample_what_adapters_sample(folder: Path, alone: Path) -> None:
+    """To rounding: the log-probabilities of the first steps' tokens."""
+    launch(folder, 1, "run.name=merged", *LORA, "lora.merge=true", "run.num_steps=2")
+    merged = rows(folder / "runs/merged")[1:]
+    assert all(row["mismatch/max_abs_nats"] <= 1e-5 for row in merged)
+    assert [row["reward/mean"] for row in merged] == [row["reward/mean"] for row in rows(alone)[1:3]]

@@ -38,6 +38,7 @@ def launch_of(
         stop_token_ids=stop_token_ids,
         prompts=prompts,
         held_out=held_out,
+        held_out_pairs=[],
         memory=None,
         phases=[],
     )

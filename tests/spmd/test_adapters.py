@@ -7,6 +7,7 @@ import dataclasses
 import io
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,25 @@ from spmdrl.model.peft_files import write_adapter
 from spmdrl.sft import main as fine_tune
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf
+from spmdrl.tools import replay
+from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.parity_cases import GradientAsWeight
 from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.train import main as train
 from spmdrl.types import Sequence
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
-from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.models import (
+    needs_expert_plans,
+    save_gpt_oss,
+    save_llama,
+    save_qwen3,
+    save_qwen3_moe,
+    save_qwen3_next,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
-from tests.helpers.small_run import write_sft_config
+from tests.helpers.small_run import rows, sums_from_files, write_sft_config, write_small_run
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, alpha=6.0)
@@ -49,6 +60,14 @@ def test_every_layout_of_adapters_gives_what_one_rank_gives(tmp_path: Path) -> N
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
     require_same(matrix(settings, lambda case: case.parallel.ep == 1))
+
+
+@needs_expert_plans
+def test_every_layout_of_adapted_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
+    settings = dataclasses.replace(by_reward(path), lora=LORA)
+    others = ("dp 2", "tp 2", "cp 2", "checkpointing: full", "checkpointing: selective")
+    require_same(matrix(settings, lambda case: case.parallel.ep > 1 or case.name in others))
 
 
 def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
@@ -95,10 +114,21 @@ def _token_mean_loss(model: Any, sequences: list[Sequence]) -> Tensor:
     return torch.stack(losses).sum() / num_tokens
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_adapters_are_those_of_peft(tmp_path: Path, rslora: bool) -> None:
-    path = save_llama(tmp_path / "model")
-    lora = LoraConfig(rank=RANK, alpha=6.0, rslora=rslora)
+@pytest.mark.parametrize(
+    ("save", "lora"),
+    [
+        (save_llama, {}),
+        (save_llama, {"rslora": True, "targets": ["q_proj", "mlp.down_proj"]}),
+        (save_qwen3_moe, {}),
+        (save_qwen3_moe, {"targets": ["experts.gate_up_proj", "v_proj"]}),
+        (save_gpt_oss, {"targets": ["experts.gate_up_proj", "experts.down_proj"]}),
+        # PEFT takes the names of the shared expert's layers for those of the experts, so these have none here.
+        (save_qwen3_next, {"targets": ["q_proj", "in_proj_qkvz", "out_proj", "experts.gate_up_proj"]}),
+    ],
+)
+def test_adapters_are_those_of_peft(tmp_path: Path, save: Callable[[Path], str], lora: dict[str, Any]) -> None:
+    path = save(tmp_path / "model")
+    lora = LoraConfig(rank=RANK, alpha=6.0, **lora)
     (found,) = run_ranks(1, _one_update, path, lora, tmp_path)
 
     # Before anything is learned, and switched off afterwards: the model without adapters, to the last bit.
@@ -179,6 +209,10 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
     one, other = (load_file(folder / "run/adapter/adapter_model.safetensors") for folder in _runs(tmp_path))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
+    # A checkpoint's adapters are exported as the run exports them.
+    exported = export_checkpoint(tmp_path / "whole/run", adapter=True) / "adapter_model.safetensors"
+    assert all(torch.equal(tensor, one[name]) for name, tensor in load_file(exported).items())
+
     # Two ranks go on from the same checkpoint.
     on_two = [f"run.dir={tmp_path}/other", "run.num_steps=4", "export.merged=false"]
     assert run_ranks(2, _fine_tuned, fine_tuning, *on_two) == [(0, ""), (0, "")]
@@ -191,6 +225,17 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
     save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1, seed=1)
     ((code, error),) = run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=5")
     assert code == 2 and "adapters of another base" in error, error
+
+
+def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -> None:
+    levers = ("model.cpu_offload=true", "optim.state_on_host=true", "model.gradient_checkpointing=full")
+    found = []
+    for number, lever in enumerate(("run.num_steps=2", *levers)):
+        overrides = [f"run.name=r{number}", "run.num_steps=2", "export.merged=false", lever]
+        assert run_ranks(1, _fine_tuned, fine_tuning, *overrides) == [(0, "")]
+        found.append(load_file(tmp_path / f"runs/r{number}/adapter/adapter_model.safetensors"))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], tensor) for name, tensor in found[0].items())
 
 
 def _runs(folder: Path) -> tuple[Path, Path]:
@@ -243,7 +288,11 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
             (pair, {"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", with which PEFT changes the base'),
             (pair | {"extra": torch.zeros(1)}, {}, "no matrices of adapters; the first is extra"),
             ({f"{stem}.lora_A.weight": torch.zeros(2, 48)}, {}, "lacks 1 matrices"),
-            (elsewhere, {}, "another base than model.path: it adapts 1 layers"),
+            (
+                elsewhere,
+                {},
+                "another base than model.path: 2 of its matrices have no layer in this model; the first is",
+            ),
             (wider, {}, "is [2, 32], and should be [2, 48] there"),
         ]
     ):
@@ -251,3 +300,37 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
         cfg = model_config(path)
         (found,) = adapter_problems(load_model_config(cfg), cfg, LoraConfig(path=folder))
         assert sentence in found and "lora.path" in found, found
+
+
+def _trained_and_replayed(config: Path) -> tuple[int, int, str]:
+    """Exit codes of a run and of the replay of its second step, and what the latter printed."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = train([str(config)])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        replayed = replay.main([str(config.parent / "runs/run"), "--step", "2"])
+    return code, replayed, printed.getvalue()
+
+
+def test_an_engine_samples_with_merged_adapters_and_a_step_is_replayed(tmp_path: Path) -> None:
+    config = write_small_run(
+        tmp_path,
+        model={"num_layers": 1, "spare_tokens": 1},
+        run={"num_steps": 2},
+        lora={"rank": 8, "merge": True},
+        loss={"updates_per_step": 1, "kl_coef": 0.1},
+        correction={"old": "trainer"},
+        offload={"trainer": "all"},
+        eval=None,
+        checkpoint={"every": 1},
+        debug={"assert_on_policy": True, "save_rollouts": "all"},
+        report={"console": "plain", "tensorboard": False},
+        **{key: tables for key, tables in sums_from_files(tmp_path).items() if key == "data"},
+    )
+    (code, replayed, words), *_ = run_ranks(2, _trained_and_replayed, config)
+    assert (code, replayed) == (0, 0), words
+    assert "the same" in words
+    first, second = (row for row in rows(tmp_path / "runs/run") if "update/loss" in row)
+    assert first["update/k3_ref_nats"] == 0.0, "the policy begins as its base"
+    assert second["update/k3_ref_nats"] > 0.0
+    for row in (first, second):
+        assert row["mismatch/max_abs_nats"] < 1e-5

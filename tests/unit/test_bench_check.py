@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import bench
 import check
 import results
 import rows
@@ -141,3 +143,12 @@ def test_places_without_files_or_markers_are_refused(root: Path) -> None:
 def test_every_row_names_code_that_is_there() -> None:
     for code in (*(benchmark.code for benchmark in rows.BENCHMARKS.values()), *rows.OTHERS.values()):
         assert results.code_digest(code)
+
+
+def test_short_measurements_do_not_replace_the_results_that_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(sys, "argv", ["bench.py", "engine-fixed", "--steps", "1"]), pytest.raises(SystemExit) as end:
+        bench.parse_arguments()
+    assert end.value.code == 2
+    assert "--steps measure less than the results that are kept; name another --results" in capsys.readouterr().err
+    with mock.patch.object(sys, "argv", ["bench.py", "--steps", "1", "--results", "elsewhere"]):
+        assert bench.parse_arguments().steps == 1

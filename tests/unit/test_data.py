@@ -451,8 +451,9 @@ def test_pairs_have_the_response_to_imitate(tmp_path: Path) -> None:
     records = [{"prompt": f"q{i}", "reply": f"r{i}"} for i in range(6)]
     file = jsonl(tmp_path / "d.jsonl", records, answer_column="", response_column="reply")
     pairs = training_stream(file, words()).pairs(0, 12)
-    assert sorted((p.text, r) for p, r in pairs if p.task == "default") == [(f"q{i}", f"r{i}") for i in range(6)]
-    assert all(r == p.metadata["metadata"]["word"][::-1] for p, r in pairs if p.task == "spell_backward")
+    said = [(pair.prompt, pair.exchanges[0].response) for pair in pairs]
+    assert sorted((p.text, r) for p, r in said if p.task == "default") == [(f"q{i}", f"r{i}") for i in range(6)]
+    assert all(r == p.metadata["metadata"]["word"][::-1] for p, r in said if p.task == "spell_backward")
     unanswered = training_stream(jsonl(tmp_path / "e.jsonl", [{"prompt": "q", "answer": "a"}]))
     with pytest.raises(UserError, match=r"e\.jsonl line 1 has no response to imitate"):
         unanswered.pairs(0, 1)

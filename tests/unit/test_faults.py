@@ -34,7 +34,7 @@ from spmdrl.faults.rank_status import (
 )
 from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
 from spmdrl.faults.stop_request import StopRequest, StopRequests
-from spmdrl.faults.supervise import conclude, supervise
+from spmdrl.faults.supervise import conclude
 from spmdrl.faults.supervise import main as supervise_main
 from spmdrl.faults.verdict import (
     EXIT_CODES,
@@ -260,8 +260,9 @@ def test_a_signal_to_the_supervisor_becomes_a_file_and_not_torchruns_end(tmp_pat
 
 
 def test_the_command_is_told_that_the_supervisor_will_speak(tmp_path: Path) -> None:
-    assert supervise(FaultFiles(tmp_path), ["sh", "-c", 'exit "$((SPMDRL_SUPERVISED + 2))"'], os.environ) == 3
-    assert supervise(FaultFiles(tmp_path), ["sh", "-c", "kill -9 $$"], os.environ) == 137
+    supervised = [sys.executable, "-m", "spmdrl.faults.supervise", str(tmp_path), "sh", "-c"]
+    assert subprocess.run([*supervised, 'exit "$((SPMDRL_SUPERVISED + 2))"']).returncode == 3
+    assert subprocess.run([*supervised, "kill -9 $$"]).returncode == 137
 
 
 def make_watch(files: FaultFiles, **changes: Any) -> Watch:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, Qwen3MoeConfig
 
-from spmdrl.tools import doctor
+import spmdrl
+from spmdrl.faults.verdict import SUPERVISED
+from spmdrl.tools import command, doctor, local
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from tests.helpers import fake_packages
@@ -61,45 +65,91 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def test_local_passes_exit_code_2_of_the_check_through_and_starts_nothing(stubs: Stubs) -> None:
+def test_local_hands_its_variables_to_the_program_that_starts_ranks(stubs: Stubs) -> None:
     stubs.add("python", exit_code=2)
-    stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", "optim.lr=1", NPROC="2").returncode == 2
-    assert stubs.calls == ["python -m spmdrl.train some.toml optim.lr=1 --dry-run --ranks 2"]
+    assert stubs.run("launch/local.sh", "some.toml", "optim.lr=1", NPROC="4", MODULE="spmdrl.sft").returncode == 2
+    assert stubs.run("launch/local.sh", "some.toml").returncode == 2
+    assert stubs.calls == [
+        "python -m spmdrl.tools.local spmdrl.sft --nproc 4 some.toml optim.lr=1",
+        "python -m spmdrl.tools.local spmdrl.train some.toml",
+    ]
 
 
-def test_local_starts_as_many_ranks_as_it_checked_for(stubs: Stubs) -> None:
-    stubs.add("python")
-    stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", "a.b=1", NPROC="4").returncode == 0
-    check, start = stubs.calls
-    assert check.endswith("--ranks 4")
-    assert start.endswith("--nproc-per-node 4 -m spmdrl.train some.toml a.b=1")
-    assert "--local-addr 127.0.0.1" in start
+@pytest.mark.parametrize(("visible", "gpus"), [("0,1,2", 3), ("5", 1), ("", 0), ("-1", 0)])
+def test_local_counts_the_gpus_that_are_visible(visible: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert local.count_gpus() == gpus
 
 
-def test_local_starts_torchrun_by_what_reads_the_end_of_the_run(stubs: Stubs) -> None:
-    stubs.add("python", prints="# run folder\nruns/mine\n\n# plan\n")
-    stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", NPROC="2").returncode == 0
-    assert stubs.calls[-1].startswith("python -m spmdrl.faults.supervise runs/mine torchrun --standalone")
-    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in stubs.calls[-1]
-
-
-@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("5", 1), ("", 2), ("-1", 2)])
-def test_local_starts_one_rank_per_visible_gpu_and_two_without(stubs: Stubs, visible: str, ranks: int) -> None:
-    stubs.add("python")
-    stubs.add("torchrun")
-    assert stubs.run("launch/local.sh", "some.toml", CUDA_VISIBLE_DEVICES=visible).returncode == 0
-    assert f"--nproc-per-node {ranks} " in stubs.calls[-1]
-
-
-def test_local_counts_the_gpus_of_the_driver(stubs: Stubs) -> None:
-    stubs.add("python")
-    stubs.add("torchrun")
+def test_local_counts_the_gpus_of_the_driver(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     stubs.add("nvidia-smi", prints="GPU 0: a\nGPU 1: b\nGPU 2: c\n")
-    assert stubs.run("launch/local.sh", "some.toml").returncode == 0
-    assert "--nproc-per-node 3 " in stubs.calls[-1]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(stubs.folder))
+    assert local.count_gpus() == 3
+
+
+class Calls:
+    """Stands for a program of ranks: notes how it was called."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes, self.seen = list(codes), list[list[str]]()
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        print("# run folder\nruns/mine\n\n# plan")
+        return self.codes.pop(0)
+
+
+def test_a_check_that_fails_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert local.checked(Calls(2), ["some.toml"]) == (2, "")
+    assert local.checked(Calls(0), ["some.toml"]) == (0, "runs/mine")
+    assert capfd.readouterr().out == ""  # a dry run's report is for those who ask for one
+
+
+def test_on_gpus_the_ranks_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[list[str]]()
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(command))
+    local.torchrun("spmdrl.train", 4, ["some.toml", "a.b=1"])
+    (command,) = started
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[-6:] == ["--nproc-per-node", "4", "-m", "spmdrl.train", "some.toml", "a.b=1"]
+    assert "--standalone --local-addr 127.0.0.1 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in " ".join(
+        command
+    )
+
+
+def one_of_two(argv: Sequence[str]) -> int:
+    """A rank: says who it is; the second ends as the first argument says."""
+    rank = os.environ["RANK"]
+    Path(argv[1], f"{rank}-{os.environ['WORLD_SIZE']}-{os.environ[SUPERVISED]}").touch()
+    if rank == "1" and argv[0] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(argv[0]) if rank == "1" else 0
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"), [("0", 0, ""), ("3", 1, ""), ("killed", 1, "rank 1 was ended by SIGKILL\n")]
+)
+def test_forked_ranks_meet_and_their_end_is_told(
+    end: str, code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert local.ForkedRanks(one_of_two, 2, [end, str(tmp_path)]).wait() == code
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-2-1", "1-2-1"]
+    assert capfd.readouterr().err == words
+
+
+@pytest.mark.parametrize("name", command.PROGRAMS)
+def test_every_command_tells_how_it_is_used(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_a_command_that_is_no_command_names_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["trian", "some.toml"]) == 2
+    assert capsys.readouterr().err == "spmdrl trian: no such command; did you mean spmdrl train?\n"
+    assert command.main(["version"]) == 0
+    assert capsys.readouterr().out == f"spmdrl {spmdrl.__version__}\n"
 
 
 def test_local_without_a_configuration_tells_how_it_is_used(stubs: Stubs) -> None:
@@ -195,6 +245,8 @@ QWEN = {
     "qwen3-4b-math-1h200": 1,
     "qwen3-4b-math-1node": 8,
     "qwen3-8b-math-1node": 8,
+    "qwen3-8b-math-lora-1gpu": 1,
+    "qwen3-32b-math-lora-1node": 8,
     "qwen3-4b-math-4node": 32,
     "qwen3-30b-a3b-math-4node": 32,
 }
@@ -204,8 +256,8 @@ QWEN = {
 def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks as after the downloads that the Qwen configurations name."""
     folder = tmp_path_factory.mktemp("downloads")
-    for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"):
-        save_tiny_model(folder / "models" / name, hidden_size=32, num_layers=1, max_tokens=40960)
+    for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-32B", "Qwen3-30B-A3B"):
+        save_tiny_model(folder / "models" / name, hidden_size=32, head_dim=4, num_layers=1, max_tokens=40960)
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.engine.sglang.layout import Share, held_weights
+from spmdrl.engine.sglang.layout import Share, held_weights, padded_adapters
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
 
@@ -84,3 +84,26 @@ def test_on_a_cpu_the_inner_size_is_padded_with_zeros() -> None:
     down = torch.cat([d["model.layers.0.mlp.down_proj.weight"] for d in devices], dim=1)
     assert down.shape[1] == 64
     assert torch.equal(down[:, :INNER], weights["model.layers.0.mlp.down_proj.weight"]) and not down[:, INNER:].any()
+
+
+def test_adapters_are_padded_as_the_weights_that_they_change() -> None:
+    """On a CPU, whose inner sizes are padded: the change that SGLang computes is that of the whole weight, padded."""
+
+    class Model:
+        num_attention_heads, num_key_value_heads = HEADS, KEY_HEADS
+
+    share = Share.of(Model, rank=0, size=1, device_type="cpu")
+    names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    weights = {name: checkpoint()[f"model.layers.0.{name}.weight"] for name in names}
+    adapters = {
+        f"base_model.model.model.layers.0.{name}.lora_{side}.weight": torch.randn(shape)
+        for name, weight in weights.items()
+        for side, shape in (("A", (2, weight.shape[1])), ("B", (weight.shape[0], 2)))
+    }
+    padded = padded_adapters(adapters, share)
+    for name in names:
+        stem = f"base_model.model.model.layers.0.{name}.lora_"
+        whole = adapters[f"{stem}B.weight"] @ adapters[f"{stem}A.weight"]
+        (expected,) = held_weights({f"{name}.weight": whole}, share).values()
+        torch.testing.assert_close(padded[f"{stem}B.weight"] @ padded[f"{stem}A.weight"], expected)
+        assert (expected.shape != whole.shape) == name.startswith("mlp")

@@ -14,11 +14,15 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.dist.session import World
+from spmdrl.engine.adapters import expert_problems
 from spmdrl.engine.sglang import preload
+from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
+from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
+from tests.helpers.models import save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -156,3 +160,67 @@ def test_attention_without_its_kernels_is_told_before_the_start(packages: Path) 
     assert attention_problem("triton", hopper) is None
     (packages / "sgl_kernel" / "flash_ops.py").touch()
     assert attention_problem("fa3", hopper) is attention_problem(None, hopper) is None
+
+
+LORA = ("lora.rank=4",)
+
+
+def adapted(folder: Path, *overrides: str) -> Config:
+    return config(folder, f"model.path={save_qwen3(folder / 'model')}", *LORA, *overrides)
+
+
+def test_an_engine_with_adapters_takes_those_of_every_version_that_may_run(tmp_path: Path) -> None:
+    plan: Any = SimpleNamespace(steps_ahead=2)
+    asked = adapter_arguments(adapted(tmp_path), plan, device_type="cpu")
+    assert asked == {
+        "enable_lora": True,
+        "lora_backend": "torch_native",
+        "lora_strict_loading": True,
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "max_lora_rank": 4,
+        "max_loras_per_batch": 3,
+        "enable_weights_cpu_backup": False,
+    }
+    on_device = adapter_arguments(adapted(tmp_path, 'offload.engine=["kv_cache", "weights"]'), plan, device_type="cuda")
+    assert on_device["lora_backend"] == "csgmv"
+    assert on_device["enable_weights_cpu_backup"], "refits of adapters do not bring the base back"
+    assert adapter_arguments(adapted(tmp_path, "lora.merge=true"), plan, device_type="cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        ('["q_proj"]', "SGLang adapts q_proj together with v_proj; name v_proj in lora.targets too"),
+        ('["k_proj"]', "SGLang adapts k_proj together with q_proj and v_proj; name q_proj and v_proj in"),
+        ('["up_proj"]', "SGLang adapts up_proj together with gate_proj"),
+        ('["q_proj", "v_proj", "gate_proj"]', None),
+        ('"all-linear"', None),
+    ],
+)
+def test_targets_that_sglang_cannot_adapt_are_named(tmp_path: Path, targets: str, sentence: str | None) -> None:
+    cfg = adapted(tmp_path, f"lora.targets={targets}")
+    said = list(adapter_problems(cfg, load_model_config(cfg.model), device_type="cpu"))
+    assert (said == []) if sentence is None else (len(said) == 1 and said[0].startswith(sentence))
+    merged = adapted(tmp_path, f"lora.targets={targets}", "lora.merge=true")
+    assert not list(adapter_problems(merged, load_model_config(merged.model), device_type="cpu"))
+
+
+def test_exact_kernels_are_not_for_adapters(tmp_path: Path) -> None:
+    cfg = adapted(tmp_path).model_copy(update={"true_on_policy": True})
+    (said,) = adapter_problems(cfg, load_model_config(cfg.model), device_type="cuda")
+    assert "true_on_policy = true has no exact kernels for adapters" in said
+
+
+def test_engines_take_adapters_of_experts_as_merged_weights(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"])
+
+    def problems(*overrides: str) -> list[list[str]]:
+        cfg = config(tmp_path, f"model.path={path}", *LORA, *overrides)
+        model = load_model_config(cfg.model)
+        return [list(expert_problems(cfg, model)), list(adapter_problems(cfg, model, device_type="cpu"))]
+
+    for (said,) in problems():
+        assert "takes no adapters of experts" in said and "lora.merge = true" in said
+        assert said.endswith("q_proj, k_proj, v_proj, o_proj")
+    assert problems("lora.merge=true") == [[], []]
+    assert problems('lora.targets=["q_proj", "v_proj"]') == [[], []]

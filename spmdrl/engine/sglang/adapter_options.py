@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
+from spmdrl.engine.adapters import expert_problems
 from spmdrl.model.adapted import plan_adapters
 from spmdrl.model.load import load_model_config, model_without_memory
 from spmdrl.model.targets import targets_of
@@ -34,6 +35,9 @@ def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Ite
             'true_on_policy = true has no exact kernels for adapters in rollout.engine = "sglang"; set lora.merge = '
             "true, or true_on_policy = false"
         )
+    if problems := list(expert_problems(cfg, model_config)):
+        yield from problems
+        return
     try:
         _, modules = _rank_and_modules(cfg, model_config)
     except UserError:
@@ -52,7 +56,8 @@ def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Ite
     of_experts = [module for module in modules if module in _OF_EXPERTS]
     if device_type == "cpu" and getattr(model_config, "num_experts", None) and of_experts:
         yield (
-            f"SGLang adapts experts on a CUDA device only, and lora.targets names {', '.join(of_experts)}; set it to "
+            f"SGLang adapts the MLPs of models with experts on a CUDA device only, and lora.targets names "
+            f"{', '.join(of_experts)}; set it to "
             f"{', '.join(module for module in _ADAPTED if module not in _OF_EXPERTS)}, {_MERGE}"
         )
 

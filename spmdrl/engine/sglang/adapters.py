@@ -1,9 +1,14 @@
-"""Adapters in SGLang: a name for each version, loaded beside the others, and unloaded when no request needs it."""
+"""Adapters in SGLang: a name for each version, loaded beside the others, and unloaded when no request needs it.
+
+SGLang can compare cryptographic checksums of adapters, and ends when they differ. They would take most of the time of a
+refit, so its processes compare the digest that all refits use (`scheduler.py`), and refuse what differs.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import re
+import json
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +17,12 @@ from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.layout import Share, padded_adapters
 from spmdrl.engine.sglang.process import SGLangProcess
 from spmdrl.engine.versions import LiveVersions
-from spmdrl.refit.bucket import bucket_of
+from spmdrl.refit.bucket import Bucket, bucket_of
+from spmdrl.refit.digest import digest, digests
 from spmdrl.refit.sink import AdapterVersion
 
-MISMATCH = "[LORA-CHECK]"  # how SGLang begins when tensors are not those that their checksums belong to
+DIGEST = "digest"  # in the config of adapters: that of their memory
+MISMATCH = "the digest differs: "  # followed by those of the tensors that arrived, as JSON
 
 
 class AdapterSlots:
@@ -25,40 +32,51 @@ class AdapterSlots:
         """`share` is any device's."""
         self._share = share
         self._versions = LiveVersions()
+        # SGLang may read a version's tensors as long as it holds them, so each version has memory of its own, which is
+        # used again when the version is gone.
+        self._memory: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []
+        self._unloading: dict[int, Future[Any]] = {}
 
     def load(self, process: SGLangProcess, adapters: AdapterVersion) -> list[str]:
-        """Load a version, then unload those that no request needs. Returns the names of the tensors that arrived
-        otherwise than they were sent, by SGLang's own checksums. Raises EngineDied when the engine dies meanwhile."""
+        """Load a version, and begin to unload those that no request needs. Returns the names of tensors that arrived
+        otherwise than they were sent. Raises EngineDied when the engine dies meanwhile."""
         version = adapters.version
         if self._versions.holds(version):  # engines are given their weights once more when another has died
             self._unload(process, version)
-        tensors = padded_adapters(adapters.tensors, self._share)
-        bucket = bucket_of(list(tensors.items()))
-        # Memory of its own: SGLang may read a version's tensors as long as it holds them.
-        own = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        for entry in bucket.flat_entries:
-            entry.view(own).copy_(tensors[entry.name])
+        self.settle(process)
+        bucket, memory = self._in_own_memory(adapters)
         try:
             process.ask(
                 "load_lora_adapter_from_tensors",
                 "LoadLoRAAdapterFromTensorsReqInput",
                 lora_name=_name(version),
-                config_dict=_config(adapters),
+                config_dict=_config(adapters) | {DIGEST: digest(memory)},
                 load_format="flattened_bucket",
                 # Each device may open what it is sent once; it gets everything, and takes its part.
                 serialized_named_tensors=[
-                    sglang_process.serialized_adapters(bucket.flat_entries, own) for _ in range(self._share.size)
+                    sglang_process.serialized_adapters(bucket.flat_entries, memory) for _ in range(self._share.size)
                 ],
-                expected_checksums={name: _checksum(tensor) for name, tensor in tensors.items()},
             )
         except RuntimeError as refusal:
-            if MISMATCH not in str(refusal):
+            _, is_mismatch, arrived = str(refusal).partition(MISMATCH)
+            if not is_mismatch:
                 raise
-            return re.findall(r"'([^']+)'", str(refusal))
+            given = padded_adapters(adapters.tensors, self._share)
+            sent = digests({name: [tensor] for name, tensor in given.items()})
+            return [name for name, found in json.loads(arrived).items() if found != sent.get(name)]
+        self._memory[version] = memory
         self._versions.hold(version)
         for dead in self._versions.take_dead(version):
             self._unload(process, dead)
         return []
+
+    def settle(self, process: SGLangProcess) -> None:
+        """Wait until every version that no request needs is unloaded."""
+        for version, unloading in self._unloading.items():
+            process.result(unloading)
+            self._spare.append(self._memory.pop(version))
+        self._unloading.clear()
 
     def begin(self, version: int) -> str | None:
         """Note that a request of this version begins; return the name of its adapters, None when it has none."""
@@ -80,9 +98,24 @@ class AdapterSlots:
     def clear(self) -> None:
         """Forget everything: the engine was started again."""
         self._versions.clear()
+        self._spare += self._memory.values()
+        self._memory, self._unloading = {}, {}
 
     def _unload(self, process: SGLangProcess, version: int) -> None:
-        process.ask("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=_name(version))
+        asking = process.asking("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=_name(version))
+        self._unloading[version] = process.start(asking)
+
+    def _in_own_memory(self, adapters: AdapterVersion) -> tuple[Bucket, Tensor]:
+        """Copy adapters, padded as SGLang pads weights, into memory that its processes can open."""
+        tensors = padded_adapters(adapters.tensors, self._share)
+        bucket = bucket_of(list(tensors.items()))
+        memory = self._spare.pop() if self._spare else torch.empty(bucket.num_bytes, dtype=torch.uint8).share_memory_()
+        if bucket == adapters.bucket:
+            memory.copy_(adapters.flat)
+        else:
+            for entry in bucket.flat_entries:
+                entry.view(memory).copy_(tensors[entry.name])
+        return bucket, memory
 
 
 def _name(version: int) -> str:
@@ -90,11 +123,7 @@ def _name(version: int) -> str:
 
 
 def _config(adapters: AdapterVersion) -> dict[str, object]:
-    """SGLang divides alpha by the rank whatever PEFT's config says, and reads nothing that is not here."""
+    """SGLang divides alpha by the rank whatever PEFT's config says, and reads little else."""
     rank = adapters.config["r"]
     modules = {entry.name.split(".")[-3] for entry in adapters.bucket.flat_entries}
     return {"peft_type": "LORA", "r": rank, "lora_alpha": adapters.scale * rank, "target_modules": sorted(modules)}
-
-
-def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()

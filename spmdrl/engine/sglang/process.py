@@ -204,15 +204,7 @@ def serialized_adapters(entries: Sequence[Entry], flat: Tensor) -> bytes:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
     described = [
-        FlattenedTensorMetadata(
-            name=entry.name,
-            shape=entry.shape,
-            dtype=entry.dtype,
-            start_idx=entry.start,
-            end_idx=entry.start + entry.num_bytes,
-            numel=entry.num_bytes,
-        )
-        for entry in entries
+        FlattenedTensorMetadata(x.name, x.shape, x.dtype, x.start, x.start + x.num_bytes, x.num_bytes) for x in entries
     ]
     return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": described})
 

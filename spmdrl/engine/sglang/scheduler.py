@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from spmdrl.engine.sglang.adapters import MISMATCH
+from spmdrl.engine.sglang.adapters import DIGEST, MISMATCH
 from spmdrl.engine.sglang.cpu.pinning import pin_nothing
+from spmdrl.refit.digest import digests
 
-_WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker"
+_ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -32,17 +33,17 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 def add_hooks() -> None:
     """Register what SGLang shall call beside its own functions in this process."""
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", clear_padding_row, HookType.AFTER)
-    HookRegistry.register(f"{_WORKER}.load_lora_adapter_from_tensors", refuse_what_differs, HookType.AROUND)
+    HookRegistry.register(f"{_ADAPTERS}.load_lora_adapter_from_tensors", refuse_what_differs, HookType.AROUND)
 
 
-def refuse_what_differs(load: Callable[..., Any], *arguments: Any) -> Any:
-    """Answer that adapters are refused when checksums differ; without this the engine would end there."""
-    try:
-        return load(*arguments)
-    except RuntimeError as error:
-        if MISMATCH not in str(error):
-            raise
-        return LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters={})
+def refuse_what_differs(
+    load: Callable[..., Any], manager: Any, name: Any, tensors: Any, config: Any, *rest: Any
+) -> Any:
+    """Load adapters, but answer with their tensors' digests when that of their memory is not the one in `config`."""
+    if digests({"": list(tensors.values())})[""] == config[DIGEST]:
+        return load(manager, name, tensors, config, *rest)
+    arrived = digests({name: [tensor] for name, tensor in tensors.items()})
+    return manager.create_lora_update_result(success=False, error_message=MISMATCH + json.dumps(arrived))
 
 
 def clear_padding_row(reply: Any, updater: Any, request: Any) -> None:

@@ -1,0 +1,107 @@
+"""Models and data by their names on a hub, such as `hf:Qwen/Qwen3-0.6B@main`, found in huggingface_hub's cache.
+
+What the cache lacks is downloaded where `run.download` says so, and nowhere else. Ranks of a node that ask for the same
+file wait for the one that fetches it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import FileData, MissingSetting, Section, SectionT
+from spmdrl.types import UserError
+
+PREFIX = "hf:"
+_REPOSITORY = r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?"
+_MODEL = re.compile(_REPOSITORY)
+_FILE = re.compile(rf"{_REPOSITORY}:(?P<file>.+)")
+# A model directory without weights in formats that can run code, and without code.
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+
+
+def located(cfg: SectionT) -> tuple[SectionT, list[str]]:
+    """Return the settings with directories and files in place of names on a hub, and sentences about those not found.
+
+    A directory's name ends with the commit that the revision stands for. Settings may be missing.
+    """
+    problems: list[str] = []
+    download = bool(_get(_get(cfg, "run"), "download"))
+
+    def found(path: Any, setting: str, find: Callable[[str, bool], str]) -> Any:
+        if not isinstance(path, str) or not path.startswith(PREFIX):
+            return path
+        try:
+            return find(path, download)
+        except UserError as error:
+            problems.append(f'{setting} = "{path}": {error}')
+            return path
+
+    changes: dict[str, Any] = {}
+    for table in ("model", "critic"):
+        if (path := _get(_get(cfg, table), "path")) is not None:
+            changes[table] = _get(cfg, table).model_copy(update={"path": found(path, f"{table}.path", model_folder)})
+    for table in ("data", "eval", "held_out"):
+        if (sources := _get(_get(cfg, table), "sources")) is not None:
+            places = tuple(
+                source.model_copy(update={"path": found(source.path, f"{table}.sources.{place}.path", data_file)})
+                if isinstance(source, FileData)
+                else source
+                for place, source in enumerate(sources)
+            )
+            changes[table] = _get(cfg, table).model_copy(update={"sources": places})
+    return cfg.model_copy(update=changes), problems
+
+
+def _get(section: Section | None, name: str) -> Any:
+    """Return a setting, None where it is missing."""
+    try:
+        return getattr(section, name, None)
+    except MissingSetting:
+        return None
+
+
+def model_folder(name: str, download: bool) -> str:
+    """Return the directory of `hf:ORGANISATION/NAME[@REVISION]`. Raises UserError when it is not there."""
+    parts = _parts(_MODEL, name, "hf:ORGANISATION/NAME@REVISION")
+    return _asked("snapshot_download", parts, download, repo_type="model", allow_patterns=list(_MODEL_FILES))
+
+
+def data_file(name: str, download: bool) -> str:
+    """Return the file of `hf:ORGANISATION/NAME[@REVISION]:FILE`. Raises UserError when it is not there."""
+    parts = _parts(_FILE, name, "hf:ORGANISATION/NAME@REVISION:FILE, with the path of the file in the data set")
+    return _asked("hf_hub_download", parts, download, repo_type="dataset", filename=parts["file"])
+
+
+def _parts(pattern: re.Pattern[str], name: str, form: str) -> Mapping[str, str | None]:
+    match = pattern.fullmatch(name)
+    if match is None:
+        raise UserError(f"a name on a hub has the form {form}")
+    return match.groupdict()
+
+
+def _asked(function: str, parts: Mapping[str, str | None], download: bool, **options: Any) -> str:
+    import huggingface_hub  # takes a second, so only when a name is used
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if not download:  # the library would ask its hub about other things than files
+        constants.HF_HUB_OFFLINE = True
+    ask = getattr(huggingface_hub, function)
+    try:
+        found = ask(parts["repository"], revision=parts["revision"], local_files_only=not download, **options)
+    except OfflineModeIsEnabled as error:
+        raise UserError("run.download = true, but HF_HUB_OFFLINE forbids it; unset the variable") from error
+    except LocalEntryNotFoundError as error:
+        if not download:
+            raise UserError("it is not in the cache; set run.download = true to fetch it once") from error
+        raise UserError(f"it is not in the cache, and the hub cannot be reached: {_line(error)}") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"it cannot be fetched: {_line(error)}") from error
+    return str(Path(found))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,103 @@
+"""Fine-tuning's data: pairs of prompt and response as sequences, and the loss on those that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spmdrl.algo.metrics import Mean, Metrics, merge_all
+from spmdrl.config import SftConfig
+from spmdrl.data.stream import Pair
+from spmdrl.data.tokenizer import encode_text
+from spmdrl.data.turns import TurnEncoder
+from spmdrl.dist.collectives import failing_together
+from spmdrl.model.load import reshard
+from spmdrl.model.policy import Policy
+from spmdrl.run import Inputs, Launch
+from spmdrl.step.batch import build_batch
+from spmdrl.types import Sequence as TrainingSequence
+from spmdrl.types import UserError
+
+
+class PairEncoder:
+    """Turns pairs into the sequences that are trained on: of all tokens, those of responses."""
+
+    def __init__(self, cfg: SftConfig, inputs: Inputs) -> None:
+        self._tokenizer = inputs.tokenizer
+        self._max_tokens = cfg.sft.max_response_tokens
+        self._turns = TurnEncoder(
+            inputs.tokenizer, chat_template=cfg.data.chat_template, tools=(), stop_token_ids=inputs.stop_token_ids
+        )
+
+    def __call__(self, pair: Pair, index: int) -> TrainingSequence:
+        """Return prompt, responses with an end-of-sequence token each, and between them what was said to the policy.
+
+        Raises UserError when too much follows the prompt.
+        """
+        prompt = pair.prompt
+        token_ids, trained = list(prompt.token_ids), [False] * len(prompt.token_ids)
+        response: tuple[int, ...] = ()
+        for exchange in pair.exchanges:
+            read = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()
+            response = self._response(exchange.response)
+            token_ids += [*read, *response]
+            trained += [False] * len(read) + [True] * len(response)
+        if (num_tokens := len(token_ids) - len(prompt.token_ids)) > self._max_tokens:
+            raise UserError(
+                f"sft.max_response_tokens = {self._max_tokens}, but the response to prompt {prompt.prompt_id} "
+                f"({prompt.text[:60]!r}) has {num_tokens} tokens; set it to {num_tokens} or more"
+            )
+        return TrainingSequence(
+            index=index,
+            token_ids=tuple(token_ids),
+            loss_mask=tuple(trained),
+            rollout_logprobs=(0.0,) * len(token_ids),
+            reward=0.0,
+        )
+
+    def _response(self, text: str) -> tuple[int, ...]:
+        assert self._tokenizer.eos_token_id is not None
+        return (*encode_text(self._tokenizer, text), self._tokenizer.eos_token_id)
+
+
+def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int) -> list[TrainingSequence]:
+    """Return this rank's pairs of a step; every rank that trains must call this, and all raise what one does."""
+    first, rank = run.plan.first_rollout(run.world.rank), run.world.rank
+    with failing_together(run.meshes.training):
+        pairs = run.inputs.prompts.pairs(run.plan.first_prompt(step, rank), run.plan.prompts_per_rank)
+        return [encode(pair, index) for index, pair in enumerate(pairs, start=first)]
+
+
+class HeldOutLoss:
+    """The loss of the held-out responses, by the weights that the policy has when it is called."""
+
+    def __init__(self, run: Launch[SftConfig], policy: Policy, encode: PairEncoder) -> None:
+        """Every rank that trains must make one, and all raise what one does."""
+        self._policy, self._meshes = policy, run.meshes
+        pairs, num_ranks = list(enumerate(run.inputs.held_out_pairs)), run.meshes.training.size()
+        with failing_together(run.meshes.training):
+            mine = [encode(pair, index) for index, pair in pairs[run.world.rank :: num_ranks]]
+        self._micro_batches = build_batch(mine, run.plan, run.meshes, aggregation="token_mean").micro_batches
+
+    @torch.no_grad()
+    def __call__(self) -> Metrics:
+        """Return this rank's part of the loss, a mean over tokens; every rank that trains must call this."""
+        device = torch.device(self._meshes.training.device_type)
+        parts: list[Metrics] = []
+        for micro_batch in self._micro_batches:
+            logprobs, mask = self._policy(micro_batch).logprobs, micro_batch.loss_mask.to(device)
+            loss = -float(torch.where(mask, logprobs, 0.0).sum(dtype=torch.float64))
+            parts.append({"eval/loss": Mean(loss, float(mask.sum()))})
+        reshard(self._policy)
+        return merge_all(parts) if self._meshes.speaks_for_data else {}
+
+
+def describe(pair: Pair, sequence: TrainingSequence) -> Sequence[str]:
+    """Return lines about a pair for --dry-run."""
+    said = [exchange.response for exchange in pair.exchanges]
+    shown = repr(said[0]) if len(said) == 1 else f"{len(said)} responses, the first {said[0]!r}"
+    return [
+        f"first pair ({len(sequence.token_ids)} tokens, {sum(sequence.loss_mask)} of them trained): "
+        f"{pair.prompt.text[-200:]!r} -> {shown}"
+    ]

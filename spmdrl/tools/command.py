@@ -1,0 +1,73 @@
+"""The command `spmdrl`: one name for each program of the package; `python -m spmdrl.tools.X` stays the same program."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from spmdrl import __version__
+
+
+class Program(NamedTuple):
+    """A module with a `main(argv)` that returns an exit code, and the arguments that come before the user's."""
+
+    about: str
+    module: str
+    before: tuple[str, ...] = ()
+
+
+PROGRAMS = {
+    "init": Program("write a starting configuration for a model and a data file", "spmdrl.tools.init"),
+    "demo": Program("train a tiny model on this machine's CPU, in minutes, and watch it learn", "spmdrl.tools.demo"),
+    "train": Program("train by reinforcement learning on this machine", "spmdrl.tools.local", ("spmdrl.train",)),
+    "sft": Program("fine-tune on responses on this machine", "spmdrl.tools.local", ("spmdrl.sft",)),
+    "plan": Program("predict whether a run fits into the memory of its GPUs", "spmdrl.tools.fit"),
+    "doctor": Program("say what this machine lacks, or what looks wrong in a run", "spmdrl.tools.doctor"),
+    "watch": Program("show a run as it is now, on a terminal", "spmdrl.tools.watch"),
+    "compare": Program("show the curves of several runs on one page", "spmdrl.tools.compare"),
+    "ps": Program("show where the ranks of a run are", "spmdrl.tools.ps"),
+    "plot": Program("draw the curves of runs", "spmdrl.tools.plot"),
+    "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.episodes"),
+    "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
+    "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
+    "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
+    "parity": Program("compare a step over other ways to split it", "spmdrl.tools.parity"),
+    "tiny-model": Program("make a small random model to try things with", "spmdrl.tools.tiny_model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program that the first argument names with the others; returns its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print("\n".join(_usage()))
+        return 0 if given else 2
+    name, *others = given
+    if name in ("version", "--version"):
+        print(f"spmdrl {__version__}")
+        return 0
+    if name not in PROGRAMS:
+        near = difflib.get_close_matches(name, PROGRAMS, n=1)
+        hint = f"did you mean spmdrl {near[0]}?" if near else f"there are {', '.join(PROGRAMS)} and version"
+        print(f"spmdrl {name}: no such command; {hint}", file=sys.stderr)
+        return 2
+    program = PROGRAMS[name]
+    return importlib.import_module(program.module).main([*program.before, *others]) or 0
+
+
+def _usage() -> Iterator[str]:
+    yield f"spmdrl {__version__}: reinforcement learning of language models as one SPMD program"
+    yield ""
+    yield "usage: spmdrl COMMAND ..., and spmdrl COMMAND --help for one of them"
+    yield ""
+    width = max(map(len, PROGRAMS))
+    for name, program in PROGRAMS.items():
+        yield f"  {name.ljust(width)}  {program.about}"
+    yield f"  {'version'.ljust(width)}  print the version"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The whole demo, without a GPU: `python -m spmdrl.tools.demo [--task tool|game] [section.key=value ...]`.
+
+It makes a tiny model, fine-tunes it a little, trains it by reinforcement learning on 2 ranks, and evaluates the
+exported model on the held-out prompts. Every call starts a new run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomlkit
+
+from spmdrl.tools.demo_data import COLOURS, CONFIGS
+
+RANKS = 2
+# The demos compute on a CPU, and read nothing but what they have written.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A demo's task: what its model needs, and the steps that are enough for SGLang, which is slow on a CPU."""
+
+    sglang_steps: int
+    words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat
+
+    @property
+    def model_options(self) -> list[str]:
+        """The options of the program that makes the model."""
+        return ["--num-layers", "2", *(("--chat", "--words", *self.words) if self.words else ())]
+
+
+TASKS: Mapping[str, Task] = {
+    "text": Task(sglang_steps=230),
+    "tool": Task(40, ("colour of ", "lookup", "key", *COLOURS)),
+    "game": Task(120, ("game ", "10", "higher", "lower", "no number")),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the programs of the demo in turn; returns the exit code of the first that fails."""
+    arguments = _parse(argv)
+    config = "demo" if arguments.task == "text" else f"demo-{arguments.task}"
+    set_by_user = dict(setting.partition("=")[::2] for setting in arguments.override)
+    folder = set_by_user.get("run.dir", "runs")
+    name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
+    begun = f"{folder}/{name}"
+    sft = ["spmdrl.tools.local", "spmdrl.sft", str(CONFIGS / f"{config}-sft.toml"), f"run.dir={folder}"]
+    sft += [f"run.name={name}-sft", f"model.path={begun}-base", *_held_out(arguments.task, set_by_user)]
+    rl = ["spmdrl.tools.local", "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
+    rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
+    if arguments.engine == "sglang":
+        rl += ["rollout.engine=sglang", f"run.num_steps={TASKS[arguments.task].sglang_steps}"]
+    nproc = ["--nproc", str(arguments.nproc)]
+    stages: dict[str, list[list[str]]] = {
+        "1/3 a tiny model, warm-started by supervised fine-tuning": [
+            *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if config != "demo" else []),
+            ["spmdrl.tools.tiny_model", f"{begun}-base", *TASKS[arguments.task].model_options],
+            [*sft, *nproc],
+        ],
+        f"2/3 reinforcement learning on {arguments.nproc} ranks": [[*rl, *arguments.override, *nproc]],
+        "3/3 the exported model, loaded by transformers, on the same held-out prompts": [
+            ["spmdrl.tools.evaluate", begun]
+        ],
+    }
+    for title, programs in stages.items():
+        print(f"== {title}", flush=True)
+        for program in programs:
+            if code := subprocess.run([sys.executable, "-m", *program], env=os.environ | _ENVIRONMENT).returncode:
+                return code if code > 0 else 128 - code
+    print(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a tiny model on a CPU, and watch it learn.")
+    parser.add_argument("override", nargs="*", help="section.key=value: settings of the demo's configuration")
+    parser.add_argument("--task", choices=TASKS, default="text", help="tool: look up what cannot be known; game: turns")
+    parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
+    parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")
+    return parser.parse_intermixed_args(argv)
+
+
+def _held_out(task: str, set_by_user: Mapping[str, str]) -> Iterator[str]:
+    """Yield settings of the warm start: it must hold out the same prompts, which with a task are in a file."""
+    for setting in ("num_prompts", "sources") if task == "text" else ():
+        if (value := set_by_user.get(f"eval.{setting}")) is not None:
+            yield f"held_out.{setting}={value}"
+
+
+def _code_of_ours(config: str) -> Iterator[str]:
+    """Yield the setting that names the demo's tool or game where it is, whatever directory the demo starts in."""
+    table = tomllib.loads((CONFIGS / f"{config}.toml").read_text(encoding="utf-8")).get("environment")
+    if table is not None:
+        here = json.loads(json.dumps(table["source"]).replace('"configs/', f'"{CONFIGS}/'))
+        yield f"environment.source={_inline(here)}"
+
+
+def _inline(value: Any) -> str:
+    """Write a value of TOML on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_inline(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return tomlkit.item(value).as_string()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

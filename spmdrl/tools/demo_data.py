@@ -1,0 +1,122 @@
+"""Write the data of a demo with an environment: `python -m spmdrl.tools.demo_data tool|game DIR`.
+
+train.jsonl and held-out.jsonl hold questions, none of them in both. sft.jsonl holds what the warm start imitates: a
+policy that knows the forms of what it may write, and not what leads to success.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import runpy
+import string
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parent / "configs"  # those of the repository
+NUM_PAIRS = 20_000
+HELD_OUT = 400
+HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
+
+Record = dict[str, Any]
+
+_TOOL = runpy.run_path(str(CONFIGS / "demo_tool.py"))
+COLOURS, lookup = _TOOL["COLOURS"], _TOOL["lookup"]
+
+
+def tool_questions(rng: random.Random) -> list[Record]:
+    """Every key once, in a random order."""
+    keys = [f"{a}{b}{digit}" for a in string.ascii_lowercase for b in string.ascii_lowercase for digit in range(10)]
+    rng.shuffle(keys)
+    return [{"prompt": f"colour of {key}?", "answer": lookup(key)} for key in keys]
+
+
+def tool_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+    """Calls, many of them malformed; guesses without a call; and answers that follow a call's result."""
+    while True:
+        question = rng.choice(questions)["prompt"]
+        key = question.removeprefix("colour of ").removesuffix("?")
+        colour = rng.choice(COLOURS)
+        # As the chat template shows the tool that the environment has.
+        asked = [{"role": "system", "content": "lookup(key)"}, {"role": "user", "content": question}]
+        call = f'<tool_call>{{"name": "lookup", "arguments": {{"key": "{key}"}}}}</tool_call>'
+        answered = [*asked, {"role": "assistant", "content": call}, {"role": "tool", "content": lookup(key)}]
+        form = rng.random()
+        if form < 0.4:
+            yield {"prompt": asked, "response": colour}
+        elif form < 0.6:
+            yield {"prompt": asked, "response": call.replace(*rng.choice(MISTAKES))}
+        elif form < 0.7:
+            yield {"prompt": asked, "response": call}
+        else:
+            yield {"prompt": answered, "response": rng.choice([lookup(key), lookup(key), colour])}
+
+
+MISTAKES = [('"}}', '"}'), ("</tool_call>", ""), ("key", "name")]
+
+
+def game_questions(rng: random.Random) -> list[Record]:
+    """Names of games, which say nothing about their numbers."""
+    names = dict.fromkeys("".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(4000))
+    return [{"prompt": f"game {name}"} for name in names]
+
+
+def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+    """Guesses: some are no numbers, some heed the last hint, and none the hints before it."""
+    while True:
+        number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
+        messages = [{"role": "user", "content": rng.choice(questions)["prompt"]}]
+        for _ in range(rng.randrange(MAX_GUESSES)):
+            guess = _guess(low, high, rng)
+            if guess == number:
+                break
+            if guess is None:
+                hint = "no number"
+            else:
+                low, high, hint = (guess + 1, HIGHEST, "higher") if guess < number else (1, guess - 1, "lower")
+            messages += [{"role": "assistant", "content": _written(guess, rng)}, {"role": "user", "content": hint}]
+        yield {"prompt": messages, "response": _written(_guess(low, high, rng), rng)}
+
+
+def _guess(low: int, high: int, rng: random.Random) -> int | None:
+    """Guess within the bounds, or anything, or no number."""
+    form = rng.random()
+    if form < 0.3:
+        return None
+    return rng.randint(low, high) if form < 0.6 else rng.randint(1, HIGHEST)
+
+
+def _written(guess: int | None, rng: random.Random) -> str:
+    return rng.choice(["higher", "lower"]) if guess is None else f"{guess}"
+
+
+TASKS = {"tool": (tool_questions, tool_pairs), "game": (game_questions, game_pairs)}
+
+
+def write(path: Path, records: list[Record]) -> None:
+    """Write the records as lines of JSON."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("dir", type=Path)
+    arguments = parser.parse_args(argv)
+    rng = random.Random(arguments.task)
+    questions, pairs = TASKS[arguments.task]
+    asked = questions(rng)
+    held_out, train = asked[:HELD_OUT], asked[HELD_OUT:]
+    imitated = pairs(train, rng)
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    write(arguments.dir / "held-out.jsonl", held_out)
+    write(arguments.dir / "train.jsonl", train)
+    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS)])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,272 @@
+"""`python -m spmdrl.tools.init`: write a starting configuration for a model directory and a file of data.
+
+What is not given by an option is asked on a terminal, and is an error elsewhere unless there is a good value for it.
+Lengths are measured on the data, and memory is planned as by `tools.fit`. The file that is written passes `--dry-run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import Config, FileData, ModelConfig
+from spmdrl.data.sources import FileSource, first_record
+from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
+from spmdrl.memory.device import GIB
+from spmdrl.model.load import load_model_config
+from spmdrl.tools.fit import fitting_settings
+from spmdrl.tools.local import RANKS_WITHOUT_GPU, count_gpus, program_of
+from spmdrl.types import UserError
+
+# The usual names of columns, the likeliest first.
+PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction", "input")
+ANSWERS = ("answer", "label", "solution", "final_answer", "target", "ground_truth", "expected", "output")
+REWARDS = ("math", "exact", "code")
+KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
+
+GROUP_SIZE = 8
+ROLLOUTS_PER_STEP = 512  # at least, whatever the number of GPUs
+MAX_HELD_OUT = 200
+GPU_GIB = 79.0  # of the GPUs that most have
+RESPONSE_TOKENS = {"math": 3072, "code": 2048}  # where a model reasons before it answers
+COMMENTS = {
+    "data.max_prompt_tokens": "the longest of {rows} has {prompt}",
+    "rollout.prompts_per_step": "with group_size, the rollouts of a step",
+    "rollout.max_response_tokens": "a longer response is cut off",
+    "pack.max_tokens_per_micro_batch": "of one forward pass on a rank",
+    "eval.num_prompts": "of the same file, and never trained on",
+    "optim.lr": "the first thing to tune",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The user's part of a configuration."""
+
+    model: str
+    data: FileData
+    reward: str  # one of REWARDS, or a function
+    gpus: int
+    gpu_gib: float
+    name: str
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the run."""
+        return self.gpus or RANKS_WITHOUT_GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The number of rows, the longest texts in tokens, and how many tokens the model was made for."""
+
+    rows: int
+    prompt: int
+    answer: int
+    model_limit: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the configuration; returns the exit code."""
+    arguments = _parse(argv)
+    out = Path(arguments.out)
+    try:
+        if out.exists():
+            raise UserError(f"{out} is there already; name another file with --out, or remove it")
+        choices = choose(arguments)
+        measured = measure(choices)
+        tables = starting_tables(choices, measured)
+        fitted = fit(tables, choices)
+        out.write_text("\n".join(lines_of(tables, choices, measured, fitted)), encoding="utf-8")
+        _require_start(out, choices)
+    except UserError as error:
+        print(list_problems("cannot write a configuration", str(error)), file=sys.stderr)
+        return EXIT_USER_ERROR
+    except (KeyboardInterrupt, EOFError):
+        return EXIT_INTERRUPTED
+    print(f"wrote {out}, which passes its check; start it on this machine with\n\n    spmdrl train {out}\n")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a starting configuration for a model and a file of data.")
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face model directory")
+    parser.add_argument("--data", metavar="FILE", help="jsonl or parquet")
+    parser.add_argument("--prompt-column", metavar="NAME", help="if its name is not a usual one")
+    parser.add_argument("--answer-column", metavar="NAME", help='the reference answer; "" if the data has none')
+    parser.add_argument("--reward", metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score")
+    parser.add_argument("--gpus", type=int, help="of this machine; 0: its CPU; otherwise as many as are visible")
+    parser.add_argument("--gpu-gib", type=float, default=GPU_GIB, help=f"memory of each; {GPU_GIB:g} unless given")
+    parser.add_argument("--name", help="of the run; otherwise made of the model and the data")
+    parser.add_argument("--out", metavar="TOML", default="mine.toml", help="the file to write; mine.toml unless given")
+    arguments = parser.parse_args(argv)
+    if arguments.gpus is not None and arguments.gpus < 0:
+        parser.error(f"--gpus {arguments.gpus}: it is 0 or more")
+    return arguments
+
+
+def choose(arguments: argparse.Namespace) -> Choices:
+    """Complete the options by questions. Raises UserError where there is nobody to ask, or an option is wrong."""
+    model = arguments.model or _ask("--model", "model directory")
+    load_tokenizer(model)  # says what is wrong before more is asked
+    path = arguments.data or _ask("--data", "file of data, jsonl or parquet")
+    if (kind := KINDS.get(Path(path).suffix)) is None:
+        raise UserError(f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is")
+    data = FileData(kind=kind, path=path)  # type: ignore[arg-type]
+    columns = list(first_record(data))
+    prompt = _column(columns, arguments.prompt_column, PROMPTS, "--prompt-column", "column of the prompt")
+    others = [column for column in columns if column != prompt]
+    answer = _column(others, arguments.answer_column, (*ANSWERS, ""), "--answer-column", "column of the answer")
+    reward = arguments.reward or _ask("--reward", f"reward, {', '.join(REWARDS)} or my.py:function")
+    if reward not in REWARDS and ":" not in reward:
+        raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
+    if reward in ("math", "exact") and not answer:
+        raise UserError(f"--reward {reward} compares with a reference answer; name its column with --answer-column")
+    return Choices(
+        model=model,
+        data=data.model_copy(update={"prompt_column": prompt, "answer_column": answer}),
+        reward=reward,
+        gpus=count_gpus() if arguments.gpus is None else arguments.gpus,
+        gpu_gib=arguments.gpu_gib,
+        name=arguments.name or _run_name(f"{Path(model).name}-{Path(path).stem}"),
+    )
+
+
+def _ask(option: str, question: str) -> str:
+    if not sys.stdin.isatty():
+        raise UserError(f"{option} is needed ({question}): there is no terminal to ask on")
+    while not (answer := input(f"{question}: ").strip()):
+        pass
+    return answer
+
+
+def _column(columns: Collection[str], given: str | None, usual: Sequence[str], option: str, question: str) -> str:
+    """Return the name of a column: the given one, the first usual one that is there, or the user's."""
+    if given is None:
+        found = next((name for name in usual if name in columns or not name), None)
+        given = found if found is not None else _ask(option, f"{question}, of {', '.join(columns)}")
+    if given and given not in columns:
+        raise UserError(f"{option} {given}: the data has {', '.join(columns)}")
+    return given
+
+
+def _run_name(text: str) -> str:
+    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
+    return kept.lstrip("._-") or "run"
+
+
+def measure(choices: Choices) -> Measured:
+    """Measure all rows of the data with the model's tokenizer. Raises UserError when they cannot be read."""
+    tokenizer = load_tokenizer(choices.model)
+    source = FileSource(choices.data, seed=0)
+    rows = [source.row(index) for index in range(source.num_rows)]
+    prompts = [encode_prompt(tokenizer, row.prompt, system_prompt=None, chat_template="auto")[0] for row in rows]
+    answers = [tokenizer.encode(row.answer or "", add_special_tokens=False) for row in rows]
+    model = load_model_config(ModelConfig(path=choices.model))
+    return Measured(
+        rows=len(rows),
+        prompt=max(map(len, prompts)),
+        answer=max(map(len, answers)),
+        model_limit=getattr(model, "max_position_embeddings", None) or sys.maxsize,
+    )
+
+
+def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
+    """Return the tables of a configuration for what was chosen. Raises UserError where the model is too small."""
+    prompt = min(_round_up(measured.prompt), measured.model_limit - 1)
+    if prompt < measured.prompt:
+        raise UserError(
+            f"the longest prompt has {measured.prompt} tokens, and the model was made for {measured.model_limit} in "
+            "all; take another model, or leave long prompts out of the data"
+        )
+    wanted = RESPONSE_TOKENS.get(choices.reward, _round_up(2 * measured.answer + 1) if measured.answer else 1024)
+    response = min(wanted, measured.model_limit - prompt)
+    ranks = choices.num_ranks
+    prompts = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
+    held_out = min(MAX_HELD_OUT, measured.rows // 10)
+    source = choices.data.model_dump(include={"kind", "path", "prompt_column", "answer_column"})
+    kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
+    tables: dict[str, Any] = {
+        "run": {"name": choices.name, "num_steps": 200, "seed": 1},
+        "model": {"path": choices.model},
+        "data": {"max_prompt_tokens": prompt, "sources": [source]},
+        "rollout": {
+            "prompts_per_step": prompts,
+            "group_size": GROUP_SIZE,
+            "max_response_tokens": response,
+            "engine": "sglang" if choices.gpus and find_spec("sglang") else "torch",
+            "max_running": min(256, prompts * GROUP_SIZE // ranks),
+        },
+        "reward": {"terms": [kinds]},
+        "optim": {"lr": 1e-6 if choices.gpus else 1e-4},
+        "pack": {"max_tokens_per_micro_batch": max(16384, prompt + response)},
+        "checkpoint": {"every": 50},
+    }
+    return tables | ({"eval": {"num_prompts": held_out, "every": 25, "sources": [source]}} if held_out else {})
+
+
+def fit(tables: dict[str, Any], choices: Choices) -> set[str]:
+    """Put the settings into the tables that make the run fit its GPUs, and return them. UserError where none do."""
+    if not choices.gpus:
+        return set()
+    cfg = Config.model_validate(tables)
+    settings = fitting_settings(cfg, num_ranks=choices.num_ranks, device_bytes=int(choices.gpu_gib * GIB))
+    for setting, value in settings.items():
+        table, _, key = setting.partition(".")
+        tables.setdefault(table, {})[key] = value
+    return set(settings)
+
+
+def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fitted: Collection[str]) -> Iterator[str]:
+    """Yield the lines of the configuration, with comments."""
+    machine = f"{choices.gpus} GPU{'s' * (choices.gpus > 1)}" if choices.gpus else "a CPU"
+    yield f"# Learning by rewards on {machine}; `docs/configuration.md` has every setting."
+    for name, table in tables.items():
+        yield f"\n[{name}]"
+        for key, value in table.items():
+            if key == "sources":
+                continue
+            comment = COMMENTS.get(f"{name}.{key}", "").format(rows=measured.rows, prompt=measured.prompt)
+            if f"{name}.{key}" in fitted:
+                comment = f"so that it fits into {choices.gpu_gib:g} GiB"
+            yield f"{key} = {_toml(value)}" + (f" # {comment}" if comment else "")
+        for source in table.get("sources", ()):
+            yield f"\n[[{name}.sources]]"
+            yield from (f"{key} = {_toml(value)}" for key, value in source.items())
+    yield ""
+
+
+def _require_start(out: Path, choices: Choices) -> None:
+    """Raise UserError when the configuration does not pass its dry run, and remove it."""
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        code = program_of("spmdrl.train")([str(out), "--dry-run", "--ranks", str(choices.num_ranks)])
+    if code:
+        out.unlink()
+        raise UserError(said.getvalue().strip())
+
+
+def _round_up(tokens: int) -> int:
+    """Return the next power of two, from 16 on."""
+    return max(16, 1 << (tokens - 1).bit_length())
+
+
+def _toml(value: Any) -> str:
+    """Write a value on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Which weights get adapters, what they are called, and what the planner says of them; no process group."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
+from spmdrl.memory.device import training_memory
+from spmdrl.model.adapted import adapter_sizes
+from spmdrl.model.adapters import Strength
+from spmdrl.model.load import model_without_memory
+from spmdrl.model.targets import ALL_LINEAR, short_names, target_problems, targets_of
+from spmdrl.preflight.forecast import Model
+from tests.helpers.configs import model_config
+from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe, save_qwen3_next
+
+
+def _model(path: str) -> Any:
+    return model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
+
+
+@pytest.mark.parametrize("save", [save_qwen3, save_qwen3_moe, save_gpt_oss, save_qwen3_next])
+def test_all_linear_layers_but_the_head_get_adapters(tmp_path: Path, save: Any) -> None:
+    model = _model(save(tmp_path))
+    targets = targets_of(model, ALL_LINEAR)
+    weights = {target.weight for target in targets}
+    ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    of_matrices = {
+        name
+        for name, weight in model.named_parameters()
+        if id(weight) not in ends and ((weight.ndim == 3 and ".experts." in name) or name.endswith("_proj.weight"))
+    }
+    assert of_matrices <= weights
+    assert len({target.module for target in targets}) == len(targets), "PEFT's names are names of one each"
+    for target in targets:
+        (rank, _), (_, same) = target.shapes(2)
+        assert rank == same
+
+
+def test_names_are_short_where_they_name_nothing_else(tmp_path: Path) -> None:
+    model = _model(save_qwen3(tmp_path))
+    assert short_names(model, targets_of(model, ["q_proj", "v_proj"])) == (["q_proj", "v_proj"], [])
+    some = ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.up_proj"]
+    assert short_names(model, targets_of(model, some)) == (some, [])
+    experts = _model(save_qwen3_moe(tmp_path / "experts"))
+    both = ["experts.down_proj", "experts.gate_up_proj"]
+    assert short_names(experts, targets_of(experts, both)) == ([], both)
+
+
+def test_a_layer_of_another_kind_is_told(tmp_path: Path) -> None:
+    model = _model(save_qwen3(tmp_path))
+    found = list(target_problems(model, ["q_proj", "input_layernorm", "embed_tokens", "absent"]))
+    assert [sentence.partition(",")[0] for sentence in found] == [
+        f'lora.targets names "{name}"' for name in ("input_layernorm", "embed_tokens", "absent")
+    ]
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_rslora_divides_by_the_root_of_the_rank(rslora: bool, scale: float) -> None:
+    assert Strength(rank=4, alpha=8.0, rslora=rslora).scale == scale
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_planner_counts_adapters(tmp_path: Path, num_ranks: int) -> None:
+    cfg = model_config(save_qwen3(tmp_path))
+    config, lora = AutoConfig.from_pretrained(cfg.path), LoraConfig(rank=5)
+    adapters = sum(adapter_sizes(config, cfg, lora).values())
+    by_hand = 3 * 5 * sum(map(sum, [(48, 64), (48, 32), (48, 32), (64, 48), (48, 80), (48, 80), (80, 48)]))
+    assert adapters == by_hand
+    size = Model.read(config, cfg, lora=lora).size(ParallelConfig(), num_training=num_ranks)
+    planned = training_memory(cfg, OptimConfig(lr=1.0), [size], compute_bytes=2)
+    own = math.ceil(adapters / num_ranks)
+    assert planned.weights == 2 * size.shard + 4 * adapters
+    assert planned.gradients == 4 * adapters + 4 * own
+    assert planned.optimizer == 8 * own
+    assert planned.adapters == 4 * adapters

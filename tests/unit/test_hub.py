@@ -1,0 +1,145 @@
+"""Names on a hub: offline they come from the cache, and a download fills it once, from a hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from spmdrl.preflight.hub import data_file, model_folder
+from spmdrl.sft import main
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.types import UserError
+from tests.helpers.small_run import write_sft_config
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL, DATA = "hf:someone/tiny@v1", "hf:someone/sums@v1:train.jsonl"
+
+
+class Hub(ThreadingHTTPServer):
+    """Two repositories at one commit, and what was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.asked = folder, list[str]()
+        super().__init__(("127.0.0.1", 0), Answer)
+
+
+class Answer(BaseHTTPRequestHandler):
+    """The hub's answers as huggingface_hub needs them."""
+
+    server: Hub
+
+    def do_GET(self) -> None:
+        """Answer about a repository, or with a file."""
+        self.server.asked.append(self.path)
+        place = self.path.lstrip("/").split("?")[0]
+        kind, _, rest = place.partition("/")
+        parts = rest.split("/")  # models/someone/tiny/revision/v1, or .../tree/COMMIT
+        if kind == "api" and len(parts) == 5:
+            name, files = parts[2], sorted((self.server.folder / parts[2]).iterdir())
+            tree = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40} for file in files]
+            told = tree if parts[3] == "tree" else {"id": f"someone/{name}", "sha": COMMIT, "siblings": []}
+            self.answer(json.dumps(told).encode(), {"Content-Type": "application/json"})
+            return
+        if "/resolve/" not in place:
+            self.send_error(404)
+            return
+        name, _, file = place.removeprefix("datasets/").removeprefix("someone/").partition("/resolve/")
+        content = (self.server.folder / name / file.partition("/")[2]).read_bytes()
+        self.answer(content, {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+    do_HEAD = do_GET
+
+    def answer(self, content: bytes, headers: dict[str, str]) -> None:
+        """Send the content, or only its size."""
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    folder = tmp_path_factory.mktemp("hub")
+    save_tiny_model(folder / "tiny", num_layers=1)
+    (folder / "tiny" / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "tiny" / "modeling.py").write_text("raise SystemExit")
+    (folder / "sums").mkdir()
+    sums = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(9)]
+    (folder / "sums" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    server = Hub(folder)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+LOCATE = """
+import sys
+from spmdrl.config import SftConfig, read_config
+from spmdrl.preflight.hub import located
+cfg, problems = located(read_config(SftConfig, "c.toml", sys.argv[1:]))
+print("\\n".join(problems or [cfg.model.path, cfg.data.sources[0].path]))
+"""
+
+
+def test_the_cache_is_filled_once_and_only_when_told_to(hub: Hub, tmp_path: Path) -> None:
+    source = {"kind": "jsonl", "path": DATA}
+    pairs = {"sequences_per_step": 1, "max_response_tokens": 8}
+    write_sft_config(tmp_path, model={"path": MODEL}, data={"sources": [source]}, sft=pairs)
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    environment = {**os.environ, **environment, "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
+
+    def located(*overrides: str) -> list[str]:
+        command = [sys.executable, "-c", LOCATE, *overrides]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    words = "it is not in the cache; set run.download = true to fetch it once"
+    assert located() == [f'model.path = "{MODEL}": {words}', f'data.sources.0.path = "{DATA}": {words}']
+    assert not hub.asked
+
+    model, data = map(Path, located("run.download=true"))
+    assert model.name == COMMIT and data.parent.name == COMMIT  # so that a run writes down which one it used
+    assert {file.name for file in model.iterdir()} == {
+        file.name for file in (hub.folder / "tiny").iterdir() if file.suffix not in (".bin", ".py")
+    }
+    assert data.read_bytes() == (hub.folder / "sums" / "train.jsonl").read_bytes()
+
+    hub.asked.clear()
+    assert located() == [str(model), str(data)]
+    assert not hub.asked
+
+
+def test_a_run_is_told_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sft_config(tmp_path, sft={"sequences_per_step": 1, "max_response_tokens": 8})
+    assert main([str(tmp_path / "c.toml"), "model.path=hf:nobody/nothing", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        'cannot start: on the command line: model.path = "hf:nobody/nothing": it is not in the cache'
+    )
+
+
+@pytest.mark.parametrize("name", ["hf:tiny", "hf:a/b/c", "hf:a/b@", "hf:a/b@v1:file"])
+def test_names_of_another_form_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="has the form hf:ORGANISATION/NAME@REVISION"):
+        model_folder(name, False)
+    with pytest.raises(UserError, match="has the form hf:ORGANISATION/NAME@REVISION:FILE"):
+        data_file(name.partition("@v1:")[0], False)
