@@ -56,6 +56,7 @@ def check(cfg: SftConfig, inputs: Inputs) -> Sequence[str]:
         encode(held_out, 0)  # raises when one is too long
     return [
         f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
+        *inputs.prompts.remarks(),
         *describe(pair, encode(pair, 0)),
         f"{len(inputs.held_out)} held-out prompts",
     ]

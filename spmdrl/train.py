@@ -120,6 +120,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
     return [
         f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
         f"tokenizer: {len(inputs.tokenizer)} tokens, responses stop at {sorted(inputs.stop_token_ids)}",
+        *inputs.prompts.remarks(),
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
         *success_lines(cfg, prompt, outcome.reward),

@@ -48,6 +48,7 @@ class ReasoningGymData(Section):
     """Share of prompts from this source, relative to the other sources."""
 
 
+ChatTemplate = Literal["auto", "never", "rendered"]
 DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
 
 
@@ -56,8 +57,10 @@ class DataConfig(Section):
     """Sources of the training prompts."""
     system_prompt: str | None = None
     """Put before string prompts; needs a tokenizer with a chat template."""
-    chat_template: Literal["auto", "never"] = "auto"
-    """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is."""
+    chat_template: ChatTemplate = "auto"
+    """`auto` applies the tokenizer's chat template when it has one; `never` uses the prompt as it is, and the texts of
+    control tokens in it stay text; `rendered` takes them as control tokens: prompts are conversations that a template
+    has rendered already."""
     max_prompt_tokens: Count
     """Longest prompt; see `overlong` for longer ones."""
     overlong: Literal["error", "drop"] = "error"

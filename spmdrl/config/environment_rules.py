@@ -18,6 +18,15 @@ def environment_reward_needs_an_environment(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def turns_need_messages(cfg: Config) -> Iterator[str]:
+    if cfg.environment is not None and cfg.data.chat_template == "rendered":
+        yield (
+            'data.chat_template = "rendered" fixes what stands around a prompt, but an [environment] shows its tools '
+            'there and goes on after it; set it to "auto", and give the messages of the prompts'
+        )
+
+
+@rule(Config)
 def turns_fit_into_the_response(cfg: Config) -> Iterator[str]:
     environment, limit = cfg.environment, cfg.rollout.max_response_tokens
     if environment is None or environment.max_turn_tokens is None:

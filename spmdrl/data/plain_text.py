@@ -84,15 +84,22 @@ class PlainText:
         return _changed(message, lambda text: self._broken(text, mark, pattern, ids))
 
     def _broken(self, text: str, mark: str, pattern: re.Pattern[str], ids: frozenset[int]) -> str:
-        valid = text.encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace"
-        )  # no tokenizer takes half a character
+        valid = _whole(text)
         if not self._any_normalized and not pattern.search(valid):
             return valid
         broken = pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], valid)
         # What is left are control texts that overlap, or that only the tokenizer's normalization makes.
         pieces = [mark.join(piece) if ids & set(self._encoded(piece)) else piece for piece in broken.split(mark)]
         return mark.join(pieces)
+
+    def special_text_in(self, text: str) -> str | None:
+        """Return the first text of a special token in a text; None if there is none."""
+        found = self._special.search(text)
+        return found[0] if found else None
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Encode a text in which the texts of control tokens are control tokens."""
+        return tuple(self._encoded(_whole(text)))
 
     def encode(self, text: str, mark: str) -> tuple[int, ...]:
         """Encode a rendered text in pieces that end at the marks."""
@@ -114,6 +121,11 @@ def plain_text_of(tokenizer: PreTrainedTokenizerBase) -> PlainText:
 @lru_cache(maxsize=4)
 def _made(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> PlainText:
     return PlainText(tokenizer)
+
+
+def _whole(text: str) -> str:
+    """Return the text with a replacement character for half of one, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _one_of(texts: Iterable[str]) -> re.Pattern[str]:

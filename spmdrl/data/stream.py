@@ -21,7 +21,7 @@ from spmdrl.config import DataConfig, HeldOutConfig
 from spmdrl.conversation import Exchange, Message
 from spmdrl.data.conversations import asked
 from spmdrl.data.sources import FileSource, Form, Row, Source, open_source
-from spmdrl.data.tokenizer import chat_messages, encode_prompt, uses_template
+from spmdrl.data.tokenizer import chat_messages, encode_prompt, raw_control_text, uses_template
 from spmdrl.types import Prompt, UserError
 
 Encoded = tuple[tuple[int, ...], str]  # token ids and their text
@@ -72,6 +72,7 @@ class PromptEncoder:
 
     encode: Encode
     messages: Callable[[str | list[Message]], tuple[Message, ...]]  # those that a template renders
+    raw_control_text: Callable[[str | list[Message]], str | None]  # in a prompt that no template renders
     max_prompt_tokens: int
     overlong: Literal["error", "drop"]
 
@@ -115,12 +116,22 @@ class PromptStream:
         self._encoder = encoder
         self._turns = Turns(weights)
         self._dropped: Counter[str] = Counter()
+        self._spelt: tuple[str, str] | None = None  # the first row of a file with the text of a control token, the text
         self._sources = [source.keep(self._keeps) if isinstance(source, FileSource) else source for source in sources]
 
     @property
     def dropped(self) -> dict[str, int]:
         """Counts of what was left out, by reason: rows of files (equal on all ranks), and items this rank generated."""
         return dict(self._dropped)
+
+    def remarks(self) -> Iterator[str]:
+        """Yield a warning where a raw prompt has the text of a control token: it may have been rendered already."""
+        if self._spelt is not None:
+            where, text = self._spelt
+            yield (
+                f"warning: {where} has the text of the control token {text!r}, which stays text; if the prompts are "
+                'conversations that a chat template has rendered already, set data.chat_template = "rendered"'
+            )
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return prompts `start` to `start + count - 1` of the stream."""
@@ -144,6 +155,8 @@ class PromptStream:
         )
 
     def _keeps(self, row: Row) -> bool:
+        if self._spelt is None and (text := self._encoder.raw_control_text(row.prompt)):
+            self._spelt = row.where, text
         return self._encoded(row, "rows") is not None
 
     def _encoded(self, row: Row, unit: str) -> Encoded | None:
@@ -273,6 +286,7 @@ def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequ
             encode_prompt, tokenizer, system_prompt=cfg.system_prompt, chat_template=cfg.chat_template, tools=tools
         ),
         messages=lambda prompt: tuple(chat_messages(prompt, cfg.system_prompt)) if has_template else (),
+        raw_control_text=functools.partial(raw_control_text, tokenizer, chat_template=cfg.chat_template),
         max_prompt_tokens=cfg.max_prompt_tokens,
         overlong=cfg.overlong,
     )

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from spmdrl.config.data import ChatTemplate
 from spmdrl.config.strict import read_json, shown, utf8_problem
 from spmdrl.data.plain_text import free_characters, plain_text_of, texts_in, unescaped
 from spmdrl.types import UserError
@@ -45,21 +46,25 @@ def encode_prompt(
     prompt: str | Messages,
     *,
     system_prompt: str | None,
-    chat_template: Literal["auto", "never"],
+    chat_template: ChatTemplate,
     tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[tuple[int, ...], str]:
     """Return a prompt's token ids and their text, such that the response follows directly.
 
     Only a chat template adds special tokens, and shows the schemas of tools; a raw prompt gets neither. The texts of
-    control tokens in a prompt stay text.
+    control tokens in a prompt stay text, unless it is rendered already.
     """
-    reason = "the tokenizer has no chat template" if chat_template == "auto" else 'data.chat_template = "never"'
+    reason = (
+        "the tokenizer has no chat template" if chat_template == "auto" else f'data.chat_template = "{chat_template}"'
+    )
     if uses_template(tokenizer, chat_template):
         token_ids, text = _templated(tokenizer, chat_messages(prompt, system_prompt), tools)
     elif not isinstance(prompt, str):
         raise UserError(f"the prompt is a list of chat messages, but {reason}; use string prompts")
     elif system_prompt is not None:
         raise UserError(f"data.system_prompt is set, but {reason}; write it into the prompts")
+    elif chat_template == "rendered":
+        token_ids, text = plain_text_of(tokenizer).encode_rendered(prompt), prompt
     else:
         token_ids, text = encode_text(tokenizer, prompt), prompt
     if not token_ids:
@@ -84,7 +89,16 @@ def _templated(
     return plain.encode(text, mark), text.replace(mark, "")
 
 
-def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: Literal["auto", "never"]) -> bool:
+def raw_control_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, chat_template: ChatTemplate
+) -> str | None:
+    """Return the first text of a special token in a raw prompt, where it stays text; None if there is none."""
+    if not isinstance(prompt, str) or chat_template == "rendered" or uses_template(tokenizer, chat_template):
+        return None
+    return plain_text_of(tokenizer).special_text_in(prompt)
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate) -> bool:
     """Return True when conversations go through the tokenizer's chat template."""
     return chat_template == "auto" and bool(tokenizer.chat_template)
 

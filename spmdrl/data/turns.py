@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.config.data import ChatTemplate
 from spmdrl.conversation import Action, Message
 from spmdrl.data.plain_text import PlainText, free_characters, texts_in, unescaped
 from spmdrl.data.tokenizer import Messages, TemplateRefusal, encode_prompt, render, uses_template
@@ -45,7 +46,7 @@ class TurnEncoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        chat_template: Literal["auto", "never"],
+        chat_template: ChatTemplate,
         tools: Sequence[dict[str, Any]],
         stop_token_ids: frozenset[int],
     ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +23,66 @@ _FILE = re.compile(rf"{_REPOSITORY}:(?P<file>.+)")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 
+class NotInCache(UserError):
+    """There is nothing on this machine that a name stands for, and downloads are not asked for."""
+
+
 def located(cfg: SectionT) -> tuple[SectionT, list[str]]:
     """Return the settings with directories and files in place of names on a hub, and sentences about those not found.
 
     A directory's name ends with the commit that the revision stands for. Settings may be missing.
     """
-    problems: list[str] = []
-    download = bool(_get(_get(cfg, "run"), "download"))
-
-    def found(path: Any, setting: str, find: Callable[[str, bool], str]) -> Any:
-        if not isinstance(path, str) or not path.startswith(PREFIX):
-            return path
-        try:
-            return find(path, download)
-        except UserError as error:
-            problems.append(f'{setting} = "{path}": {error}')
-            return path
-
+    cfg, problems = _with_models(cfg)
+    found = partial(_found, download=_downloads(cfg), problems=problems)
     changes: dict[str, Any] = {}
-    for table in ("model", "critic"):
-        if (path := _get(_get(cfg, table), "path")) is not None:
-            changes[table] = _get(cfg, table).model_copy(update={"path": found(path, f"{table}.path", model_folder)})
     for table in ("data", "eval", "held_out"):
         if (sources := _get(_get(cfg, table), "sources")) is not None:
             places = tuple(
-                source.model_copy(update={"path": found(source.path, f"{table}.sources.{place}.path", data_file)})
+                source.model_copy(update={"path": found(data_file, source.path, f"{table}.sources.{place}.path")})
                 if isinstance(source, FileData)
                 else source
                 for place, source in enumerate(sources)
             )
             changes[table] = _get(cfg, table).model_copy(update={"sources": places})
     return cfg.model_copy(update=changes), problems
+
+
+def with_models_here(cfg: SectionT) -> SectionT:
+    """Return the settings with directories in place of models' names on a hub, for what reads no data.
+
+    Raises UserError about those not found.
+    """
+    cfg, problems = _with_models(cfg)
+    if problems:
+        raise UserError("\n".join(problems))
+    return cfg
+
+
+def _with_models(cfg: SectionT) -> tuple[SectionT, list[str]]:
+    problems: list[str] = []
+    found = partial(_found, model_folder, download=_downloads(cfg), problems=problems)
+    changes = {
+        table: _get(cfg, table).model_copy(update={"path": found(path, f"{table}.path")})
+        for table in ("model", "critic")
+        if (path := _get(_get(cfg, table), "path")) is not None
+    }
+    return cfg.model_copy(update=changes), problems
+
+
+def _found(find: Callable[[str, bool], str], path: Any, setting: str, *, download: bool, problems: list[str]) -> Any:
+    """Return the path that a name on a hub stands for, and any other path as it is; add a sentence if there is none."""
+    if not isinstance(path, str) or not path.startswith(PREFIX):
+        return path
+    try:
+        return find(path, download)
+    except UserError as error:
+        remedy = "; set run.download = true to fetch it once" if isinstance(error, NotInCache) else ""
+        problems.append(f'{setting} = "{path}": {error}{remedy}')
+        return path
+
+
+def _downloads(cfg: Section) -> bool:
+    return bool(_get(_get(cfg, "run"), "download"))
 
 
 def _get(section: Section | None, name: str) -> Any:
@@ -93,10 +123,10 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
     try:
         found = ask(parts["repository"], revision=parts["revision"], local_files_only=not download, **options)
     except OfflineModeIsEnabled as error:
-        raise UserError("run.download = true, but HF_HUB_OFFLINE forbids it; unset the variable") from error
+        raise UserError("it is to be fetched, but HF_HUB_OFFLINE forbids it; unset the variable") from error
     except LocalEntryNotFoundError as error:
         if not download:
-            raise UserError("it is not in the cache; set run.download = true to fetch it once") from error
+            raise NotInCache("it is not in the cache") from error
         raise UserError(f"it is not in the cache, and the hub cannot be reached: {_line(error)}") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"it cannot be fetched: {_line(error)}") from error

@@ -15,11 +15,9 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import tomlkit
 
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
+from spmdrl.tools.inline_toml import inline
 
 RANKS = 2
 # The demos compute on a CPU, and read nothing but what they have written.
@@ -102,16 +100,7 @@ def _code_of_ours(config: str) -> Iterator[str]:
     table = tomllib.loads((CONFIGS / f"{config}.toml").read_text(encoding="utf-8")).get("environment")
     if table is not None:
         here = json.loads(json.dumps(table["source"]).replace('"configs/', f'"{CONFIGS}/'))
-        yield f"environment.source={_inline(here)}"
-
-
-def _inline(value: Any) -> str:
-    """Write a value of TOML on one line."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_inline(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    return tomlkit.item(value).as_string()
+        yield f"environment.source={inline(here)}"
 
 
 if __name__ == "__main__":

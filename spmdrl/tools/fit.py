@@ -23,8 +23,10 @@ from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
+from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.published import PUBLISHED, published_config
+from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan and return the exit code, 0 when everything fits."""
     arguments = _parse(argv)
     cfg = read_run_config(arguments.config, arguments.override)
+    cfg = cfg if arguments.shape else with_models_here(cfg)
     model = _read_model(cfg, published_config(arguments.shape) if arguments.shape else read_model_config(cfg.model))
     device_bytes = int(arguments.gpu_gib * GIB)
     prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
@@ -149,10 +152,10 @@ def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_b
     shortage = partial(_shortage, model=model, num_ranks=num_ranks, device_bytes=device_bytes)
     alone, together, remaining = _tried(cfg, shortage, num_ranks=num_ranks)
     for setting, value in alone[:MAX_REMEDIES]:
-        yield f"it fits with {setting} = {_toml(value)}"
+        yield f"it fits with {setting} = {inline(value)}"
     if alone:
         return
-    settings = " and ".join(f"{setting} = {_toml(value)}" for setting, value in together.items())
+    settings = " and ".join(f"{setting} = {inline(value)}" for setting, value in together.items())
     if remaining == _FITS:
         yield f"it fits with {settings}"
     else:
@@ -302,10 +305,6 @@ def _as_json(prediction: Prediction, problems: Sequence[str]) -> dict[str, Any]:
         },
         "problems": list(problems),
     }
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m spmdrl.tools.init`: write a starting configuration for a model directory and a file of data.
+"""`python -m spmdrl.tools.init`: write a starting configuration for a model and a file of data.
 
 What is not given by an option is asked on a terminal, and is an error elsewhere unless there is a good value for it.
 Lengths are measured on the data, and memory is planned as by `tools.fit`. The file that is written passes `--dry-run`.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,9 @@ from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
+from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here
 from spmdrl.tools.fit import fitting_settings
+from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.local import RANKS_WITHOUT_GPU, count_gpus, program_of
 from spmdrl.types import UserError
 
@@ -53,7 +54,10 @@ class Choices:
     """The user's part of a configuration."""
 
     model: str
+    model_folder: str  # the same, unless `model` is a name on a hub
     data: FileData
+    data_file: str  # as model_folder
+    download: bool
     reward: str  # one of REWARDS, or a function
     gpus: int
     gpu_gib: float
@@ -99,13 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a starting configuration for a model and a file of data.")
-    parser.add_argument("--model", metavar="DIR", help="a Hugging Face model directory")
-    parser.add_argument("--data", metavar="FILE", help="jsonl or parquet")
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME")
+    parser.add_argument("--data", metavar="FILE", help="jsonl or parquet, or hf:ORGANISATION/NAME:FILE")
     parser.add_argument("--prompt-column", metavar="NAME", help="if its name is not a usual one")
     parser.add_argument("--answer-column", metavar="NAME", help='the reference answer; "" if the data has none')
     parser.add_argument("--reward", metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score")
     parser.add_argument("--gpus", type=int, help="of this machine; 0: its CPU; otherwise as many as are visible")
     parser.add_argument("--gpu-gib", type=float, default=GPU_GIB, help=f"memory of each; {GPU_GIB:g} unless given")
+    parser.add_argument("--download", action="store_true", help="fetch what names on a hub stand for, into the cache")
     parser.add_argument("--name", help="of the run; otherwise made of the model and the data")
     parser.add_argument("--out", metavar="TOML", default="mine.toml", help="the file to write; mine.toml unless given")
     arguments = parser.parse_args(argv)
@@ -117,12 +122,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def choose(arguments: argparse.Namespace) -> Choices:
     """Complete the options by questions. Raises UserError where there is nobody to ask, or an option is wrong."""
     model = arguments.model or _ask("--model", "model directory")
-    load_tokenizer(model)  # says what is wrong before more is asked
+    folder = _here(model_folder, model, "--model", download=arguments.download)
+    load_tokenizer(folder)  # says what is wrong before more is asked
     path = arguments.data or _ask("--data", "file of data, jsonl or parquet")
     if (kind := KINDS.get(Path(path).suffix)) is None:
         raise UserError(f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is")
-    data = FileData(kind=kind, path=path)  # type: ignore[arg-type]
-    columns = list(first_record(data))
+    file = _here(data_file, path, "--data", download=arguments.download)
+    columns = list(first_record(FileData(kind=kind, path=file)))  # type: ignore[arg-type]
     prompt = _column(columns, arguments.prompt_column, PROMPTS, "--prompt-column", "column of the prompt")
     others = [column for column in columns if column != prompt]
     answer = _column(others, arguments.answer_column, (*ANSWERS, ""), "--answer-column", "column of the answer")
@@ -133,12 +139,26 @@ def choose(arguments: argparse.Namespace) -> Choices:
         raise UserError(f"--reward {reward} compares with a reference answer; name its column with --answer-column")
     return Choices(
         model=model,
-        data=data.model_copy(update={"prompt_column": prompt, "answer_column": answer}),
+        model_folder=folder,
+        data=FileData(kind=kind, path=path, prompt_column=prompt, answer_column=answer),  # type: ignore[arg-type]
+        data_file=file,
+        download=arguments.download,
         reward=reward,
         gpus=count_gpus() if arguments.gpus is None else arguments.gpus,
         gpu_gib=arguments.gpu_gib,
         name=arguments.name or _run_name(f"{Path(model).name}-{Path(path).stem}"),
     )
+
+
+def _here(find: Callable[[str, bool], str], name: str, option: str, *, download: bool) -> str:
+    """Return the directory or file that a name on a hub stands for, and any other name as it is."""
+    if not name.startswith(PREFIX):
+        return name
+    try:
+        return find(name, download)
+    except UserError as error:
+        remedy = "; add --download to fetch it once" if isinstance(error, NotInCache) else ""
+        raise UserError(f"{option} {name}: {error}{remedy}") from error
 
 
 def _ask(option: str, question: str) -> str:
@@ -166,12 +186,12 @@ def _run_name(text: str) -> str:
 
 def measure(choices: Choices) -> Measured:
     """Measure all rows of the data with the model's tokenizer. Raises UserError when they cannot be read."""
-    tokenizer = load_tokenizer(choices.model)
-    source = FileSource(choices.data, seed=0)
+    tokenizer = load_tokenizer(choices.model_folder)
+    source = FileSource(choices.data.model_copy(update={"path": choices.data_file}), seed=0)
     rows = [source.row(index) for index in range(source.num_rows)]
     prompts = [encode_prompt(tokenizer, row.prompt, system_prompt=None, chat_template="auto")[0] for row in rows]
     answers = [tokenizer.encode(row.answer or "", add_special_tokens=False) for row in rows]
-    model = load_model_config(ModelConfig(path=choices.model))
+    model = load_model_config(ModelConfig(path=choices.model_folder))
     return Measured(
         rows=len(rows),
         prompt=max(map(len, prompts)),
@@ -196,7 +216,7 @@ def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
     source = choices.data.model_dump(include={"kind", "path", "prompt_column", "answer_column"})
     kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
     tables: dict[str, Any] = {
-        "run": {"name": choices.name, "num_steps": 200, "seed": 1},
+        "run": {"name": choices.name, "num_steps": 200, "seed": 1} | ({"download": True} if choices.download else {}),
         "model": {"path": choices.model},
         "data": {"max_prompt_tokens": prompt, "sources": [source]},
         "rollout": {
@@ -218,7 +238,7 @@ def fit(tables: dict[str, Any], choices: Choices) -> set[str]:
     """Put the settings into the tables that make the run fit its GPUs, and return them. UserError where none do."""
     if not choices.gpus:
         return set()
-    cfg = Config.model_validate(tables)
+    cfg = with_models_here(Config.model_validate(tables))
     settings = fitting_settings(cfg, num_ranks=choices.num_ranks, device_bytes=int(choices.gpu_gib * GIB))
     for setting, value in settings.items():
         table, _, key = setting.partition(".")
@@ -238,10 +258,10 @@ def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fi
             comment = COMMENTS.get(f"{name}.{key}", "").format(rows=measured.rows, prompt=measured.prompt)
             if f"{name}.{key}" in fitted:
                 comment = f"so that it fits into {choices.gpu_gib:g} GiB"
-            yield f"{key} = {_toml(value)}" + (f" # {comment}" if comment else "")
+            yield f"{key} = {inline(value)}" + (f" # {comment}" if comment else "")
         for source in table.get("sources", ()):
             yield f"\n[[{name}.sources]]"
-            yield from (f"{key} = {_toml(value)}" for key, value in source.items())
+            yield from (f"{key} = {inline(value)}" for key, value in source.items())
     yield ""
 
 
@@ -257,15 +277,6 @@ def _require_start(out: Path, choices: Choices) -> None:
 def _round_up(tokens: int) -> int:
     """Return the next power of two, from 16 on."""
     return max(16, 1 << (tokens - 1).bit_length())
-
-
-def _toml(value: Any) -> str:
-    """Write a value on one line."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_model_config
+from spmdrl.preflight.hub import with_models_here
 from spmdrl.tools.parity_cases import (
     ADAMW_BOUND_OF_MOST,
     BOUND,
@@ -45,6 +46,7 @@ from spmdrl.types import UserError
 
 EXIT_DIFFERENT = 1
 _RANKS = (1, 2, 4)
+_NUMBERS = ("loss", "loss_size")  # of a result, beside its tensors
 
 
 def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
@@ -57,7 +59,7 @@ def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
 def compute(arguments: argparse.Namespace, folder: Path) -> None:
     """Compute the cases with this number of ranks and save their results in the folder; called on each rank."""
     transformers_logging.disable_progress_bar()
-    cfg = read_run_config(arguments.config, arguments.override)
+    cfg = with_models_here(read_run_config(arguments.config, arguments.override))
     settings = _settings(cfg)
     batch = random_batch(
         vocabulary=load_model_config(cfg.model).get_text_config().vocab_size,
@@ -82,7 +84,7 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
 def compare(arguments: argparse.Namespace) -> bool:
     """Run all cases, print them, and return True when all agree. Raises UserError when one rank cannot train."""
     transformers_logging.disable_progress_bar()
-    cfg = read_run_config(arguments.config, arguments.override)
+    cfg = with_models_here(read_run_config(arguments.config, arguments.override))
     budget = cfg.pack.max_tokens_per_micro_batch
     if budget is not None and arguments.tokens > budget:
         raise UserError(
@@ -114,9 +116,11 @@ def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None
     torchrun = [sys.executable, "-m", *elastic, "--nproc-per-node", str(num_ranks)]
     options = ["--sequences", str(arguments.sequences), "--tokens", str(arguments.tokens), "--worker", str(folder)]
     has_devices = torch.cuda.device_count() >= num_ranks
+    # Each rank sets its own number; torchrun says at length that it takes 1 where none is given.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     subprocess.run(
         [*torchrun, "-m", "spmdrl.tools.parity", arguments.config, *arguments.override, *options],
-        env=os.environ | ({} if has_devices else {"CUDA_VISIBLE_DEVICES": ""}),
+        env=os.environ | threads | ({} if has_devices else {"CUDA_VISIBLE_DEVICES": ""}),
         check=False,  # cases without a result are shown as failed
     )
 
@@ -148,17 +152,18 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
 def _save(found: CaseResult, path: Path) -> None:
     groups = {"gradients": found.gradients, "after_sgd": found.after_sgd, "after_adamw": found.after_adamw}
     tensors = {f"{group}/{name}": x.contiguous() for group, named in groups.items() for name, x in named.items()}
-    save_file({"loss": torch.tensor(found.loss, dtype=torch.float64), **tensors}, path)
+    numbers = {name: torch.tensor(getattr(found, name), dtype=torch.float64) for name in _NUMBERS}
+    save_file(numbers | tensors, path)
 
 
 def _load(path: Path) -> CaseResult:
     tensors = load_file(path)
     groups: dict[str, dict[str, torch.Tensor]] = {"gradients": {}, "after_sgd": {}, "after_adamw": {}}
-    loss = float(tensors.pop("loss"))
+    loss, size = (float(tensors.pop(name)) for name in _NUMBERS)
     for key, tensor in tensors.items():
         group, _, name = key.partition("/")
         groups[group][name] = tensor
-    return CaseResult(loss, **groups)
+    return CaseResult(loss, size, **groups)
 
 
 @program("cannot compare")

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config import CorrectionConfig, LoraConfig, LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.config.plan import Plan, needs_old_logprobs, parallel_problems
+from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.learn.learner import Learner
-from spmdrl.learn.objective import ObjectiveFunction, PolicyObjective, SftObjective
+from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import update
 from spmdrl.model.adapted import load_trained, random_values, reference_of
 from spmdrl.model.load import load_model_config, parallel_model_problems
@@ -114,6 +115,7 @@ class CaseResult:
     """The results of one case; tensors are whole, float32 and on the host."""
 
     loss: float  # mean of the SGD updates
+    loss_size: float  # the same of the summed magnitudes of what tokens add to it, which may cancel
     gradients: dict[str, Tensor]
     after_sgd: dict[str, Tensor]
     after_adamw: dict[str, Tensor]
@@ -123,7 +125,7 @@ class CaseResult:
 class Deviation:
     """The differences between two results."""
 
-    loss: float  # relative
+    loss: float  # relative to the summed magnitudes of what tokens add to it
     gradient: float  # the largest of any parameter, relative to its norm
     worst: str  # the parameter with that gradient
     sgd: float  # of weights: the largest of any parameter, relative to its norm
@@ -233,7 +235,7 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     pack = PackConfig(balance=settings.pack.balance, **case.pack) if case.pack else settings.pack
     learning = settings.learning
 
-    def trained(optim: OptimConfig, num_updates: int) -> tuple[float, dict[str, Tensor]]:
+    def trained(optim: OptimConfig, num_updates: int) -> tuple[float, float, dict[str, Tensor]]:
         policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
         if policy.adapters is not None:  # with B = 0, as they begin, A would have no gradient
             policy.adapters.load(random_values(policy.adapters.tensors, seed=0))
@@ -242,15 +244,35 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         batch_of_case = build_batch(mine, plan, meshes, aggregation=learning.aggregation)
-        learner = Learner.start(policy, optim, learning.objective, num_updates=num_updates, dtype=torch.float32)
+        objective = Sized(learning.objective)
+        learner = Learner.start(policy, optim, objective, num_updates=num_updates, dtype=torch.float32)
         mini_batches = learning.prepare(batch_of_case, policy, model, meshes).mini_batches
         metrics = update(learner, mini_batches, meshes, step=1)
-        return (metrics["update/loss"].value() if metrics else 0.0), whole_weights(policy, meshes)
+        # Ranks of a share have the same tokens.
+        size = sum_over(meshes.training, torch.tensor(objective.size, device=world.device)) / meshes.ranks_per_share
+        loss = metrics["update/loss"].value() if metrics else 0.0
+        return loss, float(size) / num_updates, whole_weights(policy, meshes)
 
-    _, gradients = trained(OptimConfig(name=f"{__name__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30), 1)
-    loss, after_sgd = trained(SGD, UPDATES)  # several updates: in the first one the ratio is always 1
-    _, after_adamw = trained(ADAMW, UPDATES)
-    return CaseResult(loss, gradients, after_sgd, after_adamw) if world.rank == 0 else None
+    _, _, gradients = trained(OptimConfig(name=f"{__name__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30), 1)
+    loss, size, after_sgd = trained(SGD, UPDATES)  # several updates: in the first one the ratio is always 1
+    _, _, after_adamw = trained(ADAMW, UPDATES)
+    return CaseResult(loss, size, gradients, after_sgd, after_adamw) if world.rank == 0 else None
+
+
+class Sized:
+    """An objective that also adds up the magnitudes of what tokens add to its loss, of this rank's micro-batches."""
+
+    def __init__(self, objective: ObjectiveFunction) -> None:
+        self._objective = objective
+        self.size = 0.0
+
+    def __call__(self, outputs: Any, micro_batch: MicroBatch) -> Objective:
+        weights = micro_batch.loss_weights.detach().requires_grad_()
+        result = self._objective(outputs, micro_batch.with_columns({"loss_weights": weights}))
+        # The loss is linear in the weights, so that its slope is what a token's loss was before it was weighed.
+        (per_token,) = torch.autograd.grad(result.loss_sum, weights, retain_graph=True)
+        self.size += float((per_token * weights.detach()).abs().sum(dtype=torch.float64))
+        return result
 
 
 def deviation(one: CaseResult, other: CaseResult) -> Deviation:
@@ -258,7 +280,7 @@ def deviation(one: CaseResult, other: CaseResult) -> Deviation:
     gradient, worst = _largest(one.gradients, other.gradients)
     apart = [one.after_adamw[name] - x for name, x in other.after_adamw.items()]
     return Deviation(
-        loss=abs(one.loss - other.loss) / max(abs(other.loss), 1e-3),
+        loss=abs(one.loss - other.loss) / max(other.loss_size, 1e-3),
         gradient=gradient,
         worst=worst,
         sgd=_largest(one.after_sgd, other.after_sgd)[0],

@@ -517,6 +517,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "programs_need_a_sandbox": (TOOLS.format('{kind="python"}'), "environment.sandbox.mode=off"),
     "connections_need_no_sandbox": ('environment.source={kind="openenv",url="u"}',),
     "environment_reward_needs_an_environment": ('reward.terms=[{kind="environment"}]',),
+    "turns_need_messages": (CLASS, "data.chat_template=rendered"),
     "turns_fit_into_the_response": (CLASS, "environment.max_turn_tokens=3", "environment.max_turns=3"),
     "parsers_belong_to_sglang": (CLASS, "environment.tool_parser=qwen25"),
     "agents_keep_their_own_history": (

@@ -253,6 +253,25 @@ def test_control_tokens_in_prompts_and_responses_stay_text() -> None:
         assert not {0, 1} & set(raw) and tokenizer.decode(raw) == spelt
 
 
+def test_half_a_character_of_a_rendered_prompt_is_replaced() -> None:
+    ids, _ = encode_prompt(byte_tokenizer(), "a\ud800<|end|>", system_prompt=None, chat_template="rendered")
+    assert decode(byte_tokenizer(), ids[:-1]) == "a\ufffd" and ids[-1] == 1
+
+
+@pytest.mark.parametrize("setting", ["never", "auto"])
+def test_the_first_raw_prompt_that_looks_rendered_is_named(tmp_path: Path, setting: str) -> None:
+    prompts = ["plain", "a <|end|> b", "<s>c"]
+    file = jsonl(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts], answer_column="")
+    (remark,) = training_stream(file, chat_template=setting).remarks()
+    assert "data.jsonl line 2 has the text of the control token '<|end|>', which stays text" in remark
+    assert 'data.chat_template = "rendered"' in remark
+    assert not list(training_stream(file, chat_template="rendered").remarks())
+    templated = make_training_stream(
+        data(file), None, seed=0, tokenizer=byte_tokenizer(chat_template=CHAT_TEMPLATE)
+    )  # whose prompts are no raw ones
+    assert not list(templated.remarks())
+
+
 def test_a_system_prompt_and_messages_are_not_both_the_users(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.system_prompt is put before prompts that are strings"):
         encode_prompt(

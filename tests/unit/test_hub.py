@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from spmdrl.preflight.hub import data_file, model_folder
 from spmdrl.sft import main
+from spmdrl.tools import fit, parity
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import UserError
 from tests.helpers.small_run import write_sft_config
@@ -135,6 +137,36 @@ def test_a_run_is_told_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureF
     assert said.startswith(
         'cannot start: on the command line: model.path = "hf:nobody/nothing": it is not in the cache'
     )
+
+
+@pytest.mark.parametrize("tool", [fit, parity])
+def test_tools_read_the_same_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: Any) -> None:
+    write_sft_config(tmp_path, sft={"sequences_per_step": 1, "max_response_tokens": 8})
+    ranks = ["--ranks", "1", *(["--gpu-gib", "80"] if tool is fit else [])]
+    assert tool.main([str(tmp_path / "c.toml"), "model.path=hf:nobody/nothing", *ranks]) == 2
+    words = "it is not in the cache; set run.download = true to fetch it once"
+    assert f'model.path = "hf:nobody/nothing": {words}' in capsys.readouterr().err
+
+
+def test_a_configuration_is_written_for_names_and_planned_from_the_cache(hub: Hub, tmp_path: Path) -> None:
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    environment = {**os.environ, **environment, "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
+
+    def spmdrl(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "spmdrl.tools.command", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        return done.returncode, done.stdout + done.stderr
+
+    init = ("init", "--model", MODEL, "--data", DATA, "--reward", "exact", "--gpus", "0")
+    code, said = spmdrl(*init)
+    assert code == 2 and f"--model {MODEL}: it is not in the cache; add --download to fetch it once" in said
+    code, said = spmdrl(*init, "--download")
+    assert code == 0, said
+    tables = tomllib.loads((tmp_path / "mine.toml").read_text())
+    assert (tables["model"]["path"], tables["data"]["sources"][0]["path"]) == (MODEL, DATA)
+    hub.asked.clear()
+    code, said = spmdrl("plan", "mine.toml", "--ranks", "2", "--gpu-gib", "80", "run.download=false")
+    assert code == 0 and "million parameters" in said and not hub.asked, said
 
 
 @pytest.mark.parametrize("name", ["hf:tiny", "hf:a/b/c", "hf:a/b@", "hf:a/b@v1:file"])

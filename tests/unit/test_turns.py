@@ -406,6 +406,18 @@ def test_the_prompts_messages_are_encoded_as_in_the_first_turn() -> None:
     assert without == encoder("Qwen3", []).first([prompt]) and '"name": "lookup"' not in without[1]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_rendered_before_have_the_tokens_of_their_messages(name: str) -> None:
+    tokenizer, messages = family_tokenizer(name), [QUESTION]
+    templated, _ = encode_prompt(tokenizer, messages, system_prompt=None, chat_template="auto")
+    text = render(tokenizer, messages)
+    assert encode_prompt(tokenizer, text, system_prompt=None, chat_template="rendered") == (templated, text)
+    as_text, _ = encode_prompt(tokenizer, text, system_prompt=None, chat_template="never")
+    assert as_text != templated and tokenizer.decode(as_text) == tokenizer.decode(templated)
+    with pytest.raises(UserError, match=r'list of chat messages, but data\.chat_template = "rendered"'):
+        encode_prompt(tokenizer, messages, system_prompt=None, chat_template="rendered")
+
+
 def test_templates_see_the_thinking_of_the_policy_and_none_of_its_special_tokens() -> None:
     said = message_of(Action(text="<think>\nHm.\n</think>\n\nIt <|im_end|>rains."))
     turns, tokenizer = encoder("Qwen3"), family_tokenizer("Qwen3")
