@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spmdrl.config.strict import about, conform, read_json
 from spmdrl.model.adapters import PREFIX, Strength
 from spmdrl.types import UserError
 
@@ -68,17 +69,18 @@ def read_adapter(path: str) -> AdapterFiles:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{setting} is not a directory of adapters: it has no {CONFIG}")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind, rank, alpha = config.get("peft_type"), config.get("r"), config.get("lora_alpha")
+        config = read_json(folder / CONFIG, dict[str, Any])
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{setting} cannot be read: {' '.join(str(error).split())}") from error
+    kind, rank, alpha = config.get("peft_type"), config.get("r"), config.get("lora_alpha")
     if kind != "LORA" or not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f'{setting} has peft_type = "{kind}", r = {rank}, lora_alpha = {alpha}; only LoRA can be read')
     if problems := [*_other_kinds(config), *_other_names(tensors)]:
         raise UserError(f"{setting} {'; '.join(problems)}")
     strength = Strength(rank=rank, alpha=alpha, rslora=bool(config.get("use_rslora")))
-    parameters = tuple(config.get("target_parameters") or ())
+    with about(folder / CONFIG):
+        parameters = tuple(conform(config.get("target_parameters") or [], list[str]))
     return AdapterFiles(strength, {name: tensor.float() for name, tensor in tensors.items()}, parameters)
 
 
