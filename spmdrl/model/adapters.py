@@ -44,7 +44,7 @@ class Strength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What two sets of adapters must have in common for the table of one to be that of the other."""
+    """The description of adapters in a checkpoint, which can be loaded only into adapters with the same."""
 
     base: str  # the digest of the files that their base was read from
     matrices: str  # the digest of their names and shapes, in order

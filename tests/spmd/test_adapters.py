@@ -219,9 +219,8 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
         return [f"run.name={name}", f"run.num_steps={num_steps}", "export.merged=false", *overrides]
 
     stopped = launch("parts", 1, "export.at_end=false", "checkpoint.keep_every=1")
-    (ended,) = run_ranks(
-        1, _fine_tuned, fine_tuning, launch("whole", 3), stopped, launch("parts", 3, "checkpoint.keep_every=1")
-    )
+    resumed = launch("parts", 3, "checkpoint.keep_every=1")
+    (ended,) = run_ranks(1, _fine_tuned, fine_tuning, launch("whole", 3), stopped, resumed)
     assert ended == [(0, "")] * 3
     checkpoint = tmp_path / "runs/parts/checkpoints/step-00000001"
     weights = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
@@ -251,15 +250,9 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
 
 
 def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -> None:
-    levers = (
-        "run.num_steps=2",
-        "model.cpu_offload=true",
-        "optim.state_on_host=true",
-        "model.gradient_checkpointing=full",
-    )
-    launches = [
-        [f"run.name=r{number}", "run.num_steps=2", "export.merged=false", lever] for number, lever in enumerate(levers)
-    ]
+    none = "run.num_steps=2"
+    levers = (none, "model.cpu_offload=true", "optim.state_on_host=true", "model.gradient_checkpointing=full")
+    launches = [[f"run.name=r{i}", none, "export.merged=false", lever] for i, lever in enumerate(levers)]
     assert run_ranks(1, _fine_tuned, fine_tuning, *launches) == [[(0, "")] * len(levers)]
     first, *others = (_exported(tmp_path / f"runs/r{number}") for number in range(len(levers)))
     for other in others:
