@@ -24,6 +24,7 @@ from spmdrl.config import OptimConfig
 from spmdrl.config.strict import Form, as_written, read_json
 from spmdrl.dist.collectives import failing_together
 from spmdrl.learn.learner import Learner
+from spmdrl.model.adapters import Adapters, Identity
 from spmdrl.model.policy import PackedModel
 from spmdrl.types import UserError
 
@@ -40,7 +41,7 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
     saved = _saved_learners(checkpoint)
     refuse_other_state(folder, {name: learner.optim for name, learner in learners.items()}, step=step)
     for name, learner in learners.items():
-        _refuse_other_base(checkpoint, name, learner.model)
+        refuse_other_adapters(checkpoint, name, learner.model.adapters)
     states = {name: LearnerState.to_fill(learner) for name, learner in learners.items()}
     _fill(tree_of(states), checkpoint, mesh)
     for name, learner in learners.items():
@@ -59,7 +60,7 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
 
 def restore_weights(checkpoint: Path, model: PackedModel, mesh: DeviceMesh, *, name: str) -> None:
     """Load only the weights of one learner; every rank of the mesh must call this."""
-    _refuse_other_base(checkpoint, name, model)
+    refuse_other_adapters(checkpoint, name, model.adapters)
     weights = trained_weights(model)
     _fill({name: {"weights": weights}}, checkpoint, mesh)
     set_model_state_dict(model, weights, options=WITHOUT_FROZEN)
@@ -133,26 +134,50 @@ class _LossScale(Form):
     good_updates: int
 
 
+class _Adapters(Form):
+    """An `Identity`."""
+
+    base: str
+    matrices: str
+    rank: int
+    alpha: float
+    rslora: bool
+
+
 class _Learner(Form):
     optimizer: str
     has_state: bool
     loss_scale: _LossScale
     coefficients: dict[str, float]
-    base: str | None = None  # the digest of what adapters were trained on
+    adapters: _Adapters | None = None
 
 
 class _State(Form):
     learners: dict[str, _Learner]
 
 
-def _refuse_other_base(checkpoint: Path, name: str, model: PackedModel) -> None:
-    """Raise UserError if adapters were trained on other weights than those that they are now on."""
-    now = None if model.adapters is None else model.adapters.base
-    if now is not None and _saved_learners(checkpoint)[name].base != now:
-        raise UserError(
-            f"{checkpoint} holds adapters of another base: the weights in model.path are not those that they were "
-            "trained on; set model.path to the directory with those"
+def refuse_other_adapters(checkpoint: Path, name: str, adapters: Adapters | None) -> None:
+    """Raise UserError if a learner's checkpoint holds other adapters than these; None: the learner has none."""
+    saved = _saved_learners(checkpoint)[name].adapters
+    before = None if saved is None else Identity(**saved.model_dump())
+    now = None if adapters is None else adapters.identity
+    if before == now:
+        return
+    if before is None or now is None:
+        held, trained, change = ("no adapters", "some", "remove") if before is None else ("adapters", "none", "add")
+        problem = f"{held}, and this run trains {trained}; {change} [lora], or start a new run from an exported model"
+    elif before.base != now.base:
+        problem = (
+            "adapters of another base: the weights in model.path are not those that they were trained on; set "
+            "model.path to the directory with those"
         )
+    else:
+        other = "other layers" if str(before) == str(now) else str(now)
+        problem = (
+            f"adapters of {before}, and those of this run are of {other}; set [lora] back, and what lora.path names, "
+            "or start a new run with lora.path"
+        )
+    raise UserError(f"{checkpoint} holds {problem}")
 
 
 def _saved_learners(checkpoint: Path) -> dict[str, _Learner]:

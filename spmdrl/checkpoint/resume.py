@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.checkpoint.changes import changes, harmless
+from spmdrl.checkpoint.changes import FIXED, changes, harmless
 from spmdrl.checkpoint.manifest import Manifest, compare, glance, problems_of
 from spmdrl.checkpoint.places import BROKEN, folder_of, leftovers, rename, saved_steps, step_of
 from spmdrl.checkpoint.restore import refuse_other_state
@@ -165,6 +165,11 @@ def _changed(cfg: Config | SftConfig, manifest: Manifest) -> Iterator[str]:
     found = changes(manifest.configuration, cfg)
     shown = [change for change in found if not change.is_in(("resume", "run.name", "run.dir"))]
     refused = [change for change in found if not change.is_in((*harmless(cfg), *cfg.resume.changed))]
+    if fixed := [change for change in found if change.is_in(FIXED)]:
+        raise UserError(
+            f"since the checkpoint of step {manifest.step}, {'; '.join(change.sentence for change in fixed)}, but its "
+            "adapters cannot become others; set this back, or start a new run, with lora.path for what was learned"
+        )
     if refused:
         names = ", ".join(f'"{change.name}"' for change in refused)
         raise UserError(

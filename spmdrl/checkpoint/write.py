@@ -277,7 +277,7 @@ def _non_tensor_state(learners: Mapping[str, Learner]) -> dict[str, Any]:
                 "has_state": bool(learner.optimizer.state),
                 "loss_scale": dataclasses.asdict(learner.loss_scale),
                 "coefficients": dict(learner.coefficients),
-                "base": None if learner.model.adapters is None else learner.model.adapters.base,
+                "adapters": None if (held := learner.model.adapters) is None else dataclasses.asdict(held.identity),
             }
             for name, learner in learners.items()
         }

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, Positive, Section, idle_settings, rule
+from spmdrl.config.base import Count, PathText, Positive, Section, idle_settings, rule
 
 _FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets")
 
@@ -22,7 +22,7 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """The linear layers that get adapters, by the ends of their names, such as `["q_proj", "v_proj"]`; `"all-linear"`
     are all but the head."""
-    path: str | None = None
+    path: PathText | None = None
     """Start from the adapters in this directory, which are in PEFT's format, of this or any other program's. It says
     what rank, alpha and targets are."""
     merge: bool = False

@@ -358,12 +358,12 @@ class TorchEngine(RolloutEngine):
 def _admit(waiting: deque[_Running], num_free: int) -> list[_Running]:
     """Take requests from the front that fit into the free rows and one prefill; always at least one."""
     admitted: list[_Running] = []
-    prompts: set[tuple[int, ...]] = set()
+    contexts: set[tuple[int, tuple[int, ...]]] = set()  # each version computes a context by itself
     while waiting and len(admitted) < num_free:
-        prompt = waiting[0].context
-        if admitted and sum(map(len, prompts | {prompt})) > MAX_PREFILL_TOKENS:
+        context = (waiting[0].version, waiting[0].context)
+        if admitted and sum(len(ids) for _, ids in contexts | {context}) > MAX_PREFILL_TOKENS:
             break
-        prompts.add(prompt)
+        contexts.add(context)
         admitted.append(waiting.popleft())
     return admitted
 

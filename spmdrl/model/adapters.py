@@ -8,6 +8,9 @@ and the rows are gathered again. The base keeps its own names; switched off, ada
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +40,20 @@ class Strength:
     def scale(self) -> float:
         """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The description of adapters in a checkpoint, which can be loaded only into adapters with the same."""
+
+    base: str  # the digest of the files that their base was read from
+    matrices: str  # the digest of their names and shapes, in order
+    rank: int
+    alpha: float
+    rslora: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}, rslora {str(self.rslora).lower()}"
 
 
 class Target(Protocol):
@@ -87,7 +104,7 @@ class Adapters(nn.Module):
         """`mesh` are all ranks that train; `config` is what PEFT's adapter_config.json says of these adapters, and
         `base` the digest of the files that their base was read from."""
         super().__init__()
-        self.strength, self.config, self.base = strength, dict(config), base
+        self.strength, self.config = strength, dict(config)
         self._mesh = mesh
         self._targets = {target.weight: target for target in targets}
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}  # first element and shape, by PEFT's name
@@ -96,6 +113,9 @@ class Adapters(nn.Module):
             for name, shape in zip(matrix_names(target), target.shapes(strength.rank), strict=True):
                 self._places[name] = num_rows * ROW, shape
                 num_rows += math.ceil(math.prod(shape) / ROW)
+        matrices = json.dumps([(name, shape) for name, (_, shape) in self._places.items()])
+        digest = hashlib.sha256(matrices.encode()).hexdigest()
+        self.identity = Identity(base=base, matrices=digest, **dataclasses.asdict(strength))
         self._rows_each = math.ceil(num_rows / mesh.size())
         self._whole = torch.zeros(self._rows_each * mesh.size(), ROW, device=mesh.device_type)
         self._leaves = {name: self._view(self._whole, name).requires_grad_() for name in self._places}

@@ -8,33 +8,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spmdrl.config.base import Count, Positive
 from spmdrl.config.strict import about, conform, read_json
 from spmdrl.model.adapters import PREFIX, Strength
 from spmdrl.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# Settings with which PEFT computes something else, or gives layers different ranks, by the values that do not.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "trainable_token_indices": ([], {}, None),
-    "layer_replication": ([], None),
-    "megatron_config": (None,),
-    "alora_invocation_tokens": ([], None),
+# Settings of PEFT's that do not say what trained adapters compute, or that are read here.
+_OTHERWISE_SAID = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "inference_mode", "lora_dropout", "megatron_core", "loftq_config"),
+    *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
 }
+_UNSET: tuple[Any, ...] = (None, False, "none", [], {})  # values of all others with which adapters are plain ones
 # Starts that change the base, from which such adapters would be a difference.
 _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class _Config(BaseModel):
+    """The part of adapter_config.json that is read."""
+
+    model_config = ConfigDict(strict=True)
+    r: Count
+    lora_alpha: Positive
+    use_rslora: bool = False
+    target_parameters: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,6 @@ class AdapterFiles:
 
     strength: Strength
     tensors: Mapping[str, Tensor]  # float32, by PEFT's names
-
     parameters: tuple[str, ...] = ()  # the ends of their names, for those of experts
 
     @property
@@ -69,25 +73,26 @@ def read_adapter(path: str) -> AdapterFiles:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{setting} is not a directory of adapters: it has no {CONFIG}")
     try:
-        config = read_json(folder / CONFIG, dict[str, Any])
+        written = read_json(folder / CONFIG, dict[str, Any])
+        if (kind := written.get("peft_type")) != "LORA":
+            raise UserError(f'{CONFIG} has peft_type = "{kind}"; only LoRA can be read')
+        with about(folder / CONFIG):
+            config = conform(written, _Config)
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: UserError too
         raise UserError(f"{setting} cannot be read: {' '.join(str(error).split())}") from error
-    kind, rank, alpha = config.get("peft_type"), config.get("r"), config.get("lora_alpha")
-    if kind != "LORA" or not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise UserError(f'{setting} has peft_type = "{kind}", r = {rank}, lora_alpha = {alpha}; only LoRA can be read')
-    if problems := [*_other_kinds(config), *_other_names(tensors)]:
+    if problems := [*_other_kinds(written), *_other_names(tensors), *_no_numbers(tensors)]:
         raise UserError(f"{setting} {'; '.join(problems)}")
-    strength = Strength(rank=rank, alpha=alpha, rslora=bool(config.get("use_rslora")))
-    with about(folder / CONFIG):
-        parameters = tuple(conform(config.get("target_parameters") or [], list[str]))
-    return AdapterFiles(strength, {name: tensor.float() for name, tensor in tensors.items()}, parameters)
+    strength = Strength(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora)
+    floats = {name: tensor.float() for name, tensor in tensors.items()}
+    return AdapterFiles(strength, floats, tuple(config.target_parameters or ()))
 
 
 def _other_kinds(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a clause for each setting of PEFT's with which adapters are not those that are trained here."""
-    for name, plain in _PLAIN.items():
-        if (value := config.get(name)) not in plain:
+    """Yield a clause for each setting of PEFT's with which adapters are, or may be, not those that are trained here:
+    they compute something else, or layers have different ranks."""
+    for name, value in config.items():
+        if name not in _OTHERWISE_SAID and value not in _UNSET:
             yield f"sets {name} = {json.dumps(value)}, which is not supported"
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGING_STARTS):
@@ -107,6 +112,17 @@ def _other_names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield f"lacks {len(alone)} matrices; the first is {alone[0]}"
     if not tensors:
         yield "holds no tensors"
+
+
+def _no_numbers(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a clause when a matrix holds no floating-point numbers, or some that are not finite."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            yield f"holds {name} as {str(tensor.dtype).removeprefix('torch.')}, which is no floating-point number"
+            return
+        if not tensor.isfinite().all():
+            yield f"holds numbers that are not finite, the first in {name}"
+            return
 
 
 _SIDES = (".lora_A.weight", ".lora_B.weight")

@@ -61,11 +61,15 @@ def short_names(model: PreTrainedModel, targets: Sequence[Target]) -> tuple[list
     """Name the linear layers, and the parameters of experts, of these targets: by the last part or parts of their
     names, as PEFT's files do, or in full where that would name others too."""
     layers = {target.module for target in targets if isinstance(target, LinearTarget)}
-    short = sorted({name.rpartition(".")[2] for name in layers})
-    if {name for name, _ in model.named_modules() if _is_in(name, short)} != layers:
-        short = sorted(layers)
-    weights = [target.weight for target in targets if isinstance(target, ExpertsTarget)]
-    return short, sorted({".".join(weight.split(".")[-2:]) for weight in weights})
+    weights = {target.weight for target in targets if isinstance(target, ExpertsTarget)}
+    modules, parameters = model.named_modules(), model.named_parameters()
+    return _ends(layers, [name for name, _ in modules], 1), _ends(weights, [name for name, _ in parameters], 2)
+
+
+def _ends(names: set[str], everyones: Sequence[str], num_parts: int) -> list[str]:
+    """Return the last parts of these names, or the names themselves if others of `everyones` end so too."""
+    ends = sorted({".".join(name.split(".")[-num_parts:]) for name in names})
+    return ends if {name for name in everyones if _is_in(name, ends)} == names else sorted(names)
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:

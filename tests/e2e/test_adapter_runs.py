@@ -35,6 +35,7 @@ def test_the_engine_has_the_version_of_each_step(alone: Path) -> None:
     assert all(row["update/grad_norm"] > 0 for row in steps)
 
 
+@pytest.mark.slow
 def test_disaggregated_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:
     launch(folder, 2, "run.name=apart", *LORA, *APART, IN_STEP)
     apart = folder / "runs/apart"
@@ -63,10 +64,11 @@ def test_engines_two_steps_ahead(folder: Path) -> None:
 
 
 def test_with_exact_kernels_the_mismatch_is_0(folder: Path) -> None:
-    launch(folder, 1, "run.name=exact", *LORA, "true_on_policy=true", "run.num_steps=3")
-    assert [row["mismatch/max_abs_nats"] for row in rows(folder / "runs/exact")[1:]] == [0.0] * 3
+    launch(folder, 1, "run.name=exact", *LORA, "true_on_policy=true", "run.num_steps=2")
+    assert [row["mismatch/max_abs_nats"] for row in rows(folder / "runs/exact")[1:]] == [0.0] * 2
 
 
+@pytest.mark.slow
 def test_merged_weights_sample_what_adapters_sample(folder: Path, alone: Path) -> None:
     """To rounding: the log-probabilities of the first steps' tokens."""
     launch(folder, 1, "run.name=merged", *LORA, "lora.merge=true", "run.num_steps=2")

@@ -156,10 +156,12 @@ def all_of_it(path: str, tp_size: int) -> dict[str, Any]:
         found["after an abort"] = worst(rank, answers(engine, requests()))
         found["loaded after an abort"] = loaded(rank)
         segments = len(os.listdir("/dev/shm"))
-        for version in range(7, 17):
+        for version in range(7, 12):
             refit(version=version)
         found["mismatch"] = mismatch(rank)
         found["segments"] = len(os.listdir("/dev/shm")) - segments
+        if tp_size == 1:
+            return found
 
         if (process := engine._process) is not None:  # type: ignore[attr-defined]
             os.kill(process.process_ids[0], 9)
@@ -194,19 +196,22 @@ def cached(rank: Rank) -> list[int]:
 def test_sglang_samples_what_the_trainer_computes(tmp_path: Path, tp_size: int) -> None:
     results = run_ranks(tp_size, all_of_it, save_qwen3(tmp_path), tp_size, timeout_s=2 * START_LIMIT_S)
     for found in results:
-        for name in ("fresh", "version 1", "version 2", "after an abort", "restarted"):
+        for name in ("fresh", "version 1", "version 2", "after an abort"):
             assert found[name] <= 1e-5, name
         assert found["bases"] == [0], "the base goes into an engine once"
-        assert found["bases after a restart"] == [18]
         assert "after the refit to version 17 the engine does not hold the trainer's weights" in found["mismatch"]
         assert found["mismatch"].endswith("layers.0.self_attn.q_proj.lora_A.weight differ")
     lead = results[0]
     assert lead["from_base"] > 1e-2, "the adapters are not applied"
     assert lead["loaded"] == {"policy-2"}
     assert lead["loaded after an abort"] == {"policy-6"}
-    assert lead["loaded after a restart"] == {"policy-18"}
     assert lead["segments"] <= 1, "memory is used again"
     if tp_size == 1:
         assert max(lead["together"]) <= 1e-5
         assert lead["held"] == [{"policy-2"}, {"policy-2", "policy-3"}, {"policy-2", "policy-3", "policy-4"}]
         assert lead["cached"][1] > 20 and lead["cached"][2] == 0, "keys of another version are not read"
+    else:
+        assert lead["loaded after a restart"] == {"policy-18"}
+        for found in results:
+            assert found["restarted"] <= 1e-5
+            assert found["bases after a restart"] == [18]

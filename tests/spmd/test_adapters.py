@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -56,18 +55,29 @@ RANK = 4
 LORA = LoraConfig(rank=RANK, alpha=6.0)
 
 
-def test_every_layout_of_adapters_gives_what_one_rank_gives(tmp_path: Path) -> None:
-    path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
+# Each way in which ranks share a gradient, in as few layouts as have them all; `make test-long` has every layout.
+DENSE = ("hsdp 2 x tp 2", "dp 2 x cp 2", "one sequence at a time", "checkpointing: full")
+OF_EXPERTS = ("dp 2 x tp 2", "dp 2 x tp 2 x ep 2", "ep 4", "checkpointing: full")
+every = pytest.param((), marks=pytest.mark.slow, id="every layout")
+
+
+@pytest.mark.parametrize("names", [pytest.param(DENSE, id="some"), every])
+def test_layouts_of_adapters_give_what_one_rank_gives(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = save_qwen3(tmp_path, vocab_size=VOCABULARY, num_hidden_layers=2)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
-    require_same(matrix(settings, lambda case: case.parallel.ep == 1))
+    found = matrix(settings, lambda case: case.name in names if names else case.parallel.ep == 1)
+    assert set(names) < found.keys()
+    require_same(found)
 
 
 @needs_expert_plans
-def test_every_layout_of_adapted_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [pytest.param(OF_EXPERTS, id="some"), every])
+def test_layouts_of_adapted_experts_give_what_one_rank_gives(tmp_path: Path, names: tuple[str, ...]) -> None:
     path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
-    others = ("dp 2", "tp 2", "cp 2", "checkpointing: full", "checkpointing: selective")
-    require_same(matrix(settings, lambda case: case.parallel.ep > 1 or case.name in others))
+    found = matrix(settings, lambda case: not names or case.name in names)
+    assert set(names) < found.keys()
+    require_same(found)
 
 
 def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
@@ -177,10 +187,17 @@ def test_adapters_of_peft_are_read(tmp_path: Path) -> None:
     assert config["target_modules"] == ["down_proj", "q_proj"]
 
 
-def _fine_tuned(config: Path, *overrides: str) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
-        code = fine_tune([str(config), *overrides])
-    return code, errors.getvalue()
+def _fine_tuned(config: Path, *launches: list[str]) -> list[tuple[int, str]]:
+    """Exit code and errors of one launch after the other, each with its overrides."""
+    ended = []
+    for overrides in launches:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+            ended.append((fine_tune([str(config), *overrides]), errors.getvalue()))
+    return ended
+
+
+def _exported(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 @pytest.fixture
@@ -198,48 +215,48 @@ def fine_tuning(tmp_path: Path) -> Path:
 
 
 def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Path, fine_tuning: Path) -> None:
-    whole, parts = [f"run.dir={tmp_path}/whole"], [f"run.dir={tmp_path}/parts"]
-    assert run_ranks(1, _fine_tuned, fine_tuning, *whole, "run.num_steps=4") == [(0, "")]
-    assert run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=2", "export.at_end=false") == [(0, "")]
-    checkpoint = tmp_path / "parts/run/checkpoints/step-00000002"
+    def launch(name: str, num_steps: int, *overrides: str) -> list[str]:
+        return [f"run.name={name}", f"run.num_steps={num_steps}", "export.merged=false", *overrides]
+
+    stopped = launch("parts", 1, "export.at_end=false", "checkpoint.keep_every=1")
+    resumed = launch("parts", 3, "checkpoint.keep_every=1")
+    (ended,) = run_ranks(1, _fine_tuned, fine_tuning, launch("whole", 3), stopped, resumed)
+    assert ended == [(0, "")] * 3
+    checkpoint = tmp_path / "runs/parts/checkpoints/step-00000001"
     weights = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert sum(file.stat().st_size for file in checkpoint.iterdir()) < weights, "the base is not saved"
-    shutil.copytree(tmp_path / "parts", tmp_path / "other")
-    assert run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=4") == [(0, "")]
-    one, other = (load_file(folder / "run/adapter/adapter_model.safetensors") for folder in _runs(tmp_path))
+    one, other = _exported(tmp_path / "runs/whole"), _exported(tmp_path / "runs/parts")
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not (tmp_path / "runs/parts/hf").exists()
 
     # A checkpoint's adapters are exported as the run exports them.
-    exported = export_checkpoint(tmp_path / "whole/run", adapter=True) / "adapter_model.safetensors"
+    exported = export_checkpoint(tmp_path / "runs/whole", adapter=True) / "adapter_model.safetensors"
     assert all(torch.equal(tensor, one[name]) for name, tensor in load_file(exported).items())
 
-    # Two ranks go on from the same checkpoint.
-    on_two = [f"run.dir={tmp_path}/other", "run.num_steps=4", "export.merged=false"]
-    assert run_ranks(2, _fine_tuned, fine_tuning, *on_two) == [(0, ""), (0, "")]
-    two = load_file(tmp_path / "other/run/adapter/adapter_model.safetensors")
+    # Adapters of as many numbers on other layers.
+    others = ['lora.targets=["o_proj"]', 'resume.changed=["lora"]', "--dry-run"]
+    ((code, error),) = _fine_tuned(fine_tuning, launch("parts", 4, *others))
+    assert code == 2 and 'lora.targets was "all-linear" and is ["o_proj"], but its adapters cannot become' in error
+
+    # Two ranks go on from the same checkpoint, and then find another base in the same place.
+    on_two = launch("other", 3, f"resume.checkpoint={checkpoint}")
+    assert run_ranks(2, _fine_tuned, fine_tuning, on_two) == [[(0, "")]] * 2
+    two = _exported(tmp_path / "runs/other")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5)
-    assert not (tmp_path / "other/run/hf").exists()
-
-    # Another base in the same place.
     save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1, seed=1)
-    ((code, error),) = run_ranks(1, _fine_tuned, fine_tuning, *parts, "run.num_steps=5")
+    (((code, error),),) = run_ranks(1, _fine_tuned, fine_tuning, launch("parts", 4))
     assert code == 2 and "adapters of another base" in error, error
 
 
 def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -> None:
-    levers = ("model.cpu_offload=true", "optim.state_on_host=true", "model.gradient_checkpointing=full")
-    found = []
-    for number, lever in enumerate(("run.num_steps=2", *levers)):
-        overrides = [f"run.name=r{number}", "run.num_steps=2", "export.merged=false", lever]
-        assert run_ranks(1, _fine_tuned, fine_tuning, *overrides) == [(0, "")]
-        found.append(load_file(tmp_path / f"runs/r{number}/adapter/adapter_model.safetensors"))
-    for other in found[1:]:
-        assert all(torch.equal(other[name], tensor) for name, tensor in found[0].items())
-
-
-def _runs(folder: Path) -> tuple[Path, Path]:
-    return folder / "whole", folder / "parts"
+    none = "run.num_steps=2"
+    levers = (none, "model.cpu_offload=true", "optim.state_on_host=true", "model.gradient_checkpointing=full")
+    launches = [[f"run.name=r{i}", none, "export.merged=false", lever] for i, lever in enumerate(levers)]
+    assert run_ranks(1, _fine_tuned, fine_tuning, *launches) == [[(0, "")] * len(levers)]
+    first, *others = (_exported(tmp_path / f"runs/r{number}") for number in range(len(levers)))
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize(
@@ -283,6 +300,17 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
     for number, (tensors, changes, sentence) in enumerate(
         [
             (pair, {"peft_type": "LOHA"}, 'peft_type = "LOHA"'),
+            (pair, {"r": 0}, "is of another form: r: input should be greater than or equal to 1"),
+            (pair, {"lora_alpha": None}, "lora_alpha: input should be a valid number"),
+            (pair, {"use_bdlora": {"target_modules_bd_a": []}}, "sets use_bdlora = {"),
+            (pair, {"kasa_config": {"beta": 1}}, 'sets kasa_config = {"beta": 1}, which is not supported'),
+            (pair, {"of_next_year": True}, "sets of_next_year = true, which is not supported"),
+            (
+                {name: tensor / 0 for name, tensor in pair.items()},
+                {},
+                "holds numbers that are not finite, the first in",
+            ),
+            ({name: tensor.long() for name, tensor in pair.items()}, {}, "as int64, which is no floating-point number"),
             (pair, {"use_dora": True}, "sets use_dora = true, which is not supported"),
             (pair, {"rank_pattern": {"q_proj": 4}}, 'sets rank_pattern = {"q_proj": 4}'),
             (pair, {"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", with which PEFT changes the base'),

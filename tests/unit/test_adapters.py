@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import AutoConfig
 
+from spmdrl.checkpoint.manifest import STATE
+from spmdrl.checkpoint.restore import refuse_other_adapters
 from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
 from spmdrl.memory.device import training_memory
 from spmdrl.model.adapted import adapter_sizes
-from spmdrl.model.adapters import Strength
+from spmdrl.model.adapters import Identity, Strength
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.targets import ALL_LINEAR, short_names, target_problems, targets_of
 from spmdrl.preflight.forecast import Model
+from spmdrl.types import UserError
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe, save_qwen3_next
 
@@ -79,3 +85,31 @@ def test_the_planner_counts_adapters(tmp_path: Path, num_ranks: int) -> None:
     assert planned.gradients == 4 * adapters + 4 * own
     assert planned.optimizer == 8 * own
     assert planned.adapters == 4 * adapters
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
+    held = Identity(base="a", matrices="b", rank=8, alpha=16.0, rslora=False)
+    learner = {"optimizer": "adamw", "has_state": True, "coefficients": {}} | {
+        "loss_scale": {"scale": 1.0, "dynamic": False, "growth_interval": 1, "good_updates": 0}
+    }
+
+    def problem(saved: Identity | None, now: Identity | None) -> str:
+        about = learner | {"adapters": None if saved is None else asdict(saved)}
+        (tmp_path / STATE).write_text(json.dumps({"learners": {"policy": about}}))
+        with pytest.raises(UserError) as raised:
+            refuse_other_adapters(tmp_path, "policy", None if now is None else cast(Any, SimpleNamespace(identity=now)))
+        return str(raised.value).removeprefix(f"{tmp_path} holds ")
+
+    assert problem(None, held).startswith("no adapters, and this run trains some; remove [lora]")
+    assert problem(held, None).startswith("adapters, and this run trains none; add [lora]")
+    assert problem(held, replace(held, base="c")).startswith("adapters of another base")
+    assert problem(held, replace(held, matrices="c")).startswith(
+        "adapters of rank 8, alpha 16, rslora false, and those of this run are of other layers; set [lora] back"
+    )
+    assert "are of rank 8, alpha 32, rslora false; set" in problem(held, replace(held, alpha=32.0))
+
+
+def test_experts_of_one_layer_are_named_in_full(tmp_path: Path) -> None:
+    model = _model(save_qwen3_moe(tmp_path))
+    some = ["model.layers.0.mlp.experts.gate_up_proj"]
+    assert short_names(model, targets_of(model, some)) == ([], some)

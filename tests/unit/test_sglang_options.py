@@ -22,7 +22,7 @@ from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
-from tests.helpers.models import save_qwen3, save_qwen3_moe
+from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -190,9 +190,10 @@ def test_an_engine_with_adapters_takes_those_of_every_version_that_may_run(tmp_p
 @pytest.mark.parametrize(
     ("targets", "sentence"),
     [
-        ('["q_proj"]', "SGLang adapts q_proj together with v_proj; name v_proj in lora.targets too"),
-        ('["k_proj"]', "SGLang adapts k_proj together with q_proj and v_proj; name q_proj and v_proj in"),
+        ('["q_proj"]', "SGLang adapts q_proj together with v_proj of the same layer; name v_proj in lora.targets too"),
+        ('["k_proj"]', "SGLang adapts k_proj together with q_proj and v_proj of the same layer; name q_proj and"),
         ('["up_proj"]', "SGLang adapts up_proj together with gate_proj"),
+        ('["v_proj", "layers.0.self_attn.q_proj"]', "SGLang adapts v_proj together with q_proj of the same layer"),
         ('["q_proj", "v_proj", "gate_proj"]', None),
         ('"all-linear"', None),
     ],
@@ -203,6 +204,14 @@ def test_targets_that_sglang_cannot_adapt_are_named(tmp_path: Path, targets: str
     assert (said == []) if sentence is None else (len(said) == 1 and said[0].startswith(sentence))
     merged = adapted(tmp_path, f"lora.targets={targets}", "lora.merge=true")
     assert not list(adapter_problems(merged, load_model_config(merged.model), device_type="cpu"))
+
+
+def test_kernels_for_models_with_experts_whatever_their_config_calls_them(tmp_path: Path) -> None:
+    plan: Any = SimpleNamespace(steps_ahead=0)
+    for save in (save_qwen3_moe, save_gpt_oss):
+        path = save(tmp_path / save.__name__)
+        cfg = config(tmp_path, f"model.path={path}", *LORA, 'lora.targets=["q_proj", "v_proj"]')
+        assert adapter_arguments(cfg, plan, device_type="cuda")["lora_backend"] == "triton"
 
 
 def test_exact_kernels_are_not_for_adapters(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.engine.adapters import expert_problems
 from spmdrl.model.adapted import plan_adapters
+from spmdrl.model.expert_adapters import ExpertsTarget
 from spmdrl.model.load import load_model_config, model_without_memory
-from spmdrl.model.targets import targets_of
+from spmdrl.model.targets import ALL_LINEAR, targets_of
 from spmdrl.types import UserError
 
 # SGLang computes layers with the same input as one. It fills what is missing beside one that is there with zeros, but
@@ -39,22 +41,22 @@ def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Ite
         yield from problems
         return
     try:
-        _, modules = _rank_and_modules(cfg, model_config)
+        adapted = _Adapted.of(cfg, model_config)
     except UserError:
         return  # said where the model is checked
+    modules = adapted.modules
     if unknown := [module for module in modules if module not in _ADAPTED]:
         yield (
             f"SGLang has no adapters for {', '.join(unknown)}; set lora.targets to some of {', '.join(_ADAPTED)}, "
             f"{_MERGE}"
         )
-    for module in modules:
-        if absent := [beside for beside in _WANTED_BESIDE.get(module, ()) if beside not in modules]:
-            yield (
-                f"SGLang adapts {module} together with {' and '.join(absent)}; name {' and '.join(absent)} in "
-                f"lora.targets too, {_MERGE}"
-            )
+    for module, absent in adapted.lacking:
+        yield (
+            f"SGLang adapts {module} together with {' and '.join(absent)} of the same layer; name "
+            f"{' and '.join(absent)} in lora.targets too, {_MERGE}"
+        )
     of_experts = [module for module in modules if module in _OF_EXPERTS]
-    if device_type == "cpu" and getattr(model_config, "num_experts", None) and of_experts:
+    if device_type == "cpu" and adapted.has_experts and of_experts:
         yield (
             f"SGLang adapts the MLPs of models with experts on a CUDA device only, and lora.targets names "
             f"{', '.join(of_experts)}; set it to "
@@ -66,25 +68,49 @@ def adapter_arguments(cfg: Config, plan: Plan, *, device_type: str) -> dict[str,
     """Return SGLang's arguments for adapters; none where it gets whole weights."""
     if not cfg.sends_adapters:
         return {}
-    model_config = load_model_config(cfg.model)
-    rank, modules = _rank_and_modules(cfg, model_config)
-    has_experts = bool(getattr(model_config, "num_experts", None))
+    adapted = _Adapted.of(cfg, load_model_config(cfg.model))
     return {
         "enable_lora": True,
-        "lora_backend": "torch_native" if device_type == "cpu" else "triton" if has_experts else "csgmv",
+        "lora_backend": "torch_native" if device_type == "cpu" else "triton" if adapted.has_experts else "csgmv",
         "lora_strict_loading": True,
-        "lora_target_modules": modules,
-        "max_lora_rank": rank,
+        "lora_target_modules": adapted.modules,
+        "max_lora_rank": adapted.rank,
         # Requests of older versions still run where engines may be that many steps ahead.
         "max_loras_per_batch": plan.steps_ahead + 1,
         "enable_weights_cpu_backup": "weights" in cfg.offload.engine,  # refits do not bring the base back
     }
 
 
-def _rank_and_modules(cfg: Config, model_config: Any) -> tuple[int, list[str]]:
-    """Return the rank of the adapters, and the last parts of the names of the layers that have some, in order."""
-    assert cfg.lora is not None
-    model = model_without_memory(model_config, cfg.model)
-    planned = plan_adapters(model, cfg.lora)
-    names = [target.module.rpartition(".")[2] for target in targets_of(model, planned.wanted)]
-    return planned.strength.rank, list(dict.fromkeys(names))
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """What `[lora]` adapts in a model."""
+
+    rank: int
+    layers: tuple[str, ...]  # their names, in the order of the model
+    has_experts: bool  # the model, adapted or not
+
+    @classmethod
+    def of(cls, cfg: Config, model_config: Any) -> _Adapted:
+        """Raises UserError like `plan_adapters`."""
+        assert cfg.lora is not None
+        model = model_without_memory(model_config, cfg.model)
+        planned = plan_adapters(model, cfg.lora)
+        layers = tuple(target.module for target in targets_of(model, planned.wanted))
+        has_experts = any(isinstance(target, ExpertsTarget) for target in targets_of(model, ALL_LINEAR))
+        return cls(planned.strength.rank, layers, has_experts)
+
+    @property
+    def modules(self) -> list[str]:
+        """The last parts of the layers' names."""
+        return list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))
+
+    @property
+    def lacking(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The last part of a layer's name, with those that SGLang wants beside it and that are not adapted there."""
+        found: dict[tuple[str, tuple[str, ...]], None] = {}
+        for name in self.layers:
+            parent, _, module = name.rpartition(".")
+            wanted = _WANTED_BESIDE.get(module, ())
+            if absent := tuple(beside for beside in wanted if f"{parent}.{beside}" not in self.layers):
+                found[module, absent] = None
+        return list(found)
