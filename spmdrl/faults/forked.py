@@ -7,6 +7,7 @@ used by forked ones yet.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -99,7 +100,10 @@ def _prepare(run: _Run, output: IO[str], passed: c_bool, word: Connection, say: 
     os.setsid()
     _forget_handlers()
     say.close()  # so that the end of the launch is the end of waiting for its word
+    gc.disable()  # all that is imported stays, and looking through it again and again takes long
     program: Program = importlib.import_module(run.module).main
+    gc.freeze()  # the forks share it for as long as they do not write to it
+    gc.enable()
     check = _FORK.Process(target=_check, args=(program, dry_run(run.arguments, run.num_ranks), output))
     check.start()
     check.join()
