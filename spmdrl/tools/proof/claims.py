@@ -250,4 +250,12 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             steps=("step",),
         ),
     ),
+    "Adapters": (
+        Claim("Adapters on a frozen base in bfloat16 learn; the embedded engine samples with them after each refit."),
+        Claim(
+            "SGLang computes adapters of several versions in one batch (`csgmv`; `triton` where there are experts), takes "
+            "them as CUDA tensors, and keeps the base while it sleeps."
+        ),
+        Claim("8B on one GPU of 80 GB and 32B on eight train with adapters within the memory that the planner says."),
+    ),
 }
