@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"spmdrl {name}: no such command; {hint}", file=sys.stderr)
         return 2
     program = PROGRAMS[name]
+    sys.argv[0] = f"spmdrl {name}"  # as usage lines name the program
     return importlib.import_module(program.module).main([*program.before, *others]) or 0
 
 

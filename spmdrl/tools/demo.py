@@ -23,6 +23,7 @@ from spmdrl.tools.inline_toml import inline
 RANKS = 2
 # The demos compute on a CPU, and read nothing but what they have written.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_CHECK = "--dry-run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.engine == "sglang":
         rl += ["rollout.engine=sglang", f"run.num_steps={TASKS[arguments.task].sglang_steps}"]
     nproc = ["--nproc", str(arguments.nproc)]
+    rl += arguments.override
     stages: dict[str, list[list[str]]] = {
         "1/3 a tiny model, warm-started by supervised fine-tuning": [
             *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if config != "demo" else []),
             ["spmdrl.tools.tiny_model", f"{begun}-base", *TASKS[arguments.task].model_options],
+            [*rl, f"model.path={begun}-base", *nproc, _CHECK],  # a mistake is told before anything is trained
             [*sft, *nproc],
         ],
-        f"2/3 reinforcement learning on {arguments.nproc} ranks": [[*rl, *arguments.override, *nproc]],
+        f"2/3 reinforcement learning on {arguments.nproc} ranks": [[*rl, *nproc]],
         "3/3 the exported model, loaded by transformers, on the same held-out prompts": [
             ["spmdrl.tools.evaluate", begun]
         ],
@@ -84,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(program: Sequence[str], requests: Requests) -> int:
     """Run a program and hand requests to stop on to it; returns its exit code, as a shell shows it."""
     command = [sys.executable, "-m", *program]
-    process = subprocess.Popen(command, env=os.environ | _ENVIRONMENT, start_new_session=True)
+    shown = subprocess.DEVNULL if _CHECK in program else None
+    process = subprocess.Popen(command, stdout=shown, env=os.environ | _ENVIRONMENT, start_new_session=True)
     for new in requests.during(process):
         for number in new:
             process.send_signal(number)

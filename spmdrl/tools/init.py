@@ -272,7 +272,7 @@ def _require_start(out: Path, choices: Choices) -> None:
         code = program_of("spmdrl.train")([str(out), "--dry-run", "--ranks", str(choices.num_ranks)])
     if code:
         out.unlink()
-        raise UserError(said.getvalue().strip())
+        raise UserError(said.getvalue().strip().removeprefix("cannot start:").strip())
 
 
 def _round_up(tokens: int) -> int:

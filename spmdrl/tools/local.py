@@ -58,14 +58,13 @@ def starter_of(
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m spmdrl.tools.local",
         description="Check the settings, and run on this machine: one process for each GPU, two without a GPU.",
         epilog="settings are documented in docs/configuration.md, exit codes in docs/faults.md",
     )
     parser.add_argument("module", choices=MODULES)
     parser.add_argument("config", help="TOML file")
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
-    parser.add_argument("--nproc", type=int, help="another number of processes")
+    parser.add_argument("--nproc", "--ranks", type=int, help="another number of processes")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.nproc is not None and arguments.nproc < 1:

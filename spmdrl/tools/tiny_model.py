@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint.tensor_files import open_to_readers
 from spmdrl.tools.program import program
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chat", action="store_true", help="a chat template with tools, and its tokens")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
     for name, (least, most) in _LIMITS.items():
         if not least <= (given := getattr(arguments, name)) <= most:
             parser.error(f"--{name.replace('_', '-')} {given}: set it to {least} to {most}")

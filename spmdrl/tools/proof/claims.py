@@ -253,8 +253,8 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
     "Adapters": (
         Claim("Adapters on a frozen base in bfloat16 learn; the embedded engine samples with them after each refit."),
         Claim(
-            "SGLang computes adapters of several versions in one batch (`csgmv`; `triton` where there are experts), takes "
-            "them as CUDA tensors, and keeps the base while it sleeps."
+            "SGLang computes adapters of several versions in one batch (`csgmv`; `triton` with experts), takes them "
+            "as CUDA tensors, and keeps the base while it sleeps."
         ),
         Claim("8B on one GPU of 80 GB and 32B on eight train with adapters within the memory that the planner says."),
     ),
