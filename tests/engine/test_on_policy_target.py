@@ -61,11 +61,13 @@ def mismatches(path: str) -> dict[str, float]:
         kernels_on_cpu.use(patch)
         patch.setattr(torch.nn.functional, "silu", kernels_on_cpu.silu)
         patch.setattr(sglang_options, "EXACT_BACKENDS", ("torch_native",))
-        load = sglang_engine.load_policy
+        load = sglang_engine.load_trained
         patch.setattr(
             sglang_engine,
-            "load_policy",
-            lambda cfg, meshes, **_: load(cfg, meshes, temperature=TEMPERATURE, kernel="sglang_triton"),
+            "load_trained",
+            lambda cfg, lora, meshes, **_: load(
+                cfg, lora, meshes, temperature=TEMPERATURE, kernel="sglang_triton", seed=1
+            ),
         )
         with rank_with_engine(cfg) as rank:
             for version in (0, 1):

@@ -17,8 +17,8 @@ from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slurm_cluster import LIMIT_S, Cluster, Job, environment_of
+from tests.helpers.slurm_drill import Drill
 from tests.helpers.small_run import assert_same_weights, rows, without_curves
-from tests.slurm.conftest import Drill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S)]
 TWO_NODES = ("--nodes=2",)

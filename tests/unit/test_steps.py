@@ -20,6 +20,7 @@ def started(*, asked_to_stop: bool, newest: int | None) -> tuple[Steps[Any], moc
     calls.run.resume_point = SimpleNamespace(step=0, metrics=None, is_evaluated=False)
     calls.run.watch.agree_to_stop.return_value = asked_to_stop
     calls.run.watch.agree_to_stop_before_step.return_value = False
+    calls.run.cfg.report.eval_samples = 0
     calls.saver.newest = newest
     return Steps(calls.run, calls.policy, calls.saver, calls.handover, calls.sampler), calls
 

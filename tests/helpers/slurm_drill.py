@@ -1,0 +1,43 @@
+"""The report of what a drill on SLURM has shown."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from spmdrl.tools.proof import commit
+from tests.helpers.slurm_cluster import ROOT, Cluster, write_report
+
+
+class Drill:
+    """What was done, and what happened, in the order of the tests that passed; in the file that SLURM_REPORT names."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._rows: list[dict[str, str]] = []
+        self._commit = commit.commit_id(ROOT, None)
+
+    def record(self, done: str, happened: str) -> None:
+        """Add a row to the report."""
+        self._rows.append({"done": done, "happened": happened})
+        if path := os.environ.get("SLURM_REPORT"):
+            self._write(Path(path))
+
+    def _write(self, path: Path) -> None:
+        write_report(
+            path,
+            {
+                "date": time.strftime("%Y-%m-%d", time.gmtime()),
+                "commit": self._commit,
+                "slurm": self._cluster.call("sinfo", "--version").removeprefix("slurm-wlm "),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "cluster": "launch/slurm_cluster.sh: n1 and n2 with a pretended GPU each, n3 without, one machine",
+                "script": "launch/slurm.sbatch, unmodified",
+                "drill": self._rows,
+            },
+        )
