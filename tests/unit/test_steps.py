@@ -20,7 +20,6 @@ def started(*, asked_to_stop: bool, newest: int | None) -> tuple[Steps[Any], moc
     calls.run.resume_point = SimpleNamespace(step=0, metrics=None, is_evaluated=False)
     calls.run.watch.agree_to_stop.return_value = asked_to_stop
     calls.run.watch.agree_to_stop_before_step.return_value = False
-    calls.run.cfg.report.eval_samples = 0
     calls.saver.newest = newest
     return Steps(calls.run, calls.policy, calls.saver, calls.handover, calls.sampler), calls
 
@@ -28,6 +27,7 @@ def started(*, asked_to_stop: bool, newest: int | None) -> tuple[Steps[Any], moc
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "merge_over", lambda mesh, metrics: {})
+    monkeypatch.setattr(module, "gather_answers", lambda *_, **__: [])
     monkeypatch.setattr(module, "resource_metrics", lambda peaks: {})
     monkeypatch.setattr(module, "eval_metrics", lambda outcomes, success_at: {})
 

@@ -20,7 +20,7 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.rank_status import own_host
 from spmdrl.faults.slurm import Job, job_of, put_back
-from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, launch
+from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch
 from spmdrl.faults.verdict import (
     EXIT_INTERRUPTED,
     EXIT_LOST_RANK,
@@ -114,9 +114,15 @@ with Requests() as requests, {name}("c.toml") as starter:
 
 
 def popen(starter_of: Start) -> subprocess.Popen[str]:
-    """A launch in a process of its own."""
+    """A launch in a process of its own, as a terminal starts it: these tests may run where Ctrl-C is ignored."""
     program = PROGRAM.format(definition=inspect.getsource(starter_of), name=starter_of.__name__)
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.fixture
@@ -129,7 +135,7 @@ def started(starter_of: Start, run: Path, monkeypatch: pytest.MonkeyPatch) -> It
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     yield process
-    process.kill()
+    end_at_once(process.pid)
     process.communicate()
 
 
