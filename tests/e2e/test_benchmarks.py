@@ -72,6 +72,11 @@ PROGRAMS = {
     "gpu_run.py": Program(
         options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
     ),
+    "tickets.py": Program(options="--engines 2 --seconds 0.1 --repeats 1", keys="engines requests versions"),
+    "reward_rate.py": Program(options="--workers 1 --rewards 20 --repeats 1", keys="modes room_us versions"),
+    "checkpoint_files.py": Program(options="--files 5 10 --repeats 1 --folder {folder}", keys="files times_s"),
+    "data_load.py": Program(options="--rows 200 --parquet-gb 0.001", keys="files"),
+    "lora_memory.py": Program(options="--rank 2 --layers 1 --vocabulary 512", keys="adapters whole"),
     "logprob_memory.py": Program(
         options="--tokens 64 --vocabulary 512 --repeats 1", keys="memory times tiled_peak_mib plain_peak_mib versions"
     ),
