@@ -63,11 +63,11 @@ def plain(program: Any, argv: list[str]) -> int:
     """Run one rank's program; `evaluations` in the run's folder gets the step of each one."""
     show = Report.eval
 
-    def note_and_show(report: Report, step: int, scalars: Any) -> None:
+    def note_and_show(report: Report, step: int, scalars: Any, **others: Any) -> None:
         if report._folder is not None:
             with (report._folder.path / "evaluations").open("a") as file:
                 file.write(f"{step}\n")
-        show(report, step, scalars)
+        show(report, step, scalars, **others)
 
     with mock.patch.object(Report, "eval", note_and_show):
         return without_curves(program, argv)
