@@ -382,7 +382,7 @@ NODES_64 = 512  # engines of one GPU each
 
 
 def tickets(settings: Settings) -> Measurement:
-    """What the engines of 64 nodes ask of one store while all of them wait for tickets, and the store's time for it."""
+    """Requests of the engines of 64 nodes that wait for tickets at one store, beside those that fill its core."""
     command = ["python", "benchmarks/tickets.py", "--repeats", str(settings.repeats)]
     output = run(command)
     (found,) = output["engines"].values()

@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _linked(page: str, text: str) -> list[str]:
-    """What a text in a page links to inside the repository, by paths from its root, each once and in their order."""
+    """Return the links of a page's text into the repository, by paths from its root, each once and in their order."""
     found = (unquote(link) for link in LINK.findall(CODE.sub("", text)) if "://" not in link)
     paths = (posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) for link in found)
     return list(dict.fromkeys(path for path in paths if not path.startswith(("/", "../"))))

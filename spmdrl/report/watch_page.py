@@ -52,7 +52,7 @@ def _sections(run: Snapshot) -> Iterator[RenderableType]:
 
 
 def _others(run: Snapshot) -> str:
-    """What the table of the run's own console leaves out."""
+    """Return the newest scalars that the table of the run's own console leaves out."""
     history = History(run.rows)
     shown = {one.name for one in SHOWN} | {"time/step_s", "update/loss"}
     charts = [chart for group in ("Engine and trainer", "Update", "Speed and memory") for chart in GROUPS[group]]

@@ -253,7 +253,7 @@ def test_a_tools_program_does_not_reach_episodes_that_begin_when_none_is_open(na
 
 
 def run_by_tool(client: EnvironmentClient, program: str) -> str:
-    """What the tool answers to the one call of an episode, or why there is no answer."""
+    """Return the tool's answer to the one call of an episode, or the reason why there is none."""
     episode = client.open(EpisodeStart(prompt="p", answer=None, task="default", metadata={}, seed=0))
     episode.reset().result()
     call = ToolCall(name="python", arguments={"code": program})

@@ -105,7 +105,7 @@ def _without_comment(command: str) -> str:
 
 
 def programs(command: str) -> set[str]:
-    """What a command runs, as a test of it would name it: modules of spmdrl, scripts, targets of make."""
+    """Return the programs of a command by the names in a test of it: modules of spmdrl, scripts, targets of make."""
     words = shlex.split(command)
     found = {word for word in words if re.fullmatch(r"(?:launch|benchmarks)/[\w.]+", word)}
     found |= {

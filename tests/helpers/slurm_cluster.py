@@ -43,7 +43,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the commands, and so of jobs."""
+        """The variables of commands, and so of jobs."""
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_"))}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return outside | {"SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": path, "PYTHONPATH": str(ROOT)}
@@ -124,12 +124,12 @@ class Job:
         self.cluster, self.number, self._output = cluster, number, output
 
     def output(self, index: int = 4294967294) -> str:
-        """What it has printed; with the index of an array's job, what that one has."""
+        """Return the text that it has printed; of an array, that of the job with this index."""
         path = Path(str(self._output).replace("%a", str(index)))
         return path.read_text() if path.exists() else ""
 
     def facts(self, index: int | None = None) -> Mapping[str, str]:
-        """What `scontrol show job` says."""
+        """Return the fields of `scontrol show job`."""
         number = self.number if index is None else f"{self.number}_{index}"
         words = self.cluster.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)

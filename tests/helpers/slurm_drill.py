@@ -14,7 +14,7 @@ from tests.helpers.slurm_cluster import ROOT, Cluster, write_report
 
 
 class Drill:
-    """What was done, and what happened, in the order of the tests that passed; in the file that SLURM_REPORT names."""
+    """The report, in the file that SLURM_REPORT names: deeds and outcomes, in the order of the tests that passed."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

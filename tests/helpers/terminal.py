@@ -50,7 +50,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What the screen shows."""
+        """The lines of the screen."""
         return "\n".join(line.rstrip() for line in self.screen.display)
 
     def wait_for(self, condition: Callable[[str], bool], *, timeout_s: float = 60.0) -> str:

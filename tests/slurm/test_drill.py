@@ -111,7 +111,7 @@ def test_sigusr1_while_the_settings_are_checked_has_a_word(cluster: Cluster, fol
 
 
 def is_checked(run: Run) -> bool:
-    """Whether the check of a run is under way."""
+    """True while the check of a run is under way."""
     return any(
         "--dry-run" in (words := one.info["cmdline"] or ()) and f"run.name={run.name}" in words
         for one in psutil.process_iter(["cmdline"])

@@ -83,7 +83,7 @@ def adapter_arguments(cfg: Config, plan: Plan, *, device_type: str) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """What `[lora]` adapts in a model."""
+    """The part of a model that `[lora]` is about."""
 
     rank: int
     layers: tuple[str, ...]  # their names, in the order of the model
