@@ -165,8 +165,8 @@ test-slurm: $(INSTALLED) ## launch/slurm.sbatch on SLURM itself, where its packa
 test-long: sglang-unless-light test-browser test-slurm ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
-test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang, which has one version
-	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) $(PARTS)
+test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang and the site's packages
+	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)
 
 test-gpu: $(INSTALLED) ## tests that need a CUDA device; they skip where there is none
 	$(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none

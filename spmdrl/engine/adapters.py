@@ -80,7 +80,8 @@ class AdapterBank:
 
         Rows of a version that has none are computed by the base alone.
         """
-        self._chosen = [(rows, self._held[version]) for version, rows in _by_version(runs) if version in self._held]
+        found = _by_version(runs) if self._held else ()  # most engines hold none, and this is called for every token
+        self._chosen = [(rows, self._held[version]) for version, rows in found if version in self._held]
 
     def add_to(self, y: Tensor, x: Tensor, layers: tuple[str, ...]) -> Tensor:
         """Add what the chosen adapters make of x [n, D] to y [n, V], the outputs of these layers side by side."""

@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spmdrl.config.base import Count, Positive
 from spmdrl.config.strict import about, conform, read_json
 from spmdrl.model.adapters import PREFIX, Strength
+from spmdrl.model.tensor_files import write_tensors
 from spmdrl.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,11 +60,8 @@ class AdapterFiles:
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write adapters into a directory that exists."""
-    path = folder / WEIGHTS
-    path.touch()
-    mode = path.stat().st_mode  # safetensors makes files readable by their owner only
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-    path.chmod(mode)
+    on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_tensors(folder / WEIGHTS, on_host, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.checkpoint.tensor_files import write_tensors
 from spmdrl.config.strict import as_written
 from spmdrl.model.policy import PackedModel, TokenLogprobs
+from spmdrl.model.tensor_files import write_tensors
 from spmdrl.rollout.files import disk_errors_explained, folder_of, read_tensors
 from spmdrl.types import FILLING, MicroBatch, MiniBatch
 

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.checkpoint.tensor_files import write_tensors
 from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.dist.collectives import failing_together
+from spmdrl.model.tensor_files import write_tensors
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.saved import (
     action_as_json,

@@ -10,8 +10,8 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spmdrl.checkpoint.tensor_files import open_to_readers
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.model.tensor_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers.site import ROOT, build_site
 
+pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+
 FETCHED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 REFERENCES = {"canonical", "alternate"}  # links that a browser does not fetch
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
