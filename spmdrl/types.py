@@ -61,7 +61,7 @@ class ImageSpan:
         return self.start + self.num_tokens
 
     def moved(self, by: int) -> ImageSpan:
-        """The same image, `by` tokens further on."""
+        """Return the same image, so many tokens further on."""
         return dataclasses.replace(self, start=self.start + by)
 
 
