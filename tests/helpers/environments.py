@@ -26,7 +26,7 @@ class FakeEnvironments:
         greeting: Observation | EnvironmentFailure | None = None,
         delay_s: Callable[[int], float] | None = lambda _: 0.0,
     ) -> None:
-        """Answers come after `delay_s` of the episode's seed and step, from other threads; None: before the call ends."""
+        """Answers come from other threads, `delay_s` of the episode's seed and step later; None: at once, from none."""
         self.step, self.greeting, self.delay_s = step, greeting or Observation(), delay_s
         self.num_open = self.most_open = self.num_replayed = 0
         self.lock = threading.Lock()
