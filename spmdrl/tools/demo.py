@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
 
 RANKS = 2
+LAUNCHER = "spmdrl.tools.local"
+ENDED_BY_SIGNAL = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 # The demos compute on a CPU, and read nothing but what they have written.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _CHECK = "--dry-run"
@@ -54,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = set_by_user.get("run.dir", "runs")
     name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
     begun = f"{folder}/{name}"
-    sft = ["spmdrl.tools.local", "spmdrl.sft", str(CONFIGS / f"{config}-sft.toml"), f"run.dir={folder}"]
+    sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{config}-sft.toml"), f"run.dir={folder}"]
     sft += [f"run.name={name}-sft", f"model.path={begun}-base", *_held_out(arguments.task, set_by_user)]
-    rl = ["spmdrl.tools.local", "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
+    rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
     rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
         rl += ["rollout.engine=sglang", f"run.num_steps={TASKS[arguments.task].sglang_steps}"]
@@ -79,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"== {title}", flush=True)
             for program in programs:
                 if code := _run(program, requests):
+                    if code in ENDED_BY_SIGNAL and program[0] != LAUNCHER:  # which tells how its run ended
+                        print(f"interrupted in {title}; the same command begins a new run", file=sys.stderr)
                     return code
     print(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
     return 0
