@@ -82,11 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"== {title}", flush=True)
             for program in programs:
                 if code := _run(program, requests):
-                    if code in ENDED_BY_SIGNAL and program[0] != LAUNCHER:  # which tells how its run ended
+                    if code in ENDED_BY_SIGNAL and not _tells_its_end(program):
                         print(f"interrupted in {title}; the same command begins a new run", file=sys.stderr)
                     return code
     print(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
     return 0
+
+
+def _tells_its_end(program: Sequence[str]) -> bool:
+    """True for a program that ends in order when it is asked to, and says how; the others have nothing to keep."""
+    return program[0] == LAUNCHER and _CHECK not in program
 
 
 def _run(program: Sequence[str], requests: Requests) -> int:
@@ -96,7 +101,7 @@ def _run(program: Sequence[str], requests: Requests) -> int:
     process = subprocess.Popen(command, stdout=shown, env=os.environ | _ENVIRONMENT, start_new_session=True)
     for new in requests.during(process):
         for number in new:
-            process.send_signal(number)
+            process.send_signal(number if _tells_its_end(program) else signal.SIGTERM)
     return shell_code(process)
 
 
