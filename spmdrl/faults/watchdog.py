@@ -31,6 +31,7 @@ from spmdrl.faults.stacks import (
 from spmdrl.faults.verdict import EXIT_HANG, SUPERVISED, claim, complete
 
 ANSWER_S = 10.0  # for all ranks to write their stacks
+BY_ITSELF_S = 4.0  # of these, for a rank to notice the report and write its own
 
 
 class Watchdog:
@@ -56,8 +57,7 @@ class Watchdog:
         """Write this rank's stacks for the rank that reports the hang, and end once the report is complete."""
         self._dump()
         for status in self._heartbeat.other_ranks():
-            if self._is_local(status) and process_state(status.pid) == "T":
-                self._wake(status)
+            self._continue(status)
         deadline = time.monotonic() + 2 * ANSWER_S
         while time.monotonic() < deadline:
             report = self._heartbeat.error()
@@ -85,8 +85,13 @@ class Watchdog:
             self.join_hang()
         self._dump()
         for status in unheard:
-            self._wake(status)
-        stacks = {rank: main_stack(text) for rank, text in self._wait_for_stacks(sizes).items()}
+            self._continue(status)
+        texts = self._wait_for_stacks(sizes, BY_ITSELF_S)
+        for status in unheard:  # two stacks that are written at the same time would mix
+            if DONE not in texts[status.rank] and self._is_local(status):
+                ask_for_stacks(status.pid)
+        texts = self._wait_for_stacks(sizes, ANSWER_S - BY_ITSELF_S)
+        stacks = {rank: main_stack(text) for rank, text in texts.items()}
         text = f"{grouped(stacks)}\nall threads, and the processes of engines: {files.log_of(0).parent}/rank-*.log"
         hints = ["set watchdog.timeout_s higher if a phase may take this long"] if not unheard else []
         report = dataclasses.replace(report, stacks=text, hints=hints, complete=True)
@@ -99,18 +104,18 @@ class Watchdog:
                     os.kill(status.pid, signal.SIGKILL)
         os._exit(EXIT_HANG)
 
-    def _wait_for_stacks(self, sizes: Mapping[int, int]) -> dict[int, str]:
+    def _wait_for_stacks(self, sizes: Mapping[int, int], limit_s: float) -> dict[int, str]:
         """Return what ranks have written since their logs had these sizes; waits for all of them, up to a limit."""
-        files, deadline = self._heartbeat.files, time.monotonic() + ANSWER_S
+        files, deadline = self._heartbeat.files, time.monotonic() + limit_s
         while True:
             texts = {rank: text_after(files.log_of(rank), size) for rank, size in sizes.items()}
             if all(DONE in text for text in texts.values()) or time.monotonic() > deadline:
                 return texts
             self._heartbeat.beat_for(self._tick_s)
 
-    def _wake(self, status: RankStatus) -> None:
-        """Make a rank of this host that is not responding write its stacks; a stopped one is continued for that."""
-        if self._is_local(status) and ask_for_stacks(status.pid):
+    def _continue(self, status: RankStatus) -> None:
+        """Continue a rank of this host that was stopped: it writes its stacks when it finds the report."""
+        if self._is_local(status) and process_state(status.pid) == "T":
             with contextlib.suppress(OSError):
                 os.kill(status.pid, signal.SIGCONT)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
 
 RANKS = 2
+LAUNCHER = "spmdrl.tools.local"
+ENDED_BY_SIGNAL = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 # The demos compute on a CPU, and read nothing but what they have written.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _CHECK = "--dry-run"
@@ -54,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = set_by_user.get("run.dir", "runs")
     name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
     begun = f"{folder}/{name}"
-    sft = ["spmdrl.tools.local", "spmdrl.sft", str(CONFIGS / f"{config}-sft.toml"), f"run.dir={folder}"]
+    sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{config}-sft.toml"), f"run.dir={folder}"]
     sft += [f"run.name={name}-sft", f"model.path={begun}-base", *_held_out(arguments.task, set_by_user)]
-    rl = ["spmdrl.tools.local", "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
+    rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
     rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
         rl += ["rollout.engine=sglang", f"run.num_steps={TASKS[arguments.task].sglang_steps}"]
@@ -79,9 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"== {title}", flush=True)
             for program in programs:
                 if code := _run(program, requests):
+                    if code in ENDED_BY_SIGNAL and not _tells_its_end(program):
+                        print(f"interrupted in {title}; the same command begins a new run", file=sys.stderr)
                     return code
     print(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
     return 0
+
+
+def _tells_its_end(program: Sequence[str]) -> bool:
+    """True for a program that ends in order when it is asked to, and says how; the others have nothing to keep."""
+    return program[0] == LAUNCHER and _CHECK not in program
 
 
 def _run(program: Sequence[str], requests: Requests) -> int:
@@ -91,7 +101,7 @@ def _run(program: Sequence[str], requests: Requests) -> int:
     process = subprocess.Popen(command, stdout=shown, env=os.environ | _ENVIRONMENT, start_new_session=True)
     for new in requests.during(process):
         for number in new:
-            process.send_signal(number)
+            process.send_signal(number if _tells_its_end(program) else signal.SIGTERM)
     return shell_code(process)
 
 

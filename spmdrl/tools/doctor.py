@@ -284,7 +284,7 @@ def _missing_for_gpus(torch: ModuleType | None, torch_problem: str) -> Iterator[
 
 def _missing_for_sglang(torch: ModuleType | None) -> Iterator[str]:
     if _version("sglang") is None:
-        yield "sglang is not installed: make setup-sglang"
+        yield f"sglang is not installed; {kernels.SETUP}"
         return
     if torch is not None and _num_gpus(torch):
         yield from _missing_for_sglang_on_gpus(torch)
@@ -301,7 +301,7 @@ def _missing_for_sglang_on_gpus(torch: ModuleType) -> Iterator[str]:
         yield problem
     saver, problem = _import("torch_memory_saver")
     if saver is None:
-        yield f"{problem}: SGLang needs it to give memory back to the trainer: make setup-sglang TORCH=cuda"
+        yield f"{problem}: SGLang needs it to give memory back to the trainer; {kernels.SETUP}"
     elif problem := preload.start_problem(preload.library_path()):
         yield f"no process starts with torch_memory_saver: {problem}: see LD_LIBRARY_PATH"
 

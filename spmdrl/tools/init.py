@@ -36,7 +36,7 @@ REWARDS = ("math", "exact", "code")
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 GROUP_SIZE = 8
-ROLLOUTS_PER_STEP = 512  # at least, whatever the number of GPUs
+ROLLOUTS_PER_STEP = 512  # at least, whatever the number of GPUs, where the data has as many prompts
 MAX_HELD_OUT = 200
 GPU_GIB = 79.0  # of the GPUs that most have
 RESPONSE_TOKENS = {"math": 3072, "code": 2048}  # where a model reasons before it answers
@@ -85,9 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     out = Path(arguments.out)
     try:
-        if out.exists():
-            raise UserError(f"{out} is there already; name another file with --out, or remove it")
-        choices = choose(arguments)
+        choices = _chosen(arguments, out)
         measured = measure(choices)
         tables = starting_tables(choices, measured)
         fitted = fit(tables, choices)
@@ -100,6 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     print(f"wrote {out}, which passes its check; start it on this machine with\n\n    spmdrl train {out}\n")
     return 0
+
+
+def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
+    """Return what the options choose. Raises UserError for what is wrong with them and with the file to write."""
+    if not out.exists():
+        return choose(arguments)
+    problems = [f"{out} is there already; name another file with --out, or remove it"]
+    if None not in (arguments.model, arguments.data, arguments.reward):  # so that nothing is asked
+        try:
+            choose(arguments)
+        except UserError as error:
+            problems.append(str(error))
+    raise UserError("\n".join(problems))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -212,8 +223,10 @@ def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
     wanted = RESPONSE_TOKENS.get(choices.reward, _round_up(2 * measured.answer + 1) if measured.answer else 1024)
     response = min(wanted, measured.model_limit - prompt)
     ranks = choices.num_ranks
-    prompts = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
     held_out = min(MAX_HELD_OUT, measured.rows // 10)
+    usual = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
+    # An epoch has at least one step, but for data of fewer rows than ranks.
+    prompts = max(ranks, min(usual, (measured.rows - held_out) // ranks * ranks))
     source = choices.data.model_dump(include={"kind", "path", "prompt_column", "answer_column"})
     kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
     tables: dict[str, Any] = {

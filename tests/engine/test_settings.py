@@ -141,7 +141,7 @@ def test_a_model_that_sglang_does_not_know(answers: dict[str, Answer], model: st
 def test_kernels_that_the_installed_torch_cannot_load(device_answers: dict[str, list[str]]) -> None:
     (sentence,) = device_answers["other-torch"]
     assert sentence.startswith('rollout.engine = "sglang": sglang-kernel 0.4.10 cannot be loaded with torch ')
-    assert "undefined symbol: headeronly_Tag" in sentence and "make setup-sglang TORCH=cuda" in sentence
+    assert "undefined symbol: headeronly_Tag" in sentence and "make setup-sglang" in sentence
 
 
 def test_a_cuda_runtime_that_the_loader_does_not_find(device_answers: dict[str, list[str]]) -> None:

@@ -24,8 +24,9 @@ class FakeEnvironments:
         step: Step,
         *,
         greeting: Observation | EnvironmentFailure | None = None,
-        delay_s: Callable[[int], float] = lambda _: 0.0,
+        delay_s: Callable[[int], float] | None = lambda _: 0.0,
     ) -> None:
+        """Answers come from other threads, `delay_s` of the episode's seed and step later; None: at once, from none."""
         self.step, self.greeting, self.delay_s = step, greeting or Observation(), delay_s
         self.num_open = self.most_open = self.num_replayed = 0
         self.lock = threading.Lock()
@@ -65,18 +66,27 @@ class FakeEnvironment:
         self._client, self._start, self._number = client, start, number
 
     def reset(self) -> Future[Answer]:
-        return self._client.threads.submit(self._later, lambda: self._client.greeting)
+        return self._answered(lambda: self._client.greeting)
 
     def step(self, action: Action) -> Future[Answer]:
         number, self._number = self._number, self._number + 1
-        return self._client.threads.submit(self._later, lambda: self._client.step(self._start, number, action))
+        return self._answered(lambda: self._client.step(self._start, number, action))
 
     def close(self) -> None:
         with self._client.lock:
             self._client.num_open -= 1
 
-    def _later(self, answer: Callable[[], Answer]) -> Answer:
-        time.sleep(self._client.delay_s(self._start.seed + self._number))
+    def _answered(self, answer: Callable[[], Answer]) -> Future[Answer]:
+        delay_s = self._client.delay_s
+        if delay_s is None:
+            done: Future[Answer] = Future()
+            done.set_result(answer())
+            return done
+        return self._client.threads.submit(self._later, delay_s(self._start.seed + self._number), answer)
+
+    @staticmethod
+    def _later(delay_s: float, answer: Callable[[], Answer]) -> Answer:
+        time.sleep(delay_s)
         return answer()
 
 

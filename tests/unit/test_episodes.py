@@ -93,7 +93,7 @@ def test_more_episodes_are_open_than_the_engine_has_slots() -> None:
 
 
 def test_answered_episodes_go_on_before_new_ones_begin() -> None:
-    engine, world = stopping(max_running=1), world_of()
+    engine, world = stopping(max_running=1), world_of(delay_s=None)
     rollouts_of(engine, world)
     # With one slot and environments that answer at once, few are open at the same time.
     assert client_of(world).most_open < len(PROMPTS)

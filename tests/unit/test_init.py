@@ -6,6 +6,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,20 @@ def test_lengths_and_columns_are_those_of_the_data(model: Path, sums: Path, caps
     assert (source["prompt_column"], source["answer_column"]) == ("question", "label")
     assert tables["data"]["max_prompt_tokens"] == 16 and "# the longest of 100 has 8" in Path("mine.toml").read_text()
     assert tables["eval"]["num_prompts"] == 10 and tables["eval"]["sources"] == tables["data"]["sources"]
-    assert main(given) == 2
-    assert "mine.toml is there already; name another file with --out" in capsys.readouterr().err
+    assert tables["rollout"]["prompts_per_step"] == 64 and len(sums.read_text().splitlines()) > 64
+    assert main([*given, "--answer-column", "lable"]) == 2  # both mistakes at once
+    told = capsys.readouterr().err
+    assert "mine.toml is there already; name another file with --out" in told
+    assert "--answer-column lable: the data has label" in told
 
 
+def test_a_step_has_no_more_prompts_than_the_data(model: Path, sums: Path) -> None:
+    sums.write_text("".join(sums.read_text().splitlines(keepends=True)[:33]))
+    assert main(["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]) == 0
+    assert written()["rollout"]["prompts_per_step"] == 30 and written()["eval"]["num_prompts"] == 3
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang's share of memory is what has to fit")
 def test_memory_is_planned_for_gpus_that_are_not_here(model: Path, sums: Path) -> None:
     given = ["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "2", "--gpu-gib", "4"]
     assert main(given) == 0

@@ -128,7 +128,7 @@ def test_doctor_answers_where_nothing_is_installed() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", ROOT / "launch" / "doctor.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "torch is not installed" in done.stdout
-    assert "SGLang rollouts: sglang is not installed: make setup-sglang" in done.stdout
+    assert "SGLang rollouts: sglang is not installed; run: make setup-sglang" in done.stdout
 
 
 def test_doctor_answers_here() -> None:

@@ -341,6 +341,14 @@ def test_one_evaluation_is_no_progress() -> None:
     assert progress.summary().endswith("eval accuracy 0.062 -> 0.062")
 
 
+@pytest.mark.parametrize(("tasks", "told"), [(["sums"], []), (["sums", "words"], ["sums", "words"])])
+def test_the_accuracy_of_the_only_task_is_not_said_again(tasks: list[str], told: list[str]) -> None:
+    stream = io.StringIO()
+    scalars = {"eval/accuracy": 0.5} | {f"eval/accuracy_{task}": 0.5 for task in tasks}
+    PlainLines(Progress(num_steps=1, start_step=0), stream).end_eval(0, scalars)
+    assert [word for word in ("sums", "words") if word in stream.getvalue()] == told
+
+
 def test_live_and_plain_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """A number that has a place in the line has one in the table."""
     progress = Progress(num_steps=2, start_step=0)

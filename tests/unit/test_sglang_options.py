@@ -122,11 +122,12 @@ def test_kernels_for_another_torch_are_told_with_what_to_install(packages: Path)
     assert kernel_problem("2.11.0+cu130") == (
         "sglang-kernel 0.4.10 cannot be loaded with torch 2.11.0+cu130 "
         f"(ImportError: {library}: undefined symbol: at_headeronly_Tag); "
-        "install sglang-kernel==0.4.5, which is built for torch 2.11, or run: make setup-sglang TORCH=cuda"
+        "install sglang-kernel==0.4.5, which is built for torch 2.11, or run: make setup-sglang, "
+        "or pip install 'spmdrl[sglang]'"
     )
     for torch_version in ("2.14.1", "2.12.0"):  # theirs; and one that no release is built for
         assert str(kernel_problem(torch_version)).endswith(
-            "undefined symbol: at_headeronly_Tag); run: make setup-sglang TORCH=cuda"
+            "undefined symbol: at_headeronly_Tag); run: make setup-sglang, or pip install 'spmdrl[sglang]'"
         )
 
 
@@ -145,7 +146,7 @@ def test_kernels_that_work_are_not_mentioned(packages: Path) -> None:
 def test_kernels_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert kernel_problem("2.14.1") == (
-        "sglang-kernel, its kernels for CUDA, is not installed; run: make setup-sglang TORCH=cuda"
+        "sglang-kernel, its kernels for CUDA, is not installed; run: make setup-sglang, or pip install 'spmdrl[sglang]'"
     )
 
 

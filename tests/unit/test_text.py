@@ -83,8 +83,9 @@ def test_a_stop_file_may_hold_anything(tmp_path: Path) -> None:
 
 def test_the_names_of_an_evaluation_are_one_line_each() -> None:
     stream = io.StringIO()
-    PlainLines(Progress(num_steps=1, start_step=0), stream).end_eval(1, {f"eval/accuracy_{HOSTILE}": 1.0})
-    assert stream.getvalue().count("\n") == 1
+    scalars = {f"eval/accuracy_{HOSTILE}": 1.0, "eval/accuracy_sums": 0.5}
+    PlainLines(Progress(num_steps=1, start_step=0), stream).end_eval(1, scalars)
+    assert stream.getvalue().count("\n") == 1 and "sums" in stream.getvalue()
 
 
 def test_rows_hold_any_text_and_files_only_plain_text(tmp_path: Path) -> None:

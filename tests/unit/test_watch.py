@@ -47,8 +47,7 @@ def test_a_terminal_shows_the_run_as_it_goes_on_and_is_given_back(run: Path) -> 
             assert words in page
         beat(run)
         add_row(run, {"step": 61, "reward/mean": 0.987, "time/step_s": 1.0, "time/update_s": 0.5})
-        page = terminal.wait_for(lambda text: "step 61/120" in text)
-        assert "0.987" in page
+        terminal.wait_for(lambda text: "step 61/120" in text and "0.987" in text)
         assert terminal.interrupt() == 0
         assert terminal.written.endswith(GIVEN_BACK)
 

@@ -16,7 +16,8 @@ _MODULE = "sgl_kernel"
 _BUILT_FOR = {"2.11": "0.4.5", "2.13": "0.4.7", "2.14": "0.4.10"}
 _OLDEST = "0.4.9"  # that SGLang 0.5.23 starts with, unless it is told not to look
 _SKIP_VARIABLE = "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"
-_SETUP = "make setup-sglang TORCH=cuda"
+# For those who have a checkout, and those who have the package alone.
+SETUP = "run: make setup-sglang, or pip install 'spmdrl[sglang]'"
 
 
 def kernel_problem(torch_version: str) -> str | None:
@@ -24,22 +25,22 @@ def kernel_problem(torch_version: str) -> str | None:
     try:
         installed = importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return f"{DISTRIBUTION}, its kernels for CUDA, is not installed; run: {_SETUP}"
+        return f"{DISTRIBUTION}, its kernels for CUDA, is not installed; {SETUP}"
     try:
         importlib.import_module(_MODULE)
     except Exception as error:  # the package tries several files and raises what it likes
         torch_release = ".".join(torch_version.split(".")[:2])
         fitting = _BUILT_FOR.get(torch_release)
         remedy = (
-            f"run: {_SETUP}"
+            SETUP
             if fitting in (None, installed)
-            else f"install {DISTRIBUTION}=={fitting}, which is built for torch {torch_release}, or run: {_SETUP}"
+            else f"install {DISTRIBUTION}=={fitting}, which is built for torch {torch_release}, or {SETUP}"
         )
         return f"{DISTRIBUTION} {installed} cannot be loaded with torch {torch_version} ({_cause(error)}); {remedy}"
     if _numbers(installed) < _numbers(_OLDEST) and os.environ.get(_SKIP_VARIABLE, "").lower() not in ("1", "true"):
         return (
             f"{DISTRIBUTION} {installed} is installed, and SGLang starts with {_OLDEST} or newer unless "
-            f"{_SKIP_VARIABLE}=1 is in the environment; set that, or run: {_SETUP}"
+            f"{_SKIP_VARIABLE}=1 is in the environment; set that, or {SETUP}"
         )
     return None
 

@@ -33,6 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from spmdrl.dist.session import apart_from_the_run
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import cpu as sglang_cpu
+from spmdrl.engine.sglang import kernels
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
 
@@ -65,17 +66,17 @@ def _note_failed_child(*_: Any) -> None:
 def check_installed() -> None:
     """Raise UserError when sglang is missing, or is another version than the one whose internals we use."""
     if importlib.util.find_spec("sglang") is None:
-        raise UserError('rollout.engine = "sglang" needs SGLang, which is not installed; run: make setup-sglang')
+        raise UserError(f'rollout.engine = "sglang" needs SGLang, which is not installed; {kernels.SETUP}')
     installed = importlib.metadata.version("sglang")
     if installed != SUPPORTED_VERSION:
         raise UserError(
             f'rollout.engine = "sglang" works with SGLang {SUPPORTED_VERSION}, but {installed} is installed; '
-            f"run: make setup-sglang"
+            f"{kernels.SETUP}"
         )
     if torch.cuda.is_available() and importlib.util.find_spec("torch_memory_saver") is None:
         raise UserError(
             'rollout.engine = "sglang" needs torch_memory_saver on a GPU, to give memory back to the trainer; '
-            "run: make setup-sglang TORCH=cuda"
+            f"{kernels.SETUP}"
         )
 
 
