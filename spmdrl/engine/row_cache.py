@@ -43,9 +43,7 @@ class RowCache:
         """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
         self._keys_values.grow(num_rows, capacity)  # states take room when there are rows
 
-    def begin_prefill(
-        self, packed: Attend, *, seqlens: list[int], sequences: list[int], first_row: int
-    ) -> LayerInputs:
+    def begin_prefill(self, packed: Attend, *, seqlens: list[int], sequences: list[int], first_row: int) -> LayerInputs:
         """Prepare a forward pass over sequences of these lengths, with attention by `packed`.
 
         Row first_row + i remembers sequence sequences[i].
