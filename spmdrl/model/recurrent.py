@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from spmdrl.model.gated_delta import causal_conv, gated_delta_rule
+from spmdrl.model.causal_conv import causal_conv
+from spmdrl.model.gated_delta import gated_delta_rule
 
 
 class LayerStates(Protocol):
