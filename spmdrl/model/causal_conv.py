@@ -17,6 +17,8 @@ def causal_conv(
 
     x is [T, C], weight [C, W]. before [S, C, W - 1] are the inputs before each sequence; None is 0.
     """
+    if before is not None and max(seqlens) == 1:
+        return _one_token_each(x, weight, bias, before)
     num_before = weight.shape[1] - 1
     places = _places_after_gaps(tuple(seqlens), num_before, x.device)
     padded = x.new_zeros(len(x) + len(seqlens) * num_before, x.shape[1])
@@ -26,6 +28,12 @@ def causal_conv(
     out = F.conv1d(padded.t().unsqueeze(0).to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
     left = padded[places.last].unflatten(0, (-1, num_before)).transpose(1, 2)
     return out[places.tokens - num_before].to(x.dtype), left
+
+
+def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor]:
+    window = torch.cat((before.to(x.dtype), x.unsqueeze(-1)), dim=-1)  # [S, C, W]
+    out = (window.to(weight.dtype) * weight).sum(-1)
+    return (out if bias is None else out + bias).to(x.dtype), window[..., 1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class _Gaps:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # an engine may ask first, and autograd later
 def _places_after_gaps(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Gaps:
     lengths = torch.tensor(seqlens)
     index = torch.arange(len(lengths))

@@ -52,15 +52,17 @@ def gated_delta_rule(
 def _one_token_each(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Compute the rule token by token. An engine's decode steps wait for memory, so states are read and written once:
+    q and k read them before the correction, of which q then reads q k^T."""
     groups = value.shape[1] // key.shape[1]
-    q, k = (_unit(x.float())[0].repeat_interleave(groups, dim=1).unsqueeze(-2) for x in (query, key))
-    wanted = value.float().unsqueeze(-2)  # [S, H, 1, Dv]
-    if state is not None:
-        state = state * decay.float().exp()[..., None, None]
-        wanted = wanted - k @ state
-    correction = k.transpose(-1, -2) @ (wanted * beta.float()[..., None, None])
-    state = correction if state is None else state + correction
-    return (q @ state * q.shape[-1] ** -0.5).squeeze(-2).to(value.dtype), state
+    q, k = (_unit(x.float())[0].repeat_interleave(groups, dim=1).unsqueeze(-2) for x in (query, key))  # [S, H, 1, Dk]
+    if state is None:
+        state = q.new_zeros(*q.shape[:2], q.shape[-1], value.shape[-1])
+    kept, beta = (x.float()[..., None, None] for x in (decay.float().exp(), beta))
+    by_q, by_k = (torch.cat((q, k), dim=-2) @ state * kept).split(1, dim=-2)
+    correction = beta * (value.float().unsqueeze(-2) - by_k)  # [S, H, 1, Dv]
+    out = (by_q + (q * k).sum(-1, keepdim=True) * correction) * q.shape[-1] ** -0.5
+    return out.squeeze(-2).to(value.dtype), (state * kept).addcmul_(k.transpose(-1, -2), correction)
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
