@@ -32,7 +32,7 @@ def causal_conv(
 
 def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor]:
     window = torch.cat((before.to(x.dtype), x.unsqueeze(-1)), dim=-1)  # [S, C, W]
-    out = (window.to(weight.dtype) * weight).sum(-1)
+    out = (window.float() * weight.float()).sum(-1)  # torch's convolution sums in float32 too
     return (out if bias is None else out + bias).to(x.dtype), window[..., 1:]
 
 
