@@ -56,13 +56,13 @@ def _one_token_each(
 ) -> tuple[Tensor, Tensor]:
     groups = value.shape[1] // key.shape[1]
     q, k = (_unit(x.float())[0].repeat_interleave(groups, dim=1).unsqueeze(-2) for x in (query, key))
-    wanted = value.float().unsqueeze(-2)  # [S, H, 1, Dv]
-    if state is not None:
-        state = state * decay.float().exp()[..., None, None]
-        wanted = wanted - k @ state
-    correction = k.transpose(-1, -2) @ (wanted * beta.float()[..., None, None])
-    state = correction if state is None else state + correction
-    return (q @ state * q.shape[-1] ** -0.5).squeeze(-2).to(value.dtype), state
+    if state is None:
+        state = q.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
+    state = state * decay.float().exp()[..., None, None]
+    correction = (value.float().unsqueeze(-2) - k @ state) * beta.float()[..., None, None]  # [S, H, 1, Dv]
+    state = state + k.transpose(-1, -2) @ correction
+    out = (q @ state).squeeze(-2) * query.shape[-1] ** -0.5
+    return out.to(value.dtype), state
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
