@@ -60,7 +60,7 @@ def _one_token_each(
     q, k = (_unit(x.float())[0].repeat_interleave(groups, dim=1).unsqueeze(-2) for x in (query, key))  # [S, H, 1, Dk]
     if state is None:
         state = q.new_zeros(*q.shape[:2], q.shape[-1], value.shape[-1])
-    kept, beta = (x.float()[..., None, None] for x in (decay.float().exp(), beta))
+    kept, beta = decay.float().exp()[..., None, None], beta.float()[..., None, None]
     by_q, by_k = (torch.cat((q, k), dim=-2) @ state * kept).split(1, dim=-2)
     correction = beta * (value.float().unsqueeze(-2) - by_k)  # [S, H, 1, Dv]
     out = (by_q + (q * k).sum(-1, keepdim=True) * correction) * q.shape[-1] ** -0.5
@@ -153,9 +153,9 @@ class _Block:
         # Masked before exp: decay from later tokens would be growth, and may overflow.
         self.between = (total - total.transpose(1, 2)).masked_fill_(later, -torch.inf).exp_()  # [B, C, C]
         # What each token's correction takes from those of earlier tokens; the diagonal is 1 and is not read.
-        system = torch.bmm(self.k, self.k.transpose(1, 2)).mul_(self.between).mul_(self.beta)
+        self.system = torch.bmm(self.k, self.k.transpose(1, 2)).mul_(self.between).mul_(self.beta)
         identity = torch.eye(chunks.size, device=total.device)
-        self.inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+        self.inverse = torch.linalg.solve_triangular(self.system, identity, upper=False, unitriangular=True)
         self.attention = torch.bmm(self.q, self.k.transpose(1, 2)).mul_(self.between)
         self.q_reading = self.q * self.since_start
         self.k_writing = self.k * self.to_end
@@ -207,26 +207,31 @@ class _Block:
             after.mul_(self.of_chunk[step]).baddbmm_(self.q_reading[step].transpose(1, 2), by_out[step])
             after.baddbmm_(self.k_reading[step].transpose(1, 2), by_corrections[step], alpha=-1)
 
-        # A correction is e = beta (v - k S - what earlier tokens corrected), solved; `by_error` is of beta's factor.
         by_solved = torch.bmm(self.inverse.transpose(1, 2), by_corrections)
         states, corrections, k = self.states.transpose(1, 2), self.corrections.transpose(1, 2), self.k
-        by_attention = torch.bmm(by_out, corrections).mul_(self.between)
-        by_system = torch.bmm(by_solved, corrections).mul_(self.between).tril_(-1)
-        by_q = torch.bmm(by_out, states).mul_(self.since_start).baddbmm_(by_attention, k)
-        by_k_read = torch.bmm(by_solved, states).mul_(self.since_start).baddbmm_(by_system, k).neg_()
-        by_beta = (by_solved * self.v).sum(-1, keepdim=True) + (by_k_read * k).sum(-1, keepdim=True)
-        by_k_read *= self.beta
-        by_k_written = by_k_writing * self.to_end
-        at_end = (by_k_written * k).sum((1, 2), keepdim=True).add_(by_decay_of_chunk * self.of_chunk)
+        by_attention, by_system = torch.bmm(by_out, corrections), torch.bmm(by_solved, corrections).neg_()
+        by_decay = _of_spans(by_attention * self.attention + by_system * self.system)
+        by_attention.mul_(self.between)
+        by_system.mul_(self.between).tril_(-1)
+        # First what comes from the state before the chunk, and what goes into the state after it.
+        by_q = torch.bmm(by_out, states).mul_(self.since_start)
+        by_k_read = torch.bmm(by_solved, states).mul_(-self.since_start)  # but for the factor beta
+        by_k_written = by_k_writing.mul_(self.to_end)
+        read = _dot(by_q, self.q).add_(_dot(by_k_read, k).mul_(self.beta))
+        written = _dot(by_k_written, k)
+        by_decay += read.flip(1).cumsum(1).flip(1)  # a token's decay is in what it and later ones read of the state,
+        by_decay[:, 1:] += written[:, :-1].cumsum(1)  # in what earlier ones wrote, and in the state that is left
+        by_decay += by_decay_of_chunk.mul_(self.of_chunk)
+        # Then what tokens of the chunk have from each other.
+        by_q.baddbmm_(by_attention, k)
+        by_k_read.baddbmm_(by_system, k)
+        by_beta = _dot(by_solved, self.v).add_(_dot(by_k_read, k))
         by_k_written.baddbmm_(by_attention.transpose(1, 2), self.q)
-        by_k_written.baddbmm_(by_system.mul_(self.beta).transpose(1, 2), k, alpha=-1)
-        # The decay up to a token multiplies its query and the key it reads with, and divides the key it writes with.
-        by_total = ((by_k_read - by_k_written) * k).sum(-1, keepdim=True).add_((by_q * self.q).sum(-1, keepdim=True))
-        by_total[:, -1:] += at_end
-        by_decay = by_total.flip(1).cumsum(1).flip(1)
+        by_k_written.baddbmm_(by_system.mul_(self.beta).transpose(1, 2), k)
+        by_k = by_k_read.mul_(self.beta).add_(by_k_written)
         return (
             self._by_key_heads(by_q, self.q, self.q_factor),
-            self._by_key_heads(by_k_read.add_(by_k_written), k, self.k_factor),
+            self._by_key_heads(by_k, k, self.k_factor),
             self.chunks.tokens(by_solved * self.beta, self.num_heads),
             self.chunks.tokens(by_decay, self.num_heads).squeeze(-1),
             self.chunks.tokens(by_beta, self.num_heads).squeeze(-1),
@@ -235,8 +240,24 @@ class _Block:
 
     def _by_key_heads(self, grad: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
         """Map the gradient of normalized rows [B, C, D] to that of key heads [T, g, D]."""
-        grad = (grad - unit * (grad * unit).sum(-1, keepdim=True)).mul_(factor)
+        grad = (grad - unit * _dot(grad, unit)).mul_(factor)
         return self.chunks.tokens(grad, self.num_heads).unflatten(1, (-1, self.groups)).sum(2)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """[..., D] and [..., D] give [..., 1]."""
+    return (x * y).sum(-1, keepdim=True)
+
+
+def _of_spans(pairs: Tensor) -> Tensor:
+    """Sum what pairs [B, C, C] of a token and an earlier one have to do with each token's decay: [B, C, 1].
+
+    That of token t is between tokens i and j where j < t <= i. Only those are summed: the difference of two larger sums
+    would be all rounding where decay is fast.
+    """
+    size = pairs.shape[-1]
+    from_here = torch.ones(size, size, device=pairs.device).triu_()
+    return torch.matmul(from_here, pairs).tril_(-1).sum(-1, keepdim=True)
 
 
 def _blocks(key: Tensor, value: Tensor, chunks: _Chunks) -> Iterator[tuple[slice, slice]]:
