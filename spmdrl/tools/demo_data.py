@@ -1,7 +1,8 @@
-"""Write the data of a demo with an environment: `python -m spmdrl.tools.demo_data tool|game DIR`.
+"""Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision DIR`.
 
 train.jsonl and held-out.jsonl hold questions, none of them in both. sft.jsonl holds what the warm start imitates: a
-policy that knows the forms of what it may write, and not what leads to success.
+policy that knows the forms of what it may write, and not what leads to success. Questions about pictures are in files
+of parquet, with their pictures.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import random
 import runpy
 import string
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from spmdrl.tools.demo_pictures import DESCRIBE, pictures
 
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
 NUM_PAIRS = 20_000
 HELD_OUT = 400
 HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
+NUM_PICTURES = 12_000  # besides those held out
+DESCRIBED, GUESSED = 0.5, 0.5  # shares of the warm start about pictures, and of its answers
 
 Record = dict[str, Any]
 
@@ -92,12 +101,35 @@ def _written(guess: int | None, rng: random.Random) -> str:
     return rng.choice(["higher", "lower"]) if guess is None else f"{guess}"
 
 
-TASKS = {"tool": (tool_questions, tool_pairs), "game": (game_questions, game_pairs)}
+def vision_questions(rng: random.Random) -> list[Record]:
+    """Questions about pictures: no picture comes twice."""
+    return [vars(question) for question in islice(pictures(rng), HELD_OUT + NUM_PICTURES)]
+
+
+def vision_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+    """Descriptions, from which the tower learns to see, and answers, many of which are guesses."""
+    while True:
+        asked = rng.choice(questions)
+        if rng.random() < DESCRIBED:
+            yield {"prompt": DESCRIBE, "image": asked["image"], "response": asked["description"]}
+        else:
+            answer = rng.choice(asked["guesses"]) if rng.random() < GUESSED else asked["answer"]
+            yield {"prompt": asked["prompt"], "image": asked["image"], "response": answer}
+
+
+TASKS = {
+    "tool": (tool_questions, tool_pairs),
+    "game": (game_questions, game_pairs),
+    "vision": (vision_questions, vision_pairs),
+}
 
 
 def write(path: Path, records: list[Record]) -> None:
-    """Write the records as lines of JSON."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    """Write the records as lines of JSON, or as a table in groups of few rows, each of which is read at once."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=1000)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,9 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     held_out, train = asked[:HELD_OUT], asked[HELD_OUT:]
     imitated = pairs(train, rng)
     arguments.dir.mkdir(parents=True, exist_ok=True)
-    write(arguments.dir / "held-out.jsonl", held_out)
-    write(arguments.dir / "train.jsonl", train)
-    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS)])
+    form = "parquet" if "image" in train[0] else "jsonl"
+    write(arguments.dir / f"held-out.{form}", held_out)
+    write(arguments.dir / f"train.{form}", train)
+    write(arguments.dir / f"sft.{form}", [next(imitated) for _ in range(NUM_PAIRS)])
     return 0
 
 
