@@ -89,7 +89,7 @@ def _question(kind: str, rng: random.Random) -> Question:
 
 def _draw(rows: int, columns: int, things: dict[Cell, Thing], rng: random.Random) -> bytes:
     """Draw the things, each somewhere in its cell, and return a PNG file."""
-    ground = tuple(rng.randrange(200, 256) for _ in range(3))
+    ground = tuple(rng.randrange(40) for _ in range(3))
     image = Image.new("RGB", (columns * CELL, rows * CELL), ground)
     pencil = ImageDraw.Draw(image)
     for (row, column), (colour, shape) in things.items():
