@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching with a KV cache on the transformers model itself.
+"""The embedded engine: continuous batching, with a cache for every row, on the transformers model itself.
 
 It starts in a second and runs wherever torch does. Other engines are tested against it.
 """
@@ -22,10 +22,11 @@ from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
 from spmdrl.engine.adapters import AdapterBank, expert_problems
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
-from spmdrl.engine.kv_cache import AttendToCache, KVCache, attend_to_cache, cannot_sample
+from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
+from spmdrl.engine.row_cache import RowCache
 from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
 from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
@@ -33,6 +34,7 @@ from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
+from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest, digests
 from spmdrl.refit.sink import AdapterVersion
@@ -77,9 +79,7 @@ class _Running:
 
 def model_problems(model_config: Any) -> Iterator[str]:
     """Yield a sentence when this engine cannot sample from such a model."""
-    if "linear_attention" in (getattr(model_config, "layer_types", None) or ()):
-        yield cannot_sample(model_config, "not the state of linear-attention layers")
-    elif getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
+    if getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
         yield cannot_sample(model_config, "all of one size, and this model has several sizes")
 
 
@@ -106,6 +106,7 @@ class TorchEngine(RolloutEngine):
         with torch.device(device), no_init_weights():
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
         operators_of(kernel).install(model)
+        restart_at_every_sequence(model)
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
@@ -115,7 +116,7 @@ class TorchEngine(RolloutEngine):
         self.attend_to_cache, self._sample_tokens = _decoding_of(kernel)
         self._max_running = max_running
         self._release = frozenset(release)
-        self._cache: KVCache | None = None
+        self._cache: RowCache | None = None
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
         # Tied weights share one, and so do those that the decoder has put side by side.
@@ -282,7 +283,7 @@ class TorchEngine(RolloutEngine):
         """Make the cache large enough for these runs, and for `num_rows` rows if so many may run."""
         longest = max(len(run.request.prompt_ids) + run.request.max_response_tokens for run in runs)
         if self._cache is None:
-            self._cache = KVCache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
+            self._cache = RowCache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
         elif not self._cache.holds(len(runs), longest):
             self._cache.grow(min(num_rows, self._max_running), longest)
 
@@ -297,9 +298,9 @@ class TorchEngine(RolloutEngine):
         ends = torch.tensor(seqlens, device=self.device).cumsum(0)
         cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
         assert self._cache is not None
-        attend = self._cache.begin_prefill(
+        inputs = self._cache.begin_prefill(
             packed_attention(cu_seqlens, seqlens, self._kernel),
-            starts=cu_seqlens.tolist(),
+            seqlens=seqlens,
             sequences=[place[run.version, run.context] for run in runs],
             first_row=first_row,
         )
@@ -308,7 +309,7 @@ class TorchEngine(RolloutEngine):
             position_ids=torch.cat([torch.arange(n, device=self.device) for n in seqlens]).unsqueeze(0),
             use_cache=False,
             logits_to_keep=ends - 1,
-            attend=attend,
+            **inputs,
         ).logits[0]
         return logits[torch.tensor([place[run.version, run.context] for run in runs], device=self.device)]
 
@@ -316,11 +317,11 @@ class TorchEngine(RolloutEngine):
     def _decode(self, last: Tensor) -> Tensor:
         """Compute the logits [n, V] of the token after `last` [n] int64 in every row."""
         assert self._cache is not None
-        attend, positions = self._cache.begin_decode(self.attend_to_cache)
+        inputs, positions = self._cache.begin_decode(self.attend_to_cache)
         if self._decoder is not None:
-            return self._decoder(last, positions, self._cache.longest, attend)
+            return self._decoder(last, positions, self._cache.longest, inputs["attend"])
         return self.model(
-            input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attend=attend
+            input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **inputs
         ).logits[0]
 
     def _compact(self, unfinished: list[bool]) -> list[int]:

@@ -87,10 +87,7 @@ def test_sinks_are_refused_with_kernels_that_have_none(tmp_path: Path) -> None:
         load_model_config(model_config(path, attention="flash_attn_3"))
 
 
-def test_the_embedded_engine_refuses_what_its_cache_cannot_hold(tmp_path: Path) -> None:
-    config = load_model_config(model_config(save_qwen3_5(tmp_path)))
-    (problem,) = model_problems(config)
-    assert re.search("cannot sample from qwen3_5_text: .* state of linear-attention layers", problem)
+def test_the_embedded_engine_refuses_what_its_cache_cannot_hold() -> None:
     (problem,) = model_problems(DeepseekV3Config())
     assert re.search("cannot sample from deepseek_v3: .* several sizes", problem)
 
