@@ -42,6 +42,7 @@ class Chunks:
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a pass ask for the same
+@torch.inference_mode(False)  # an engine may ask first, and autograd later
 def cut_into_chunks(seqlens: tuple[int, ...], device: torch.device, max_size: int = MAX_CHUNK_TOKENS) -> Chunks:
     """Cut sequences of these lengths; the result's tensors are on `device`."""
     lengths = torch.tensor(seqlens)
@@ -181,6 +182,7 @@ class _Gaps:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _places_after_gaps(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Gaps:
     lengths = torch.tensor(seqlens)
     index = torch.arange(len(lengths))
