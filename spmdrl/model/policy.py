@@ -18,7 +18,9 @@ from spmdrl.model.context import Style, context_attention, gather_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
+from spmdrl.model.positions import packed_positions, placeholder_rows
 from spmdrl.model.tensor_parallel import own_weight
+from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import MicroBatch
 
 
@@ -67,6 +69,7 @@ class PackedModel(nn.Module):
         """`context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone."""
         super().__init__()
         self.model = model
+        self.trunk = Trunk(model)
         self.kernel: Kernel = kernel
         self.context = context
         self.context_style: Style = context_style
@@ -91,14 +94,33 @@ class PackedModel(nn.Module):
         # Before the layers: a copy from the host may wait for all that the device has to do.
         found = predicting_rows(wanted, micro_batch.positions, chunk)
         rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
-        hidden = self.model.base_model(
-            input_ids=self._on_device(micro_batch.token_ids[chunk]).unsqueeze(0),
-            position_ids=self._on_device(micro_batch.positions[chunk]).unsqueeze(0),
-            use_cache=False,
+        hidden = self.trunk(
+            self._on_device(micro_batch.token_ids[chunk]),
+            self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
+            images=self._placed(micro_batch, chunk),
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
-        ).last_hidden_state.squeeze(0)
+        )
         return _PredictingRows(hidden[rows], rows, token_ids, len(hidden))
+
+    def _positions(self, micro_batch: MicroBatch, seqlens: list[int]) -> Tensor:
+        """Return the positions of a micro-batch's tokens, [T] or [3, T]."""
+        family = self.trunk.family
+        if family is None or not family.has_grid_positions:
+            return micro_batch.positions
+        return packed_positions(seqlens, micro_batch.images, family=family)
+
+    def _placed(self, micro_batch: MicroBatch, chunk: slice) -> PlacedFeatures | None:
+        """Return what this rank's tokens show of the images; None when that is nothing."""
+        if not micro_batch.images:
+            return None
+        assert micro_batch.image_features is not None, "nothing has looked at the images of this micro-batch"
+        rows = placeholder_rows(micro_batch.images)
+        own = (rows >= chunk.start) & (rows < chunk.stop)
+        values = micro_batch.image_features[own]
+        return (
+            PlacedFeatures(self._on_device(rows[own] - chunk.start), self._on_device(values)) if len(values) else None
+        )
 
     def _on_device(self, values: Tensor) -> Tensor:
         """Copy to where the model computes, which is not where FSDP keeps weights that are offloaded."""
