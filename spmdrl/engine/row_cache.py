@@ -1,4 +1,4 @@
-"""What the torch engine's model remembers of the running rows, whatever kinds of layers it has."""
+"""The memory of the running rows of the torch engine, whatever kinds of layers its model has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdrl.model.recurrent import LayerStates
 
 
 class LayerInputs(TypedDict):
-    """What a forward pass hands to its layers, beside tokens and positions: each kind of layer takes its own."""
+    """Arguments of a model's forward pass that are for its layers: each kind of layer takes its own."""
 
     attend: Attend
     seqlens: list[int]

@@ -1,4 +1,4 @@
-"""What the recurrent layers of the torch engine's model remember of the running rows."""
+"""The torch engine's cache of what recurrent layers remember."""
 
 from __future__ import annotations
 

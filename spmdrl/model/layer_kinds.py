@@ -1,4 +1,4 @@
-"""Which layers of a model attend, which are recurrent, and what a recurrent layer remembers of a sequence."""
+"""Kinds of layers: those that attend, those that are recurrent, and how much these remember of a sequence."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.preflight.shapes import decoder_of
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
 from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3, save_qwen3_5
@@ -260,6 +261,21 @@ def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
     engine.wake()
     fresh = answers(engine_for(model), long)
     assert answers(engine, long) == fresh
+
+
+def test_the_planner_counts_what_the_cache_holds(model) -> None:
+    engine = engine_for(model, 4)
+    asked = [Request(prompt_ids=(3, 4), seed=i, max_response_tokens=6 if i else 1) for i in range(4)]
+    next(engine.generate(asked))  # leaves three rows of at most eight tokens in use, in a cache for four
+    decoder = decoder_of(model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()})
+    cache = engine._cache
+    assert cache is not None
+    keys_values = cache._keys_values._keys.nbytes + cache._keys_values._values.nbytes
+    assert keys_values == 4 * 8 * decoder.key_value_width * 4
+    layers = cache._states._of_layers
+    assert len(layers) == decoder.recurrent_layers
+    for elements, number in ((decoder.conv_elements, 0), (decoder.state_elements, 1)):
+        assert sum(cells[number].nbytes for cells in layers.values()) == 3 * elements * 4
 
 
 def frequencies(
