@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
 from spmdrl.model.positions import packed_positions, placeholder_rows
 from spmdrl.model.tensor_parallel import own_weight
-from spmdrl.model.trunk import PlacedFeatures, Trunk
+from spmdrl.model.trunk import Grid, PlacedFeatures, Trunk
 from spmdrl.types import MicroBatch
 
 
@@ -74,6 +75,10 @@ class PackedModel(nn.Module):
         self.context = context
         self.context_style: Style = context_style
         self.register_module("adapters", None)
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Call `Trunk.encode`; of a sharded model, every rank must call this as often as the others."""
+        return self.trunk.encode(pixels, grids)
 
     def summing_gradients(self) -> AbstractContextManager[None]:
         """Surround the backward passes of an update. FSDP sums its gradients in each of them, adapters at the end."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import IMPLEMENTATION
@@ -45,6 +46,12 @@ class Trunk:
     def towers(self) -> list[nn.Module]:
         """The modules that only images go through; none of a model of text."""
         return [] if self.family is None else [self._base.get_submodule(name) for name in self.family.tower]
+
+    @property
+    def tower_blocks(self) -> list[nn.Module]:
+        """The blocks of the towers, which are alike."""
+        modules = (module for tower in self.towers for module in tower.modules())
+        return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, *, images: PlacedFeatures | None = None, **attention: Any
