@@ -13,7 +13,7 @@ from spmdrl.model.positions import placeholder_rows
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import ImageSpan
 
-MAX_KEPT_TOKENS = 65536  # placeholders whose features are kept for later prefills
+MAX_KEPT_TOKENS = 16384  # placeholders whose features are kept for later prefills
 MAX_PATCHES = 16384  # of different images in one pass of the tower
 
 

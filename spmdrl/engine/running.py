@@ -12,7 +12,7 @@ MAX_PREFILL_TOKENS = 16384  # of different contexts in one forward pass
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the first sampled token follows, and the weights that read it. Requests with equal ones share a prefill."""
+    """The beginning that a first sampled token follows, and the weights that read it. Equal ones share a prefill."""
 
     version: int
     token_ids: tuple[int, ...]

@@ -49,7 +49,8 @@ ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to s
 
 def model_problems(model_config: Any) -> Iterator[str]:
     """Yield a sentence when this engine cannot sample from such a model."""
-    if getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
+    text = model_config.get_text_config()
+    if getattr(text, "kv_lora_rank", None) or getattr(text, "global_head_dim", None):
         yield cannot_sample(model_config, "all of one size, and this model has several sizes")
 
 
