@@ -24,7 +24,10 @@ def cannot_sample(model_config: Any, but: str) -> str:
 
 
 class KVCache:
-    """Keys and values of the running rows: per layer that attends [rows, K, capacity, D]. Rows 0 to n - 1 are in use."""
+    """Keys and values of the running rows, for each layer that attends [rows, K, capacity, D].
+
+    Rows 0 to n - 1 are in use.
+    """
 
     def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -36,7 +36,7 @@ from spmdrl.tools.text_model import main as save_text_model
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import Request, UserError
 from tests.helpers.configs import model_config
-from tests.helpers.models import GATED_DELTA_NET, SIZES, SLIDING, save_gemma3, save_gpt_oss, save_qwen3_5
+from tests.helpers.models import GATED_DELTA_NET, SIZES, SLIDING, save_gemma3, save_gpt_oss
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
