@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
+from spmdrl.data.image_store import ImageStore
 from spmdrl.data.stream import Pair, PromptStream
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -48,6 +49,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
     prompts: PromptStream
+    images: ImageStore | None  # pixels of the prompts' images on this node; None for a model of text
     held_out: list[Prompt]  # of all ranks
     held_out_pairs: list[Pair]  # of all ranks; none but in fine-tuning that evaluates
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.

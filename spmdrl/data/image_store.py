@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import mmap
@@ -119,7 +120,9 @@ def open_image_store(run_folder: Path, *, max_gib: float | None) -> ImageStore:
     status = os.statvfs(parent)
     free_bytes = status.f_bavail * status.f_frsize
     max_bytes = int(free_bytes * _FREE_FRACTION if max_gib is None else max_gib * 2**30)
-    return ImageStore(Path(parent, f"{_PREFIX}{os.getuid()}-{run}"), max_bytes=max_bytes)
+    store = ImageStore(Path(parent, f"{_PREFIX}{os.getuid()}-{run}"), max_bytes=max_bytes)
+    atexit.register(store.close)  # whatever ends the process before the system does
+    return store
 
 
 def _touched(file: Path) -> bool:

@@ -78,9 +78,7 @@ def image_file(value: Any, root: Path) -> ImageFile:
         except ValueError as error:
             raise UserError(f"an image is not valid base64: {error}") from error
     if value.startswith("data:"):
-        raise UserError(
-            f'an image in a message must begin with "data:image/...;base64,", but it does with {value[:40]!r}'
-        )
+        raise UserError(f'an image as text begins with "data:image/...;base64,", but one does with {value[:40]!r}')
     if _NETWORK.match(value):
         raise UserError(
             f"the image {value[:100]!r} is not a path: nothing is fetched over a network; copy the images beside the "

@@ -15,7 +15,6 @@ from spmdrl.types import UserError
 
 Parts = list[dict[str, Any]]
 Content = str | Parts
-IMAGE = {"type": "image"}
 _OTHER_MEDIA = ("video", "audio")
 _SOURCES = ("image", "image_url", "url", "path")  # keys that hold the image of a part
 
@@ -33,10 +32,10 @@ class PartReader:
 
     def content(self, value: Content) -> Content:
         """Return a content with its images as places. Raises UserError."""
-        parts = [{"type": "text", "text": text} if text is not None else IMAGE for text in self._split(value)]
-        if IMAGE in parts:
-            return parts
-        return "".join(part["text"] for part in parts)
+        parts = list(self._split(value))
+        if None in parts:
+            return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts]
+        return "".join(text for text in parts if text is not None)
 
     def message(self, message: Message) -> Message:
         """Return a message with its images as places."""
@@ -49,8 +48,8 @@ class PartReader:
         """Raise UserError unless the prompt has a place for each image of the column."""
         if self._num_places != len(self._column):
             raise UserError(
-                f"the prompt has {self._num_places} places for images ({IMAGE_PLACE}, or parts of the type image), and its "
-                f"column of images holds {len(self._column)}"
+                f"the prompt has {self._num_places} places for images ({IMAGE_PLACE}, or parts of the type image), and "
+                f"its column of images holds {len(self._column)}"
             )
 
     def _split(self, value: Content) -> Iterator[str | None]:
@@ -64,9 +63,10 @@ class PartReader:
                 yield from (text,) if text else ()
             return
         for part in value:
-            if (text := _text_of(part)) is None:
+            written = _text_of(part)
+            if written is None:
                 self._take(next((part[key] for key in _SOURCES if part.get(key) is not None), None))
-            yield text
+            yield written
 
     def _take(self, source: Any = None) -> None:
         if isinstance(source, dict) and isinstance(source.get("url"), str):  # as OpenAI writes it

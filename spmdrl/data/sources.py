@@ -205,9 +205,9 @@ def _prompt(value: Any, column: str, where: str) -> str | list[dict[str, Any]]:
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
-    )
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
 
 
 def question_in(prompt: Written) -> str:

@@ -49,7 +49,23 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"model.path = {path} has no tokenizer; copy the tokenizer files of the model into it")
+    if (template := _processor_template(path)) is not None:
+        tokenizer.chat_template = template
     return tokenizer
+
+
+class _ProcessorTemplate(BaseModel):
+    """The chat template of a model that reads images, in the file of its processor, which tokenizers do not read."""
+
+    model_config = ConfigDict(strict=True)
+    chat_template: str
+
+
+def _processor_template(model_dir: str) -> str | None:
+    file = Path(model_dir, "chat_template.json")
+    if not file.is_file() or Path(model_dir, "chat_template.jinja").is_file():
+        return None
+    return read_json(file, _ProcessorTemplate).chat_template
 
 
 def encode_prompt(

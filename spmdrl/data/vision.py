@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from spmdrl.config import DataConfig
-from spmdrl.config.strict import parse_json, read_bytes, shown
+from spmdrl.config.strict import shown
 from spmdrl.data.families import VisionFamily
 from spmdrl.data.image_store import Grid, ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
@@ -25,7 +25,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class PromptImages(Protocol):
-    """What becomes of the images of prompts."""
+    """Turns images of prompts into spans of placeholders, or refuses them."""
 
     @property
     def placeholder(self) -> Placeholder:
@@ -110,7 +110,8 @@ class ImageReader:
         if "image_grid_thw" in made:
             frames, rows, columns = made["image_grid_thw"][0].tolist()
             return pixels, (frames, rows, columns)
-        side = self._family.merge * math.isqrt(self._family.num_tokens((0, 0, 0)))
+        assert self._family.tokens_per_image is not None, "its images have a grid"
+        side = self._family.merge * math.isqrt(self._family.tokens_per_image)
         return pixels, (1, side, side)
 
     @cached_property
@@ -149,7 +150,8 @@ def load_processor(model_dir: str, cfg: DataConfig) -> Any:
     given = {name: limit for name, limit in limits.items() if limit is not None}
     if given and not hasattr(processor, "get_number_of_image_patches"):
         raise UserError(
-            "data.min_pixels and data.max_pixels: this model's processor makes all images equally large; remove them"
+            "data.min_pixels and data.max_pixels have no meaning: the model's processor makes all images equally large;"
+            " remove them"
         )
     size = {name: processor.size[name] for name in limits} | given if given else processor.size
     if given and size["shortest_edge"] > size["longest_edge"]:
@@ -177,18 +179,3 @@ def expanded(
         else:
             made.append(token)
     return tuple(made), tuple(spans)
-
-
-def use_processor_template(tokenizer: PreTrainedTokenizerBase, model_dir: str) -> None:
-    """Give a tokenizer the chat template of its model's processor, where that is in a file that tokenizers do not read.
-
-    Raises UserError when the file is damaged.
-    """
-    file = Path(model_dir, "chat_template.json")
-    if not file.is_file() or Path(model_dir, "chat_template.jinja").is_file():
-        return
-    found = parse_json(read_bytes(file))
-    template = found.get("chat_template") if isinstance(found, dict) else None
-    if not isinstance(template, str):
-        raise UserError(f"{shown(file)} holds no chat template")
-    tokenizer.chat_template = template

@@ -37,6 +37,7 @@ def launch_of(
         tokenizer=None,  # type: ignore[arg-type]  # nothing here has text
         stop_token_ids=stop_token_ids,
         prompts=prompts,
+        images=None,
         held_out=held_out,
         held_out_pairs=[],
         memory=None,

@@ -459,7 +459,7 @@ def test_too_few_questions_are_explained(tmp_path: Path) -> None:
 
 def test_duplicate_questions_are_held_out_once(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "twice.jsonl", [{"prompt": f"q{i % 5}", "answer": "a"} for i in range(10)])
-    encoder = stream._encoder_of(data(file), byte_tokenizer(), ())
+    encoder = stream._encoder_of(data(file), byte_tokenizer(), (), stream.NO_IMAGES)
     held_out = [
         prompt for _, prompt in held_out_prompts([FileSource(file, seed=0)], weights=[1.0], encoder=encoder, count=5)
     ]
