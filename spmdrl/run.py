@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
+from spmdrl.data.image_store import ImageStore
 from spmdrl.data.stream import Pair, PromptStream
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -53,6 +54,7 @@ class Inputs:
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
     phases: list[PhaseMemory]  # what each phase is predicted to hold
+    images: ImageStore | None = None  # None: a model of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
