@@ -135,6 +135,8 @@ class PackConfig(Section):
     balance: Literal["tokens", "flops"] = "tokens"
     """Quantity that is balanced over ranks and micro-batches: tokens, or FLOPs, where those of attention grow with the
     square of a sequence's length. See `docs/packing.md`."""
+    max_patches_per_pass: Count = 16384
+    """Most patches of images that a frozen tower looks at in one pass, unless one image alone has more."""
 
 
 @rule(PackConfig)

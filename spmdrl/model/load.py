@@ -39,6 +39,7 @@ from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import distributed_experts
+from spmdrl.model.frozen import freeze_problems, frozen_parameters
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
@@ -127,6 +128,11 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # on each rank
         yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
+
+
+def frozen_part_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for each of `model.freeze` that does not fit the model; takes no memory."""
+    yield from freeze_problems(model_without_memory(model_config, cfg), cfg.freeze)
 
 
 def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
@@ -275,11 +281,14 @@ def _load(
     if cfg.gradient_checkpointing != "none" and not waits:
         checkpoint_layers(
             model,
-            decoder_layers(model),
+            [*decoder_layers(model), *policy.trunk.tower_blocks],
             recomputed=cfg.gradient_checkpointing,
             every_layers=cfg.checkpoint_every_layers,
         )
-    return policy.requires_grad_(role == "trained")
+    policy.requires_grad_(role == "trained")
+    for parameter in frozen_parameters(model, cfg.freeze).values():
+        parameter.requires_grad_(False)
+    return policy
 
 
 def load_reference(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -116,16 +117,24 @@ class PackedModel(nn.Module):
         return packed_positions(seqlens, micro_batch.images, family=family)
 
     def _placed(self, micro_batch: MicroBatch, chunk: slice) -> PlacedFeatures | None:
-        """Return what this rank's tokens show of the images; None when that is nothing."""
-        if not micro_batch.images:
+        """Return the part of the images that is among this rank's tokens; None where the micro-batch has none.
+
+        A model that looks at pixels itself gets an empty part, so that its backward pass goes through the tower too.
+        """
+        distinct, features = micro_batch.distinct_images, micro_batch.image_features
+        if micro_batch.pixels is not None:
+            grids = [image.grid for image in distinct.values()] or [self.trunk.blank_image()[1]]
+            features = tuple(self.trunk.encode(micro_batch.pixels, grids))
+        if features is None:
+            assert not distinct, "nothing has looked at the images of this micro-batch"
             return None
-        assert micro_batch.image_features is not None, "nothing has looked at the images of this micro-batch"
+        table = torch.cat([self._on_device(of_image) for of_image in features])
+        starts = accumulate((image.num_tokens for image in distinct.values()), initial=0)
+        start_of = dict(zip(distinct, starts, strict=False))
         rows = placeholder_rows(micro_batch.images)
+        sources = placeholder_rows([replace(image, start=start_of[image.digest]) for image in micro_batch.images])
         own = (rows >= chunk.start) & (rows < chunk.stop)
-        values = micro_batch.image_features[own]
-        return (
-            PlacedFeatures(self._on_device(rows[own] - chunk.start), self._on_device(values)) if len(values) else None
-        )
+        return PlacedFeatures(self._on_device(rows[own] - chunk.start), table[self._on_device(sources[own])])
 
     def _on_device(self, values: Tensor) -> Tensor:
         """Copy to where the model computes, which is not where FSDP keeps weights that are offloaded."""

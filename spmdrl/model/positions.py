@@ -61,7 +61,7 @@ def packed_positions(seqlens: Sequence[int], images: Sequence[ImageSpan], *, fam
 
 def placeholder_rows(images: Sequence[ImageSpan]) -> Tensor:
     """Return the places of the images' placeholders, [N] int64, in order."""
-    return torch.cat([torch.arange(image.start, image.end) for image in images])
+    return torch.cat([torch.arange(0), *(torch.arange(image.start, image.end) for image in images)])
 
 
 def _grid(image: ImageSpan, family: VisionFamily) -> tuple[int, int, int]:

@@ -85,13 +85,24 @@ class Trunk:
         pixels are as the model's processor left them: [P, C] for the P patches of a grid, or [1, 3, H, W].
         """
         assert self.family is not None, "a model of text has no tower"
-        weight = next(self.towers[0].parameters())
-        inputs: dict[str, Any] = {"pixel_values": torch.cat([*pixels]).to(weight.device, weight.dtype)}
+        device = self._model.get_input_embeddings().weight.device  # FSDP may keep a tower's own weights elsewhere
+        dtype = next(self.towers[0].parameters()).dtype
+        inputs: dict[str, Any] = {"pixel_values": torch.cat([x.to(device, dtype) for x in pixels])}
         if self.family.tokens_per_image is None:
-            inputs["image_grid_thw"] = torch.tensor(grids, device=weight.device)
+            inputs["image_grid_thw"] = torch.tensor(grids, device=device)
         output = self._base.get_image_features(**inputs, return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return [torch.stack(of_image, dim=1) for of_image in zip(*levels, strict=True)]
+
+    def blank_image(self) -> tuple[Tensor, Grid]:
+        """Return the pixels and the grid of the smallest image, all 0."""
+        assert self.family is not None, "a model of text has no tower"
+        vision, merge = self._model.config.vision_config, self.family.merge
+        if self.family.tokens_per_image is not None:
+            side = vision.image_size // vision.patch_size
+            return torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size), (1, side, side)
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return torch.zeros(merge**2, width), (1, merge, merge)
 
 
 def model_class(config: Any) -> Any:

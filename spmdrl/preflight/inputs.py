@@ -33,6 +33,7 @@ from spmdrl.model.adapted import adapter_problems
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
     compute_dtype,
+    frozen_part_problems,
     load_critic_config,
     load_model_config,
     model_without_memory,
@@ -43,6 +44,7 @@ from spmdrl.model.weight_files import weight_file_problems
 from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
+from spmdrl.preflight.vision import vision_problems
 from spmdrl.report import RunFolder
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
@@ -86,6 +88,7 @@ def open_inputs(
     for model in (policy, critic) if critic and critic.cfg.path != cfg.model.path else (policy,):
         found.ask(_weight_problems, model)
     found.ask(_adapter_problems, cfg, policy)
+    found.ask(_vision_problems, cfg, policy)
     for model in (policy, critic):
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
@@ -328,7 +331,7 @@ def _source_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     if limit is not None and longest > limit:
         yield (
@@ -345,12 +348,18 @@ def _adapter_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator
     return adapter_problems(policy.config, policy.cfg, cfg.lora)
 
 
+def _vision_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+    yield from frozen_part_problems(policy.config, policy.cfg)
+    yield from vision_problems(cfg, policy.config)
+
+
 def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel) -> Iterator[str]:
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= model.config.vocab_size:
+    vocabulary = model.config.get_text_config().vocab_size
+    if largest >= vocabulary:
         yield (
             f"{model.setting}: the tokenizer makes token ids up to {largest}, but the model has only "
-            f"{model.config.vocab_size} of them (vocab_size); the tokenizer belongs to another model"
+            f"{vocabulary} of them (vocab_size); the tokenizer belongs to another model"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from spmdrl.data.families import VisionFamily, family_of
+from spmdrl.data.image_store import ImageStore
 from spmdrl.types import ImageSpan, Sequence
 from tests.helpers.models import EXPERTS, GATED_DELTA_NET, SIZES, SLIDING
 
@@ -147,10 +148,7 @@ def picture(path: str, number: int) -> Picture:
 
 
 def sequence_with(path: str, *pictures: Picture, index: int = 0, response: int = 7) -> Sequence:
-    """A sequence with these images between pieces of text, and a response of random tokens.
-
-    Its seventh index and every seventh after it has an image placeholder that the policy sampled.
-    """
+    """A sequence with these images between pieces of text, and a response of random tokens."""
     family, rng = _family(AutoConfig.from_pretrained(path)), random.Random(index)
     token_ids, spans = [], []
     for shown in pictures:
@@ -180,6 +178,18 @@ def mixed_sequences(path: str) -> tuple[list[Sequence], dict[str, Picture]]:
         for index, numbers in enumerate(of_each)
     ]
     return sequences, {one.digest: one for one in shown}
+
+
+def stored(sequences: list[Sequence], pictures: dict[str, Picture], folder: Path) -> tuple[list[Sequence], ImageStore]:
+    """The sequences with the digests of a store in `folder`, which has the images; changes those of `pictures` too."""
+    store = ImageStore(folder, max_bytes=2**24)
+    new = {digest: store.put(one.pixels, one.grid) for digest, one in pictures.items()}
+    pictures |= {new[digest]: replace(one, digest=new[digest]) for digest, one in list(pictures.items())}
+    renamed = [
+        replace(one, images=tuple(replace(image, digest=new[image.digest]) for image in one.images))
+        for one in sequences
+    ]
+    return renamed, store
 
 
 def inputs_of(path: str, sequence: Sequence, pictures: dict[str, Picture]) -> dict[str, Tensor]:
