@@ -70,6 +70,10 @@ class ImageStore:
         num_dimensions, *sizes = _HEADER.unpack_from(mapped)[:5]
         return torch.frombuffer(mapped, dtype=torch.float32, offset=_HEADER.size).view(sizes[:num_dimensions])
 
+    def __contains__(self, digest: str) -> bool:
+        """Return True where an image is here, and count that as its use."""
+        return _touched(self.folder / digest)
+
     def close(self) -> None:
         """Remove the images, unless another process of the run still reads them."""
         self._shared.close()

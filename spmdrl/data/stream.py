@@ -9,7 +9,7 @@ import functools
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -165,6 +165,14 @@ class PromptStream:
         """Return prompts `start` to `start + count - 1` of the stream, whose images are then in the run's store."""
         return [self._prompt_and_row(index)[0] for index in range(start, start + count)]
 
+    def restore(self, prompt: Prompt) -> None:
+        """Put the images of a prompt of this stream into the node's store again, unless they are there.
+
+        Raises UserError when they have changed.
+        """
+        if not self._encoder.images.has(prompt):
+            _require_same(prompt, self.take(prompt.prompt_id, 1)[0].images)
+
     def pairs(self, start: int, count: int) -> list[Pair]:
         """Return prompts `start` to `start + count - 1`, each with what is to be imitated."""
         return [_pair(*self._prompt_and_row(index)) for index in range(start, start + count)]
@@ -216,6 +224,14 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: Prom
     )
 
 
+def _require_same(prompt: Prompt, images: tuple[ImageSpan, ...]) -> None:
+    if images != prompt.images:
+        raise UserError(
+            f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those any more that they "
+            "were when the run first read them; restore the data, or copy it to a place where nobody writes"
+        )
+
+
 def _pair(prompt: Prompt, row: Row) -> Pair:
     if row.response is None:
         raise UserError(
@@ -225,36 +241,66 @@ def _pair(prompt: Prompt, row: Row) -> Pair:
     return Pair(prompt, (Exchange((), row.response), *row.later))
 
 
-def held_out_prompts(
-    sources: Sequence[Source], *, weights: Sequence[float], encoder: PromptEncoder, count: int
-) -> Iterator[tuple[Row, Prompt]]:
-    """Yield `count` prompts with distinct questions and their rows, divided over the sources by weight."""
-    rows = held_out_rows(sources, weights=weights, encoder=encoder, count=count)
-    for prompt_id, (task, row) in enumerate(rows):
-        encoded = encoder(row)
+class HeldOutPrompts(list[Prompt]):
+    """Held-out prompts, with what it takes to read their images again. The place of each is its `prompt_id`."""
+
+    def __init__(self, rows: Iterable[HeldOutRow] = (), encoder: PromptEncoder | None = None) -> None:
+        """Without rows there are none. The images are then in the run's store."""
+        self._encoder = encoder
+        self._rows = list(rows)
+        super().__init__(self._read(prompt_id) for prompt_id in range(len(self._rows)))
+
+    def pairs(self) -> list[Pair]:
+        """Return each prompt with what would be imitated."""
+        return [_pair(prompt, held_out.row) for prompt, held_out in zip(self, self._rows, strict=True)]
+
+    def restore(self, prompt: Prompt) -> None:
+        """Put the images of one of the prompts into the node's store again, unless they are there.
+
+        Raises UserError when they have changed.
+        """
+        if self._encoder is not None and not self._encoder.images.has(prompt):
+            _require_same(prompt, self._read(prompt.prompt_id).images)
+
+    def _read(self, prompt_id: int) -> Prompt:
+        held_out = self._rows[prompt_id]
+        assert self._encoder is not None, "rows come with an encoder"
+        encoded = self._encoder(held_out.row)
         assert encoded is not None, "it fits"
-        yield row, _prompt(prompt_id, task, row, encoded, encoder)
+        return _prompt(prompt_id, held_out.source.task, held_out.row, encoded, self._encoder)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRow:
+    """A row of a source, by its number."""
+
+    source: Source
+    number: int
+
+    @property
+    def row(self) -> Row:
+        """The row itself, read from the file."""
+        return self.source.row(self.number)
 
 
 def held_out_rows(
     sources: Sequence[Source], *, weights: Sequence[float], encoder: PromptEncoder, count: int
-) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of `held_out_prompts` with the names of their sources; no image is decoded."""
+) -> Iterator[HeldOutRow]:
+    """Yield `count` rows with distinct questions, divided over the sources by weight; no image is decoded."""
     turns = Turns(weights)
     seen: set[str] = set()
     candidates = [_distinct(source, encoder, seen) for source in sources]
-    for prompt_id in range(count):
-        place, number = turns.at(prompt_id)
-        row = next(candidates[place], None)
-        if row is None:
+    for place, number in map(turns.at, range(count)):
+        found = next(candidates[place], None)
+        if found is None:
             raise UserError(
                 f"held out: num_prompts = {count}, but the source {sources[place].task} has only {number} distinct "
                 "questions that fit; lower num_prompts"
             )
-        yield sources[place].task, row
+        yield found
 
 
-def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[Row]:
+def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[HeldOutRow]:
     """Yield the source's rows whose question is not in `seen`, and add them to it; stop after too many misses."""
     index = misses = 0
     while misses < MAX_ATTEMPTS if source.num_rows is None else index < source.num_rows:
@@ -263,7 +309,7 @@ def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterato
         is_new = key not in seen and encoder.fits(row)
         if is_new:
             seen.add(key)
-            yield row
+            yield HeldOutRow(source, index)
         index += 1
         misses = 0 if is_new else misses + 1
 
@@ -283,12 +329,12 @@ def make_training_stream(
     `tools` are the schemas that chat templates show, `images` what becomes of images.
     """
     encoder = _encoder_of(cfg, tokenizer, tools, images)
-    held_out = held_out_rows(**_held_out_of(held_out_cfg, form), encoder=encoder) if held_out_cfg else ()
+    held_outs = _held_out_of(held_out_cfg, form, encoder) if held_out_cfg else ()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place), form=form) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
         encoder=encoder,
-        exclude=frozenset(question_key(row) for _, row in held_out),
+        exclude=frozenset(question_key(held_out.row) for held_out in held_outs),
     )
 
 
@@ -300,36 +346,23 @@ def make_held_out(
     tools: Sequence[Schema] = (),
     form: Form = asked,
     images: PromptImages = NO_IMAGES,
-) -> list[Prompt]:
+) -> HeldOutPrompts:
     """Make the held-out prompts; `prompt_id` counts from 0.
 
     They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
     """
     encoder = _encoder_of(cfg, tokenizer, tools, images)
-    return [prompt for _, prompt in held_out_prompts(**_held_out_of(held_out_cfg, form), encoder=encoder)]
+    return HeldOutPrompts(_held_out_of(held_out_cfg, form, encoder), encoder)
 
 
-def make_held_out_pairs(
-    cfg: DataConfig,
-    held_out_cfg: HeldOutConfig,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Form,
-    images: PromptImages = NO_IMAGES,
-) -> list[Pair]:
-    """Make the held-out prompts with what would be imitated: those of `make_held_out` for the same rows."""
-    encoder = _encoder_of(cfg, tokenizer, (), images)
-    return [_pair(prompt, row) for row, prompt in held_out_prompts(**_held_out_of(held_out_cfg, form), encoder=encoder)]
-
-
-def _held_out_of(held_out_cfg: HeldOutConfig, form: Form) -> dict[str, Any]:
-    """Return the arguments of `held_out_rows` besides the encoder."""
+def _held_out_of(held_out_cfg: HeldOutConfig, form: Form, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
     entries = held_out_cfg.sources
-    return {
-        "sources": [open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(entries)],
-        "weights": [source.weight for source in entries],
-        "count": held_out_cfg.num_prompts,
-    }
+    return held_out_rows(
+        [open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(entries)],
+        weights=[source.weight for source in entries],
+        encoder=encoder,
+        count=held_out_cfg.num_prompts,
+    )
 
 
 def _encoder_of(

@@ -19,7 +19,7 @@ from spmdrl.data.families import VisionFamily
 from spmdrl.data.image_store import Grid, ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.tokenizer import Placeholder
-from spmdrl.types import ImageSpan, UserError
+from spmdrl.types import ImageSpan, Prompt, UserError
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -40,6 +40,10 @@ class PromptImages(Protocol):
         """Keep the pixels of an image whose first placeholder is token `start`. Raises UserError."""
         ...
 
+    def has(self, prompt: Prompt) -> bool:
+        """Return True where the pixels of all images of a prompt are at hand, which are then kept longest."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NoImages:
@@ -56,6 +60,9 @@ class NoImages:
 
     def span(self, image: ImageFile, start: int) -> ImageSpan:
         raise UserError(self.reason)
+
+    def has(self, prompt: Prompt) -> bool:
+        return not prompt.images
 
 
 class ImageReader:
@@ -96,6 +103,9 @@ class ImageReader:
         pixels, grid = self._processed(image)
         num_tokens = self._family.num_tokens(grid)
         return ImageSpan(digest=self.store.put(pixels, grid), start=start, num_tokens=num_tokens, grid=grid)
+
+    def has(self, prompt: Prompt) -> bool:
+        return all([image.digest in self.store for image in prompt.images])
 
     def _processed(self, image: ImageFile) -> tuple[Tensor, Grid]:
         """Return pixels [P, C] or [1, 3, H, W] float32, and the grid of patches."""

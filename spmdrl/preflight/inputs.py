@@ -20,7 +20,7 @@ from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore, open_image_store
 from spmdrl.data.sources import open_source
-from spmdrl.data.stream import Form, Pair, PromptStream, make_held_out, make_held_out_pairs, make_training_stream
+from spmdrl.data.stream import Form, HeldOutPrompts, Pair, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageReader, NoImages, PromptImages
@@ -50,7 +50,7 @@ from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
-from spmdrl.types import Prompt, UserError
+from spmdrl.types import UserError
 
 T = TypeVar("T")
 
@@ -101,8 +101,8 @@ def open_inputs(
     with ExitStack() as exits:
         environment = found.get(open_environment, cfg, exits)
         prompts = found.get(_open_prompts, cfg, tokenizer, environment, images)
-        pairs = found.get(_open_held_out_pairs, cfg, tokenizer, images)
         held_out = found.get(_open_held_out, cfg, tokenizer, environment, images)
+        pairs = found.get(_open_held_out_pairs, cfg, held_out)
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts)
     if prompts is None:
@@ -217,19 +217,17 @@ def _open_prompts(
 
 def _open_held_out(
     cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: PromptImages
-) -> list[Prompt]:
+) -> HeldOutPrompts:
     table = _held_out_table(cfg)
     if table is None:
-        return []
+        return HeldOutPrompts()
     return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=environment.tools, form=_form(cfg), images=images)
 
 
-def _open_held_out_pairs(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, images: PromptImages
-) -> list[Pair]:
+def _open_held_out_pairs(cfg: Config | SftConfig, held_out: HeldOutPrompts) -> list[Pair]:
     if isinstance(cfg, Config) or cfg.held_out is None or cfg.held_out.every == "never":
         return []
-    return make_held_out_pairs(cfg.data, cfg.held_out, tokenizer=tokenizer, form=_form(cfg), images=images)
+    return held_out.pairs()
 
 
 def _form(cfg: Config | SftConfig) -> Form:
@@ -403,7 +401,7 @@ class HeldOut:
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
-    prompts: list[Prompt]
+    prompts: HeldOutPrompts
     images: ImageStore | None  # of the prompts
 
 
@@ -414,6 +412,14 @@ def open_held_out(cfg: Config) -> HeldOut:
     with ExitStack() as exits:
         prompts = _open_held_out(cfg, tokenizer, open_environment(cfg, exits), images)
     return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts, _store_of(images))
+
+
+def open_training_prompts(cfg: Config) -> tuple[PromptStream, ImageStore | None]:
+    """Open the stream of a run's prompts, and the store of their images. Raises UserError."""
+    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    images = _open_images(cfg, _open_policy(cfg), tokenizer)
+    with ExitStack() as exits:
+        return _open_prompts(cfg, tokenizer, open_environment(cfg, exits), images), _store_of(images)
 
 
 def _store_of(images: PromptImages) -> ImageStore | None:
