@@ -55,7 +55,6 @@ class Inputs:
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
     phases: list[PhaseMemory]  # what each phase is predicted to hold
-    images: ImageStore | None = None  # None: a model of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

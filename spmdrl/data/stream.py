@@ -227,8 +227,8 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: Prom
 def _require_same(prompt: Prompt, images: tuple[ImageSpan, ...]) -> None:
     if images != prompt.images:
         raise UserError(
-            f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those any more that they were "
-            "when the run first read them; restore the data, or copy it to a place where nobody writes"
+            f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those any more that they "
+            "were when the run first read them; restore the data, or copy it to a place where nobody writes"
         )
 
 

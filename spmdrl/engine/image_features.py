@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.data.image_store import ImageStore
 from spmdrl.model.positions import placeholder_rows
 from spmdrl.model.trunk import PlacedFeatures, Trunk
-from spmdrl.types import ImageSpan
+from spmdrl.types import ImageSpan, UserError
 
 MAX_KEPT_TOKENS = 16384  # placeholders whose features are kept for later prefills
 MAX_PATCHES = 16384  # of different images in one pass of the tower
@@ -42,8 +42,13 @@ class ImageFeatures:
         self._kept.clear()
 
     def _pixels(self, image: ImageSpan) -> Tensor:
-        pixels = None if self._store is None else self._store.get(image.digest)
-        assert pixels is not None, f"whoever asks puts an image's pixels in the store, and {image.digest} is not there"
+        assert self._store is not None, "a model of text was asked about an image"
+        pixels = self._store.get(image.digest)
+        if pixels is None:
+            raise UserError(
+                f"the pixels of the image {image.digest} were removed before the engine looked at it: there is no room "
+                "for the images of the requests that run together; raise data.image_store_gib"
+            )
         return pixels
 
     def _forget_others(self, needed: Collection[str]) -> None:

@@ -348,6 +348,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "dtype": run.dtype,
         "kernel": run.kernel,
         "max_running": run.cfg.rollout.max_running,
+        "images": run.inputs.images,
     }
 
 

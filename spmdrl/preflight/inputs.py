@@ -414,5 +414,13 @@ def open_held_out(cfg: Config) -> HeldOut:
     return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts, _store_of(images))
 
 
+def open_training_prompts(cfg: Config) -> tuple[PromptStream, ImageStore | None]:
+    """Open the stream of a run's prompts, and the store of their images. Raises UserError."""
+    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    images = _open_images(cfg, _open_policy(cfg), tokenizer)
+    with ExitStack() as exits:
+        return _open_prompts(cfg, tokenizer, open_environment(cfg, exits), images), _store_of(images)
+
+
 def _store_of(images: PromptImages) -> ImageStore | None:
     return images.store if isinstance(images, ImageReader) else None

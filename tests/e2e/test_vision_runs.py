@@ -19,7 +19,7 @@ from tests.helpers.small_run import (
     weights,
     write_config,
 )
-from tests.helpers.vision import picture, save_vision_files
+from tests.helpers.vision import photo, save_vision_files
 from tests.helpers.vision_models import save_qwen3_vl
 
 EXACT = 1e-5  # nats between engine and trainer
@@ -49,7 +49,7 @@ def sources(folder: Path, name: str, *, first: int, count: int) -> dict[str, Any
         images = []
         for place in range(number % 4):
             images.append(f"{name}-{number}-{place}.png")
-            picture(rng.randint(8, 30), rng.randint(8, 30), seed=10 * number + place).save(folder / images[-1])
+            photo(rng.randint(8, 30), rng.randint(8, 30), seed=10 * number + place).save(folder / images[-1])
         lines.append({"prompt": "<image>and" * len(images) + f" {number}", "answer": "7", "images": images})
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return {"sources": [{"kind": "jsonl", "path": f"{folder}/{name}.jsonl", "image_column": "images"}]}
@@ -107,7 +107,12 @@ def test_images_that_found_no_room_are_read_again(folder: Path, straight: Path) 
 
 def test_unfinished_groups_go_on(folder: Path) -> None:
     """Groups with images that are aborted at the end of a step, and that a second process goes on with."""
-    settings = ("rollout.partial=true", "rollout.extra_groups=2", "run.deterministic=false", "debug.assert_on_policy=false")
+    settings = (
+        "rollout.partial=true",
+        "rollout.extra_groups=2",
+        "run.deterministic=false",
+        "debug.assert_on_policy=false",
+    )
     launch(folder, 2, "run.name=partial", "run.num_steps=2", *settings)
     launch(folder, 2, "run.name=partial", *settings)
     run = folder / "runs/partial"

@@ -18,6 +18,8 @@ from spmdrl.model.load import load_model_config
 from spmdrl.report import Report, RunFolder
 from spmdrl.run import Inputs, Launch
 
+NONE_HELD_OUT = HeldOutPrompts()
+
 
 def launch_of(
     cfg: Config,
@@ -27,7 +29,7 @@ def launch_of(
     folder: Path,
     *,
     prompts: Any = None,
-    held_out: Any = HeldOutPrompts(),
+    held_out: Any = NONE_HELD_OUT,
     stop_token_ids: frozenset[int] = frozenset({1}),
     rewards: Any = None,
 ) -> Launch[Config]:
