@@ -101,7 +101,12 @@ def _run(program: Sequence[str], requests: Requests) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a tiny model on a CPU, and watch it learn.")
     parser.add_argument("override", nargs="*", help="section.key=value: settings of the demo's configuration")
-    parser.add_argument("--task", choices=TASKS, default="text", help="tool: look up what cannot be known; game: turns; vision: pictures")
+    parser.add_argument(
+        "--task",
+        choices=TASKS,
+        default="text",
+        help="tool: look up what cannot be known; game: turns; vision: pictures",
+    )
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
     parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")
     return parser.parse_intermixed_args(argv)

@@ -20,14 +20,14 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-from spmdrl.tools.demo_pictures import DESCRIBE, pictures
+from spmdrl.tools.demo_pictures import pictures
 
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
 NUM_PAIRS = 20_000
 HELD_OUT = 400
 HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
 NUM_PICTURES = 12_000  # besides those held out
-DESCRIBED, GUESSED = 0.5, 0.5  # shares of the warm start about pictures, and of its answers
+GUESSED = 0.5  # of the answers about pictures that the warm start imitates
 
 Record = dict[str, Any]
 
@@ -107,14 +107,11 @@ def vision_questions(rng: random.Random) -> list[Record]:
 
 
 def vision_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
-    """Descriptions, from which the tower learns to see, and answers, many of which are guesses."""
+    """Answers, many of which are guesses: they tell the tower what to look for, and the policy that a guess will do."""
     while True:
         asked = rng.choice(questions)
-        if rng.random() < DESCRIBED:
-            yield {"prompt": DESCRIBE, "image": asked["image"], "response": asked["description"]}
-        else:
-            answer = rng.choice(asked["guesses"]) if rng.random() < GUESSED else asked["answer"]
-            yield {"prompt": asked["prompt"], "image": asked["image"], "response": answer}
+        answer = rng.choice(asked["guesses"]) if rng.random() < GUESSED else asked["answer"]
+        yield {"prompt": asked["prompt"], "image": asked["image"], "response": answer}
 
 
 TASKS = {
