@@ -34,18 +34,20 @@ class Task:
     sglang_steps: int
     words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat
     form: str = "--chat"  # of the model that has such words
+    hidden_size: int = 128
 
     @property
     def model_options(self) -> list[str]:
         """The options of the program that makes the model."""
-        return ["--num-layers", "2", *((self.form, "--words", *self.words) if self.words else ())]
+        sizes = ["--num-layers", "2", "--hidden-size", str(self.hidden_size)]
+        return [*sizes, *((self.form, "--words", *self.words) if self.words else ())]
 
 
 TASKS: Mapping[str, Task] = {
     "text": Task(sglang_steps=230),
     "tool": Task(40, ("colour of ", "lookup", "key", *COLOURS)),
     "game": Task(120, ("game ", "10", "higher", "lower", "no number")),
-    "vision": Task(60, demo_pictures.WORDS, "--vision"),
+    "vision": Task(60, demo_pictures.WORDS, "--vision", hidden_size=64),
 }
 
 

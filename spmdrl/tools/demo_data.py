@@ -1,8 +1,7 @@
 """Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision DIR`.
 
 train.jsonl and held-out.jsonl hold questions, none of them in both. sft.jsonl holds what the warm start imitates: a
-policy that knows the forms of what it may write, and not what leads to success. Questions about pictures are in files
-of parquet, with their pictures.
+policy that knows the forms of what it may write, and not what leads to success. Pictures stand in the lines, as base64.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import pyarrow
-from pyarrow import parquet
 
 from spmdrl.tools.demo_pictures import pictures
 
@@ -122,11 +118,8 @@ TASKS = {
 
 
 def write(path: Path, records: list[Record]) -> None:
-    """Write the records as lines of JSON, or as a table in groups of few rows, each of which is read at once."""
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    else:
-        parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=1000)
+    """Write the records as lines of JSON."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,10 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     held_out, train = asked[:HELD_OUT], asked[HELD_OUT:]
     imitated = pairs(train, rng)
     arguments.dir.mkdir(parents=True, exist_ok=True)
-    form = "parquet" if "image" in train[0] else "jsonl"
-    write(arguments.dir / f"held-out.{form}", held_out)
-    write(arguments.dir / f"train.{form}", train)
-    write(arguments.dir / f"sft.{form}", [next(imitated) for _ in range(NUM_PAIRS)])
+    write(arguments.dir / "held-out.jsonl", held_out)
+    write(arguments.dir / "train.jsonl", train)
+    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS)])
     return 0
 
 

@@ -6,6 +6,7 @@ follows from the random numbers that the caller hands over.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import random
 from collections.abc import Iterator
@@ -33,14 +34,14 @@ class Question:
     """A question about a picture, its answer, and what somebody could answer who sees no more than the size."""
 
     prompt: str
-    image: bytes  # a PNG file
+    image: str  # a PNG file, as base64
     answer: str
     guesses: tuple[str, ...]
 
 
 def pictures(rng: random.Random) -> Iterator[Question]:
     """Yield questions without end, each about a picture of its own: the kinds in turn, and all answers alike."""
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     for kind in itertools.cycle(KINDS):
         question = _question(kind, rng)
         if question.image not in seen:
@@ -65,7 +66,8 @@ def _question(kind: str, rng: random.Random) -> Question:
         _draw(ImageDraw.Draw(image), cell, shape, COLOURS[colour], rng)
     file = BytesIO()
     image.save(file, format="PNG")
-    return Question(prompt=f"<image>{kind}?", image=file.getvalue(), answer=answer, guesses=guesses)
+    in_letters = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return Question(prompt=f"<image>{kind}?", image=in_letters, answer=answer, guesses=guesses)
 
 
 def _draw(

@@ -148,9 +148,10 @@ def _with_tower(decoder: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
     sections = [half - 2 * (half // 3), half // 3, half // 3]  # of frame, row and column
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections, "mrope_interleaved": True}
     begin, end, image, video = tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS))
-    return Qwen3VLForConditionalGeneration(
+    # The usual start is made for wide models: with it, one so narrow begins to see only after hundreds of steps.
+    model = Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(
-            text_config=decoder | {"rope_parameters": rope},
+            text_config=decoder | {"rope_parameters": rope, "initializer_range": 0.1},
             vision_config={
                 "depth": 1,
                 "hidden_size": _TOWER_SIZE,
@@ -162,6 +163,7 @@ def _with_tower(decoder: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
                 "out_hidden_size": decoder["hidden_size"],
                 "num_position_embeddings": (MAX_SIDE // PATCH) ** 2,
                 "deepstack_visual_indexes": [0],
+                "initializer_range": 0.05,
             },
             image_token_id=image,
             video_token_id=video,
@@ -170,6 +172,8 @@ def _with_tower(decoder: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> 
             tie_word_embeddings=True,
         )
     )
+    torch.nn.init.normal_(model.model.visual.pos_embed.weight)
+    return model
 
 
 def _image_processor() -> Qwen2VLImageProcessorPil:
