@@ -181,6 +181,7 @@ class TorchEngine(RolloutEngine):
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
+            self._features.take(request.images)
             yield Running(index, request, self.version)
 
     def _end(self, runs: Sequence[Running]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.trunk import Trunk
 from spmdrl.refit.refit import load_whole
-from spmdrl.types import Request, Response
+from spmdrl.types import Request, Response, UserError
 from spmdrl.types import Sequence as Tokens
 from tests.helpers.vision_models import (
     IMAGE,
@@ -189,6 +189,23 @@ def test_features_that_found_no_room_are_computed_again(looking: Looking, monkey
     assert len(engine._features._kept) == 1
     engine.sleep()
     assert not engine._features._kept
+
+
+def test_pixels_may_be_removed_while_their_request_waits(looking: Looking) -> None:
+    """A store that has room for the images of one prompt."""
+    asked, store = looking.requests(), {}
+    crowded = replace(looking, pictures={}).engine(8)
+    crowded._features._store = store
+
+    def shown_one_by_one() -> Iterator[Request]:
+        for request in asked:
+            store.clear()
+            store.update((image.digest, looking.pictures[image.digest].pixels) for image in request.images)
+            yield request
+
+    assert dict(crowded.generate(shown_one_by_one())) == dict(enumerate(answers(looking.engine(8), asked)))
+    with pytest.raises(UserError, match=r"raise data\.image_store_gib"):
+        answers(crowded, asked)
 
 
 def test_new_weights_of_the_tower_are_seen(looking: Looking) -> None:
