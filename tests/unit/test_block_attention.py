@@ -60,5 +60,5 @@ def test_blocks_are_seen_whole(kernel: Kernel, window: int | None) -> None:
 
 
 def test_a_kernel_that_is_only_causal_is_refused() -> None:
-    with pytest.raises(UserError, match='model.attention = "flash_attn_2" cannot let the tokens of an image'):
-        packed_attention(CU_SEQLENS, SEQLENS, "flash_attn_2", blocks=BLOCKS)
+    with pytest.raises(UserError, match="cannot let the tokens of an image see each other"):
+        packed_attention(CU_SEQLENS, SEQLENS, "invariant", blocks=BLOCKS)
