@@ -17,7 +17,7 @@ from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
 from spmdrl.data.image_store import ImageStore
-from spmdrl.data.stream import Pair, PromptStream
+from spmdrl.data.stream import HeldOutPrompts, Pair, PromptStream
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -34,7 +34,7 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.model.policy import Policy
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
-from spmdrl.types import Prompt, UserError
+from spmdrl.types import UserError
 
 SettingsT = TypeVar("SettingsT", bound=Config | SftConfig)
 T = TypeVar("T")
@@ -49,12 +49,12 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
     prompts: PromptStream
-    held_out: list[Prompt]  # of all ranks
+    images: ImageStore | None  # pixels of the prompts' images on this node; None for a model of text
+    held_out: HeldOutPrompts  # of all ranks
     held_out_pairs: list[Pair]  # of all ranks; none but in fine-tuning that evaluates
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
     phases: list[PhaseMemory]  # what each phase is predicted to hold
-    images: ImageStore | None = None  # None: a model of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

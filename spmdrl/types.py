@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spmdrl.conversation import Action, Message, Observation
+from spmdrl.conversation import Action, Message, Observation, as_text
 
 FinishReason = Literal["stop", "length", "abort"]
 # Of an episode. The first three end a response too: an episode without an environment is one response.
@@ -81,7 +81,7 @@ class Prompt:
     @property
     def question(self) -> str:
         """The text without the template: the last message of a chat."""
-        return str(self.messages[-1]["content"]) if self.messages else self.text
+        return as_text(self.messages[-1]["content"]) if self.messages else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import mmap
@@ -69,6 +70,10 @@ class ImageStore:
         num_dimensions, *sizes = _HEADER.unpack_from(mapped)[:5]
         return torch.frombuffer(mapped, dtype=torch.float32, offset=_HEADER.size).view(sizes[:num_dimensions])
 
+    def __contains__(self, digest: str) -> bool:
+        """Return True where an image is here, and count that as its use."""
+        return _touched(self.folder / digest)
+
     def close(self) -> None:
         """Remove the images, unless another process of the run still reads them."""
         self._shared.close()
@@ -119,7 +124,9 @@ def open_image_store(run_folder: Path, *, max_gib: float | None) -> ImageStore:
     status = os.statvfs(parent)
     free_bytes = status.f_bavail * status.f_frsize
     max_bytes = int(free_bytes * _FREE_FRACTION if max_gib is None else max_gib * 2**30)
-    return ImageStore(Path(parent, f"{_PREFIX}{os.getuid()}-{run}"), max_bytes=max_bytes)
+    store = ImageStore(Path(parent, f"{_PREFIX}{os.getuid()}-{run}"), max_bytes=max_bytes)
+    atexit.register(store.close)  # whatever ends the process before the system does
+    return store
 
 
 def _touched(file: Path) -> bool:

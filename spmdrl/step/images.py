@@ -190,5 +190,5 @@ def start_images(run: Launch[SettingsT], model: PackedModel) -> Images:
         run.meshes,
         dtype=run.dtype,
         max_patches=run.cfg.pack.max_patches_per_pass,
-        again=lambda prompt: run.inputs.prompts.take(prompt.prompt_id, 1),
+        again=run.inputs.prompts.restore,
     )
