@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_config(
         path,
         data=sources(path, "train", first=0, count=30) | {"max_prompt_tokens": 64},
-        eval=sources(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 2},
+        eval=sources(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 1},
         rollout={"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 6},
         report={"samples_per_step": 100},
     )
@@ -106,7 +106,7 @@ def test_apart_is_the_colocated_run_bit_for_bit(folder: Path) -> None:
 
 
 def test_images_that_found_no_room_are_read_again(folder: Path, straight: Path) -> None:
-    kept, settings = folder / "kept", ["run.name=cramped", "data.image_store_gib=1e-4"]
+    kept, settings = folder / "kept", ["run.name=cramped", "data.image_store_gib=9e-5"]
     assert set(run_ranks(2, noting_images, kept, [str(folder / "c.toml"), *settings])) == {0}
     # Two ranks may keep an image at the same moment.
     assert max(Counter(kept.read_text().split()).values()) > 2, "no image was removed and kept again"
