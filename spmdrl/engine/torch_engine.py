@@ -284,7 +284,7 @@ class TorchEngine(RolloutEngine):
         cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=self.device)
         assert self._cache is not None
         inputs = self._cache.begin_prefill(
-            packed_attention(cu_seqlens, seqlens, self._kernel),
+            packed_attention(cu_seqlens, seqlens, self._kernel, blocks=self._trunk.seen_whole(images)),
             seqlens=seqlens,
             shifts=[position_shift(context.images, family=self._trunk.family) for context in contexts],
             sequences=sequences,

@@ -19,12 +19,14 @@ from spmdrl.model.trunk import Trunk
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, UserError
 from spmdrl.types import Sequence as Tokens
+from tests.helpers.adapters import merged, random_adapters
 from tests.helpers.vision_models import (
     IMAGE,
     Picture,
     inputs_of,
     mixed_sequences,
     picture,
+    save_gemma3_vl,
     save_qwen2_5_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
@@ -33,8 +35,8 @@ from tests.helpers.vision_models import (
 )
 
 GROUP_SIZE = 3
-MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl]
-DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl}
+MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl]
+DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl}
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,16 @@ def test_new_weights_of_the_tower_are_seen(looking: Looking) -> None:
     load_whole(engine, weights | persistent_buffers(looking.plain), version=8)
     for request, one, other in zip(asked, before, answers(engine, asked), strict=True):
         assert (one.logprobs[0] != other.logprobs[0]) == bool(request.images)
+
+
+def test_adapters_of_the_language_half(looking: Looking) -> None:
+    engine, asked = looking.engine(), looking.requests()
+    before = answers(engine, asked)
+    adapters = random_adapters(looking.plain, 8, targets=("o_proj",))
+    assert engine.load_adapters(adapters) == []
+    found = answers(engine, asked)
+    assert all(one.logprobs[0] != other.logprobs[0] for one, other in zip(before, found, strict=True))
+    replace(looking, plain=merged(looking.plain, adapters)).check(asked, found)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
