@@ -98,6 +98,7 @@ class TorchEngine(RolloutEngine):
         # Tied weights share one, and so do those that the decoder has put side by side.
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
+        self._expected: dict[str, str] = {}  # digests, of all refits
         self._versions = LiveVersions()
         self._abort = self._asks = False
 
@@ -181,6 +182,7 @@ class TorchEngine(RolloutEngine):
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
+            self._features.take(request.images)
             yield Running(index, request, self.version)
 
     def _end(self, runs: Sequence[Running]) -> None:
@@ -215,7 +217,7 @@ class TorchEngine(RolloutEngine):
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         super().begin_update(buckets, buffers, version=version)
-        self._missing = set(self.weights)
+        self._missing |= {entry.name for bucket in buckets for entry in bucket.flat_entries}
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
 
@@ -251,8 +253,9 @@ class TorchEngine(RolloutEngine):
         return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})
 
     def differing(self, expected: dict[str, str]) -> list[str]:
+        self._expected |= expected  # what a refit leaves out must stay as it was
         held = digests({name: [tensor] for name, tensor in self.weights.items()})
-        return [name for name, found in held.items() if found != expected.get(name)]
+        return [name for name, found in held.items() if found != self._expected.get(name)]
 
     def close(self) -> None:
         self._features.clear()
@@ -281,7 +284,7 @@ class TorchEngine(RolloutEngine):
         cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=self.device)
         assert self._cache is not None
         inputs = self._cache.begin_prefill(
-            packed_attention(cu_seqlens, seqlens, self._kernel),
+            packed_attention(cu_seqlens, seqlens, self._kernel, blocks=self._trunk.seen_whole(images)),
             seqlens=seqlens,
             shifts=[position_shift(context.images, family=self._trunk.family) for context in contexts],
             sequences=sequences,

@@ -159,7 +159,8 @@ class PackedModel(nn.Module):
         cu_seqlens = self._on_device(micro_batch.cu_seqlens)
         if self.context is None:
             sampled = self._on_device(micro_batch.loss_mask)
-            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled)
+            blocks = self.trunk.seen_whole(micro_batch.images)
+            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled, blocks=blocks)
         return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=self.context_style)
 
 

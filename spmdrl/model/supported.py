@@ -17,7 +17,7 @@ _CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_LAYER = "linear_attention"
-_KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}
+_KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens see each other
 
 
 def refusal_of_config(config: Any) -> str | None:
@@ -71,6 +71,12 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
         return f"{name} does not support transformers' attention interface, so sequences cannot be packed"
     if any(getattr(module, "is_causal", True) is False for module in Trunk(model).decoder.modules()):
         return f"{name} lets tokens see those that come after them (bidirectional attention)"
+    family = family_of(model.config)
+    if attention not in _KERNELS_WITH_SINKS and family is not None and family.sees_whole_images:
+        return (
+            f'in {name} the tokens of an image see each other, which model.attention = "{attention}" does not support; '
+            'set it to "auto", "varlen" or "sdpa"'
+        )
     if attention not in _KERNELS_WITH_SINKS and any(hasattr(module, "sinks") for module in model.modules()):
         return (
             f'{name} has attention sinks, which model.attention = "{attention}" does not support; '

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.types import ImageSpan
 
 Grid = tuple[int, int, int]  # patches of an image: frames, rows, columns
 
@@ -52,6 +53,12 @@ class Trunk:
         """The blocks of the towers, which are alike."""
         modules = (module for tower in self.towers for module in tower.modules())
         return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+    def seen_whole(self, images: Sequence[ImageSpan]) -> list[tuple[int, int]]:
+        """Return the images whose tokens see each other, each as its first token and the first after it."""
+        if self.family is None or not self.family.sees_whole_images:
+            return []
+        return [(image.start, image.end) for image in images]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, *, images: PlacedFeatures | None = None, **attention: Any

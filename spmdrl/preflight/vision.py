@@ -1,4 +1,4 @@
-"""What cannot be trained of a model that looks at images."""
+"""Checks of what a model that looks at images can be trained with."""
 
 from __future__ import annotations
 

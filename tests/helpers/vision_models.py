@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -73,7 +74,14 @@ def save_qwen3_vl_moe(path: Path, **changes: Any) -> str:
     config = Qwen3VLMoeConfig(
         text_config=TEXT | mrope | EXPERTS | {"num_experts": 4} | changes, vision_config=VISION | deepstack, **TOKENS
     )
-    return _save(path, config)
+    file = Path(_save(path, config), "model.safetensors")
+    # As its authors' files are, and transformers' own are not: experts' weights are [experts, inputs, outputs].
+    weights = {
+        name: weight.transpose(1, 2).contiguous() if ".experts." in name else weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file, {"format": "pt"})
+    return str(path)
 
 
 def save_qwen3_5_vl(path: Path, **changes: Any) -> str:

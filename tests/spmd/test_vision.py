@@ -28,6 +28,7 @@ from tests.helpers.vision_models import (
     Picture,
     inputs_of,
     mixed_sequences,
+    save_gemma3_vl,
     save_qwen2_5_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
@@ -36,6 +37,7 @@ from tests.helpers.vision_models import (
 )
 
 TEMPERATURE = 0.8
+TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 FROZEN: tuple[str, ...] | None = None
 TRAINED: tuple[str, ...] = ()
 Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of each sequence, gradient of each parameter)
@@ -48,6 +50,7 @@ LAYOUTS: dict[str, ParallelConfig] = {
 }
 MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen2_5_vl: ("fsdp", "cp", "tp"),
+    save_gemma3_vl: ("fsdp", "tp"),  # the tokens of an image see each other
     save_qwen3_vl: ("fsdp", "cp"),  # transformers has no plan for tensor parallelism
     save_qwen3_vl_moe: ("fsdp", "cp", "tp"),
     save_qwen3_5_vl: ("fsdp", "tp"),  # a recurrent layer
@@ -85,7 +88,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("tower", ["frozen", "trained"])
 def test_every_way_agrees_with_transformers(measured: Measured, tower: str) -> None:
     logprobs, gradients = measured.plain
-    frozen = {name for name in gradients if ".visual." in name or ".vision_tower." in name}
+    frozen = {name for name in gradients if name.startswith(TOWERS)}
     assert frozen
     for name, (_, found) in getattr(measured.ranks[0], tower).items():
         both = getattr(measured.ranks[0], tower)[name][0] | getattr(measured.ranks[1], tower)[name][0]
@@ -93,9 +96,9 @@ def test_every_way_agrees_with_transformers(measured: Measured, tower: str) -> N
             torch.testing.assert_close(both[index], expected, rtol=0, atol=1e-5)
         assert found.keys() == gradients.keys() - (frozen if tower == "frozen" else set()), name
         for parameter, gradient in found.items():
-            expected = gradients[parameter]
-            error = (gradient - expected).norm() / expected.norm().clamp(min=1e-12)
-            assert error < 2e-5, f"{name}: {parameter}: relative error {error:.1e}"
+            # Some gradients are close to 0, and sums of parts that are not.
+            error = (gradient - gradients[parameter]).norm() / gradients[parameter].norm().clamp(min=1.0)
+            assert error < 1e-5, f"{name}: {parameter}: relative error {error:.1e}"
 
 
 def plain_scores(path: str, model: PreTrainedModel, sequences: list[Sequence], pictures: dict[str, Picture]) -> Scores:

@@ -61,7 +61,7 @@ def hidden_states(trunk: Trunk, sequences: list[Sequence], pictures: dict[str, P
             torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
             packed_positions(seqlens, spans, family=trunk.family),
             images=placed,
-            attend=packed_attention(starts.int(), seqlens, "sdpa"),
+            attend=packed_attention(starts.int(), seqlens, "sdpa", blocks=trunk.seen_whole(spans)),
             seqlens=seqlens,
         ).split(seqlens)
     )
@@ -95,7 +95,7 @@ def test_text_after_an_image_goes_on_after_its_longest_side(tmp_path: Path) -> N
     assert token_positions(3, [], family=None).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("save", WITH_GRIDS)
+@pytest.mark.parametrize("save", [*WITH_GRIDS, save_gemma3_vl])
 def test_packed_is_alone_is_transformers(save: Callable[..., str], tmp_path: Path) -> None:
     path = save(tmp_path / "vl")
     sequences, pictures = mixed_sequences(path)
