@@ -331,6 +331,26 @@ def logprob_memory(settings: Settings) -> Measurement:
     )
 
 
+def tower(settings: Settings) -> Measurement:
+    """Images that a frozen tower looks at once a step, beside in every pass over every sequence, in one process."""
+    options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
+    command = ["python", "benchmarks/tower.py", *options]
+    output = run(command)
+    return Measurement(
+        unit="s",
+        spmdrl=output["spmdrl_s"],
+        peer=output["peer_s"],
+        peer_name="in every pass over every sequence",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[
+            f"{output['spmdrl_patches']:,} patches beside {output['peer_patches']:,}, "
+            f"{output['spmdrl_patches'] / output['peer_patches']:.3f} of them; "
+            f"{output['features_mib']:.1f} MiB of features on the host; load average {output['load_average']:.1f}"
+        ],
+    )
+
+
 def logprob_note(output: Json) -> str:
     """How the peak grows with the tokens, and what it costs in time."""
     peaks = ", ".join(f"{int(n) // 1024}k: {found['peak_mib']:.0f}" for n, found in output["memory"]["tiled"].items())
@@ -539,6 +559,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             *(f"spmdrl/model/{name}.py" for name in ("logprobs", "logits_tile", "linear")),
             *scripts("logprob_memory"),
         ),
+    ),
+    "tower": Benchmark(
+        about="a frozen tower in a step with groups of 8",
+        goal=1 / 8,
+        measure=tower,
+        code=("spmdrl/step/images.py", "spmdrl/model/trunk.py", *scripts("tower")),
+        in_readme=False,
     ),
     "load-memory": Benchmark(
         about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory, code=LOADING
