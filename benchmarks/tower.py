@@ -57,8 +57,7 @@ CONFIG = Qwen3VLConfig(
         "head_dim": 32,
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [8, 4, 4]},
     },
-    vision_config={"depth": LAYERS, "num_heads": 4, "out_hidden_size": 128, "deepstack_visual_indexes": [1, 3]}
-    | WIDTHS,
+    vision_config=TOWER | {"out_hidden_size": 128},
     image_token_id=IMAGE,
     video_token_id=4,
     vision_start_token_id=5,
