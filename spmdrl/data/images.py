@@ -136,8 +136,6 @@ def _opened(image: ImageFile, max_pixels: int) -> Iterator[PIL.Image.Image]:
 
 def _require_usual(name: str, opened: PIL.Image.Image, max_pixels: int) -> None:
     width, height = opened.size
-    if not width * height:
-        raise UserError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise UserError(
             f"{name} has {width} x {height} pixels, more than data.max_image_pixels = {max_pixels}; raise it, or make "
@@ -157,7 +155,7 @@ def _errors_explained(name: str) -> Iterator[None]:
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         raise UserError(f"{name} has more pixels than any picture: {_one_line(error)}") from error
     except PIL.UnidentifiedImageError as error:
-        raise UserError(f"{name} is damaged, or none of {', '.join(FORMATS)}") from error
+        raise UserError(f"{name} is damaged, has no pixels, or is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoders raise many types for bytes that nobody thought of
         raise UserError(f"{name} is damaged: {_one_line(error) or type(error).__name__}") from error
 

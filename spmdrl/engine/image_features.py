@@ -23,7 +23,14 @@ class ImageFeatures:
 
     def __init__(self, trunk: Trunk, store: ImageStore | None) -> None:
         self._trunk, self._store = trunk, store
+        self._pixels: dict[str, Tensor] = {}  # of images that wait for a prefill
         self._kept: dict[str, Tensor] = {}  # [num_tokens, L, D] each; the last that were needed are the last
+
+    def take(self, images: Sequence[ImageSpan]) -> None:
+        """Take hold of the pixels of images that a prefill will need: the store may remove them before it comes."""
+        for image in images:
+            if image.digest not in self._kept and image.digest not in self._pixels:
+                self._pixels[image.digest] = self._stored(image)
 
     def placed(self, images: Sequence[ImageSpan]) -> PlacedFeatures | None:
         """Return the features of images among packed tokens, in order; None when there are none."""
@@ -31,17 +38,20 @@ class ImageFeatures:
             return None
         needed = {image.digest: image for image in images}
         for part in _parts([image for digest, image in needed.items() if digest not in self._kept]):
-            features = self._trunk.encode([self._pixels(image) for image in part], [image.grid for image in part])
+            self.take(part)
+            pixels = [self._pixels.pop(image.digest) for image in part]
+            features = self._trunk.encode(pixels, [image.grid for image in part])
             self._kept |= zip((image.digest for image in part), features, strict=True)
         values = torch.cat([self._kept[image.digest] for image in images])
         self._forget_others(needed)
         return PlacedFeatures(rows=placeholder_rows(images).to(values.device), values=values)
 
     def clear(self) -> None:
-        """Forget all features."""
+        """Forget all features and pixels."""
         self._kept.clear()
+        self._pixels.clear()
 
-    def _pixels(self, image: ImageSpan) -> Tensor:
+    def _stored(self, image: ImageSpan) -> Tensor:
         assert self._store is not None, "a model of text was asked about an image"
         pixels = self._store.get(image.digest)
         if pixels is None:

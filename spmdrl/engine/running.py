@@ -45,7 +45,7 @@ class Running:
 
     @property
     def context(self) -> Context:
-        """What comes before the first token that is sampled here."""
+        """The beginning that the first token sampled here follows."""
         request = self.request
         return Context(self.version, request.prompt_ids + request.response_ids, request.images)
 

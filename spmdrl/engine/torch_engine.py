@@ -182,6 +182,7 @@ class TorchEngine(RolloutEngine):
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
+            self._features.take(request.images)
             yield Running(index, request, self.version)
 
     def _end(self, runs: Sequence[Running]) -> None:
@@ -283,7 +284,7 @@ class TorchEngine(RolloutEngine):
         cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=self.device)
         assert self._cache is not None
         inputs = self._cache.begin_prefill(
-            packed_attention(cu_seqlens, seqlens, self._kernel),
+            packed_attention(cu_seqlens, seqlens, self._kernel, blocks=self._trunk.seen_whole(images)),
             seqlens=seqlens,
             shifts=[position_shift(context.images, family=self._trunk.family) for context in contexts],
             sequences=sequences,

@@ -13,7 +13,7 @@ decides only how many rows move.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -126,6 +126,25 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMes
     return received
 
 
+def _swap(blocks: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Send block r of [R, ...] to rank r; the result is in the order of the ranks."""
+    one_each = [1] * mesh.size()
+    swapped: Tensor = _Exchange.apply(blocks, one_each, one_each, mesh)
+    return swapped
+
+
+def tokens_for_heads(features: Sequence[Tensor], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    """Exchange this rank's tokens for its share of the heads: each [n, W], ordered by head, gives [T, W / R]."""
+    by_rank = [x.unflatten(-1, (mesh.size(), -1)).transpose(0, 1) for x in features]
+    everything = _swap(torch.cat(by_rank, dim=-1), mesh).flatten(0, 1)
+    return everything.split([x.shape[-1] for x in by_rank], dim=-1)
+
+
+def heads_for_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Exchange back what is the same for each head: [T, W / R] gives [n, W]."""
+    return _swap(x.unflatten(0, (mesh.size(), -1)), mesh).transpose(0, 1).flatten(1)
+
+
 # --- which keys a chunk sees -----------------------------------------------------------------------------------------
 
 
@@ -234,13 +253,8 @@ class _UlyssesAttention:
         key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
         # [R, n, heads of one rank, D]: one exchange carries all three.
         by_rank = [x[0].unflatten(0, (ranks, -1)).transpose(1, 2) for x in (query, key, value)]
-        everything = self._swap(torch.cat(by_rank, dim=2)).flatten(0, 1)
+        everything = _swap(torch.cat(by_rank, dim=2), self.mesh).flatten(0, 1)
         q, k, v = everything.split([x.shape[2] for x in by_rank], dim=1)
         sinks = None if layer.sinks is None else layer.sinks.chunk(ranks)[self.mesh.get_local_rank()]
         out = self.attend(q, k, v, replace(layer, sinks=sinks))
-        return self._swap(out.unflatten(0, (ranks, num_tokens))).transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-    def _swap(self, blocks: Tensor) -> Tensor:
-        """Send block r of [R, ...] to rank r; the result is in the order of the ranks."""
-        one_each = [1] * self.mesh.size()
-        return _Exchange.apply(blocks, one_each, one_each, self.mesh)
+        return _swap(out.unflatten(0, (ranks, num_tokens)), self.mesh).transpose(0, 1).flatten(1, 2).unsqueeze(0)

@@ -1,62 +1,34 @@
-"""Gated delta rule and causal convolution of packed sequences, each of which starts from its own state.
+"""The gated delta rule of packed sequences, each of which starts from its own state.
 
-The rule keeps a matrix S for each head and sequence. With each token S decays, the value that the key k finds in it is
-corrected towards v, and the query reads it:
+The rule keeps a matrix S for each head of each sequence. With each token S decays, what the token's key finds in S is
+corrected towards the token's value, and its query reads the result:
 
-    S <- exp(decay) S;    S <- S + beta k (v - k S)^T;    out = q S
+    S <- exp(decay) S,    S <- S + beta k (v - k S),    out = q S
 
-Sequences are cut into chunks. Everything inside a chunk is a few batched products over all chunks of all sequences at
-once; only the states go from chunk to chunk. The r-th chunks of all sequences that have so many are one batch, so the
-steps are as many as the longest sequence has chunks, however many sequences there are and whatever their lengths.
+Sequences are cut into chunks. Within a chunk, corrections are the solution of a triangular system, and everything but
+the state before the chunk is known for all chunks of all sequences at once. The states then go from chunk to chunk: the
+first chunks of all sequences are one batch, their second chunks another, and so on. There are as many steps as the
+longest sequence has chunks, however many sequences there are and whatever their lengths.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-MAX_CHUNK_TOKENS = 32
-_CHUNK_STEP = 8  # chunks of a micro-batch of short sequences are shorter, in multiples of this
+# Longer chunks read the states, as large as the square of a head, less often, but compute more inside. Measured on a
+# CPU by benchmarks/gated_delta.py.
+_CHUNK_TOKENS, _CHUNK_TOKENS_OF_LARGE_HEADS, _LARGE_HEAD = 16, 32, 128
+_CHUNK_STEP = 8  # chunks are shorter where all sequences are, in multiples of this
+_CPU_BLOCK_BYTES = 2**20  # of one value of each token in the heads that are computed together: what fits a core's cache
+_CUDA_BLOCK_BYTES = 2**28
 _EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks of S packed sequences, N in all, ordered by their place in their sequence, longest sequence first."""
-
-    size: int  # C, tokens
-    batches: list[int]  # how many sequences have a first chunk, a second one, and so on
-    places: Tensor  # [T] int64, of each token among the N * C places
-    order: Tensor  # [S] int64, the sequences from the longest to the shortest
-    ranks: Tensor  # [S] int64, of each sequence in `order`
-
-    @property
-    def total(self) -> int:
-        """N."""
-        return sum(self.batches)
-
-
-@functools.lru_cache(maxsize=8)  # all layers of a pass ask for the same
-@torch.inference_mode(False)  # an engine may ask first, and autograd later
-def cut_into_chunks(seqlens: tuple[int, ...], device: torch.device, max_size: int = MAX_CHUNK_TOKENS) -> Chunks:
-    """Cut sequences of these lengths; the result's tensors are on `device`."""
-    lengths = torch.tensor(seqlens)
-    size = min(max_size, -(-max(seqlens) // _CHUNK_STEP) * _CHUNK_STEP)
-    order = lengths.argsort(descending=True, stable=True)
-    ranks = order.argsort()
-    chunks = -(-lengths // size)
-    batches = [int((chunks > place).sum()) for place in range(int(chunks.max()))]
-    firsts = torch.tensor([*accumulate(batches, initial=0)])
-    positions = torch.arange(len(lengths)).repeat_interleave(lengths)
-    rank_of_token = ranks[positions]
-    within = torch.arange(sum(seqlens)) - (lengths.cumsum(0) - lengths)[positions]
-    places = (firsts[within // size] + rank_of_token) * size + within % size
-    return Chunks(size, batches, places.to(device), order.to(device), ranks.to(device))
 
 
 def gated_delta_rule(
@@ -68,127 +40,277 @@ def gated_delta_rule(
     seqlens: list[int],
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out [T, H, Dv] in value's dtype, the states [S, H, Dk, Dv] float32 after each sequence's last token).
+    """Return (out [T, H, Dv], the states [S, H, Dk, Dv] float32 after each sequence's last token).
 
-    query and key are [T, K, Dk], for heads in groups of H / K; they are normalized here. value is [T, H, Dv], decay
-    (a logarithm, at most 0) and beta (0 to 1) are [T, H]. state [S, H, Dk, Dv] is where sequences start; None is 0.
+    query and key are [T, K, Dk] and serve H / K value heads each; they are normalized here. value is [T, H, Dv]. beta
+    (0 to 1) and decay (a logarithm, at most 0) are [T, H]. Sequences start from state [S, H, Dk, Dv]; None is 0. All is
+    computed in float32.
     """
-    groups = value.shape[1] // key.shape[1]
-    query, key = _unit(query.float()) * query.shape[-1] ** -0.5, _unit(key.float())
-    if groups > 1:
-        query, key = (x.repeat_interleave(groups, dim=1) for x in (query, key))
-    inputs = (query, key, value.float(), decay.float(), beta.float())
     if max(seqlens) == 1:
-        out, state = _one_token(*inputs, state)
-    else:
-        out, state = _by_chunks(*inputs, cut_into_chunks(tuple(seqlens), value.device), state)
-    return out.to(value.dtype), state
+        return _one_token_each(query, key, value, decay, beta, state)
+    return _rule(query, key, value, decay.float(), beta, state, seqlens)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
-
-
-def _one_token(
+def _one_token_each(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The rule itself, for sequences of one token each."""
-    correction = value * beta.unsqueeze(-1)
+    """Compute the rule token by token. An engine's decode steps wait for memory, so states are read and written once:
+    q and k read them before the correction, of which q then reads q k^T."""
+    groups = value.shape[1] // key.shape[1]
+    q, k = (_unit(x.float())[0].repeat_interleave(groups, dim=1).unsqueeze(-2) for x in (query, key))  # [S, H, 1, Dk]
     if state is None:
-        state = key.unsqueeze(-1) * correction.unsqueeze(-2)
-    else:
-        state = state * decay.exp()[..., None, None]
-        correction = correction - (key.unsqueeze(-2) @ state).squeeze(-2) * beta.unsqueeze(-1)
-        state = state + key.unsqueeze(-1) * correction.unsqueeze(-2)
-    return (query.unsqueeze(-2) @ state).squeeze(-2), state
+        state = q.new_zeros(*q.shape[:2], q.shape[-1], value.shape[-1])
+    kept, beta = decay.float().exp()[..., None, None], beta.float()[..., None, None]
+    by_q, by_k = (torch.cat((q, k), dim=-2) @ state * kept).split(1, dim=-2)
+    correction = beta * (value.float().unsqueeze(-2) - by_k)  # [S, H, 1, Dv]
+    out = (by_q + (q * k).sum(-1, keepdim=True) * correction) * q.shape[-1] ** -0.5
+    return out.squeeze(-2).to(value.dtype), (state * kept).addcmul_(k.transpose(-1, -2), correction)
 
 
-def _by_chunks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    chunks: Chunks,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, decay, beta = (_laid_out(x, chunks) for x in (query, key, value, decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    total = decay.cumsum(-2)  # [N, H, C, 1], logarithm of the decay since before the chunk's first token
-    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
-    # Masked before exp, not after: those of later tokens may overflow, and inf * 0 is nan in the backward pass.
-    between = (total - total.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()  # [N, H, C, C], token from token
-    attention = (q @ k.transpose(-1, -2)) * between
-    # What each token's correction takes from those before it in the chunk; the diagonal is 1 and is not read.
-    system = (k @ k.transpose(-1, -2)) * between * beta
-    wanted = torch.cat((v * beta, k * (beta * total.exp())), dim=-1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    corrections, readings = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    last = total[:, :, -1:]
-    parts = (
-        corrections,  # to the state as it would be if it were 0 before the chunk
-        readings,  # keys with which the corrections read the state before the chunk
-        q * total.exp(),
-        attention,
-        (k * (last - total).exp()).transpose(-1, -2),
-        last.exp(),
-    )
-    if state is None:
-        state = v.new_zeros(chunks.batches[0], v.shape[1], k.shape[-1], v.shape[-1])
-    else:
-        state = state.float()[chunks.order]
-    outputs, finished = [], []
-    for corrections, readings, q, attention, k, kept in zip(*(x.split(chunks.batches) for x in parts), strict=True):
-        state, ended = state.split((len(q), len(state) - len(q)))
-        finished.append(ended)
-        corrected = corrections - readings @ state
-        outputs.append(q @ state + attention @ corrected)
-        state = state * kept + k @ corrected
-    finished.append(state)
-    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[chunks.places]
-    return out, torch.cat(finished[::-1])[chunks.ranks]
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [..., D] with length 1, and what it was multiplied with."""
+    factor = torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+    return x * factor, factor
 
 
-def _laid_out(x: Tensor, chunks: Chunks) -> Tensor:
-    """Lay tokens [T, H, D] out in their chunks: [N, H, C, D], 0 where a chunk has no token."""
-    rows = x.new_zeros(chunks.total * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
-    return rows.unflatten(0, (-1, chunks.size)).transpose(1, 2).contiguous()
+def _through_unit(grad: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
+    return (grad - unit * (grad * unit).sum(-1, keepdim=True)) * factor
 
 
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seqlens: list[int], before: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Convolve each sequence with the tokens before: return (out [T, C], [S, C, W - 1] inputs for what comes next).
-
-    x is [T, C], weight [C, W]. before [S, C, W - 1] are the inputs before each sequence; None is 0.
-    """
-    num_before = weight.shape[1] - 1
-    places = _places_after_gaps(tuple(seqlens), num_before, x.device)
-    padded = x.new_zeros(len(x) + len(seqlens) * num_before, x.shape[1])
-    if before is not None:
-        padded = padded.index_copy(0, places.gaps, before.to(x.dtype).transpose(1, 2).flatten(0, 1))
-    padded = padded.index_copy(0, places.tokens, x)
-    out = F.conv1d(padded.t().unsqueeze(0).to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
-    left = padded[places.last].unflatten(0, (-1, num_before)).transpose(1, 2)
-    return out[places.tokens - num_before].to(x.dtype), left
+# --- chunks ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Gaps:
-    """Places of rows when there is a gap before every sequence."""
+class _Chunks:
+    """The N chunks of S packed sequences: first chunks, second chunks and so on, of the longest sequence first."""
 
-    tokens: Tensor  # [T] int64
-    gaps: Tensor  # [S * gap] int64
-    last: Tensor  # [S * gap] int64, the last rows of each sequence with its gap
+    size: int  # C, tokens
+    counts: list[int]  # of first chunks (S), of second chunks, and so on; N in all
+    places: Tensor  # [T] int64, of each token among the N * C places
+    order: Tensor  # [S] int64, sequences from the longest to the shortest
+    ranks: Tensor  # [S] int64, of each sequence in `order`
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """[T, h, D] to float32 [N h, C, D], 0 where a chunk has no token."""
+        rows = x.new_zeros(sum(self.counts) * self.size, *x.shape[1:], dtype=torch.float32)
+        rows.index_copy_(0, self.places, x.float())
+        return rows.unflatten(0, (-1, self.size)).transpose(1, 2).flatten(0, 1)
+
+    def tokens(self, x: Tensor, num_heads: int) -> Tensor:
+        """[N h, C, D] back to [T, h, D]."""
+        return x.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(0, 1)[self.places]
+
+    def steps(self, num_heads: int) -> Iterator[slice]:
+        """Yield the place of the first chunks in [N h, ...], of the second ones, and so on."""
+        return (slice(*ends) for ends in pairwise(accumulate((n * num_heads for n in self.counts), initial=0)))
 
 
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _places_after_gaps(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Gaps:
+@functools.lru_cache(maxsize=8)  # all layers ask for the same
+def _cut(seqlens: tuple[int, ...], head_dim: int, device: torch.device) -> _Chunks:
     lengths = torch.tensor(seqlens)
-    index = torch.arange(len(lengths))
-    ends = (lengths + gap).cumsum(0)
-    tokens = torch.arange(sum(seqlens)) + (index.repeat_interleave(lengths) + 1) * gap
-    window = torch.arange(gap)
-    gaps = ((ends - lengths - gap).unsqueeze(1) + window).flatten()
-    last = ((ends - gap).unsqueeze(1) + window).flatten()
-    return _Gaps(tokens.to(device), gaps.to(device), last.to(device))
+    most = _CHUNK_TOKENS_OF_LARGE_HEADS if head_dim >= _LARGE_HEAD else _CHUNK_TOKENS
+    size = min(most, -(-max(seqlens) // _CHUNK_STEP) * _CHUNK_STEP)
+    order = lengths.argsort(descending=True, stable=True)
+    ranks = order.argsort()
+    num_chunks = -(-lengths // size)
+    counts = [int((num_chunks > step).sum()) for step in range(int(num_chunks.max()))]
+    starts = torch.tensor([*accumulate(counts, initial=0)])
+    of_token = torch.arange(len(lengths)).repeat_interleave(lengths)
+    position = torch.arange(sum(seqlens)) - (lengths.cumsum(0) - lengths)[of_token]
+    places = (starts[position // size] + ranks[of_token]) * size + position % size
+    return _Chunks(size, counts, places.to(device), order.to(device), ranks.to(device))
+
+
+# --- heads that are computed together --------------------------------------------------------------------------------
+
+
+class _Block:
+    """What forward and backward share, for g key heads and their h value heads.
+
+    Its tensors are [B, C, ...] for B = N h chunks of heads; C is the chunk's length.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+        chunks: _Chunks,
+    ) -> None:
+        self.chunks, self.num_heads, self.groups = chunks, value.shape[1], value.shape[1] // key.shape[1]
+        self.scale = query.shape[-1] ** -0.5
+        self.q, self.q_factor = self._unit_rows(query)
+        self.k, self.k_factor = self._unit_rows(key)
+        self.v = chunks.lay_out(value)
+        self.beta = chunks.lay_out(beta.unsqueeze(-1))  # [B, C, 1], as all that follow
+        total = chunks.lay_out(decay.unsqueeze(-1)).cumsum(1)
+        last = total[:, -1:]
+        self.since_start, self.to_end, self.of_chunk = total.exp(), (last - total).exp(), last.exp()
+        later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=total.device).triu_(1)
+        # Masked before exp: decay from later tokens would be growth, and may overflow.
+        self.between = (total - total.transpose(1, 2)).masked_fill_(later, -torch.inf).exp_()  # [B, C, C]
+        # What each token's correction takes from those of earlier tokens; the diagonal is 1 and is not read.
+        self.system = torch.bmm(self.k, self.k.transpose(1, 2)).mul_(self.between).mul_(self.beta)
+        identity = torch.eye(chunks.size, device=total.device)
+        self.inverse = torch.linalg.solve_triangular(self.system, identity, upper=False, unitriangular=True)
+        self.attention = torch.bmm(self.q, self.k.transpose(1, 2)).mul_(self.between)
+        self.q_reading = self.q * self.since_start
+        self.k_writing = self.k * self.to_end
+        self.k_reading = torch.bmm(self.inverse, self.k * (self.beta * self.since_start))
+        self.corrections = torch.bmm(self.inverse, self.v * self.beta)  # as if states before chunks were 0, until then:
+        self.states, self.final = self._scan(state)
+
+    def _unit_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Lay out the key heads x [T, g, D], repeated for their value heads, with length 1; and their factors."""
+        unit, factor = _unit(self.chunks.lay_out(x.repeat_interleave(self.groups, dim=1)))
+        return unit, factor
+
+    def _scan(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the states before each chunk and after each sequence, longest first; complete the corrections."""
+        shape = (self.k.shape[-1], self.v.shape[-1])
+        if state is None:
+            now = self.v.new_zeros(self.chunks.counts[0] * self.num_heads, *shape)
+        else:
+            now = state[self.chunks.order].float().flatten(0, 1)
+        states = self.v.new_empty(len(self.v), *shape)
+        for step in self.chunks.steps(self.num_heads):
+            before = now[: step.stop - step.start]  # of the sequences that have such a chunk
+            states[step] = before
+            corrections = self.corrections[step].baddbmm_(self.k_reading[step], before, alpha=-1)
+            before.mul_(self.of_chunk[step]).baddbmm_(self.k_writing[step].transpose(1, 2), corrections)
+        return states, now
+
+    def out(self) -> tuple[Tensor, Tensor]:
+        """Return (out [T, h, Dv], final states [S, h, Dk, Dv])."""
+        read = torch.bmm(self.attention, self.corrections)
+        out = read.baddbmm_(self.q_reading, self.states, beta=self.scale, alpha=self.scale)
+        return self.chunks.tokens(out, self.num_heads), self._of_sequences(self.final)
+
+    def _of_sequences(self, states: Tensor) -> Tensor:
+        return states.unflatten(0, (-1, self.num_heads))[self.chunks.ranks]
+
+    def backward(self, grad: Tensor, grad_final: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key, value, decay, beta and state for those of `out`."""
+        by_out = self.chunks.lay_out(grad).mul_(self.scale)
+        by_state = grad_final[self.chunks.order].flatten(0, 1)
+        by_corrections = torch.bmm(self.attention.transpose(1, 2), by_out)
+        by_k_writing, by_decay_of_chunk = torch.empty_like(self.k), torch.empty_like(self.of_chunk)
+        for step in reversed([*self.chunks.steps(self.num_heads)]):
+            after = by_state[: step.stop - step.start]
+            corrections, states = self.corrections[step], self.states[step]
+            by_corrections[step].baddbmm_(self.k_writing[step], after)
+            by_k_writing[step] = torch.bmm(corrections, after.transpose(1, 2))
+            by_decay_of_chunk[step] = torch.bmm(states.flatten(1).unsqueeze(1), after.flatten(1).unsqueeze(2))
+            after.mul_(self.of_chunk[step]).baddbmm_(self.q_reading[step].transpose(1, 2), by_out[step])
+            after.baddbmm_(self.k_reading[step].transpose(1, 2), by_corrections[step], alpha=-1)
+
+        by_solved = torch.bmm(self.inverse.transpose(1, 2), by_corrections)
+        states, corrections, k = self.states.transpose(1, 2), self.corrections.transpose(1, 2), self.k
+        by_attention, by_system = torch.bmm(by_out, corrections), torch.bmm(by_solved, corrections).neg_()
+        by_decay = _of_spans(by_attention * self.attention + by_system * self.system)
+        by_attention.mul_(self.between)
+        by_system.mul_(self.between).tril_(-1)
+        # First what comes from the state before the chunk, and what goes into the state after it.
+        by_q = torch.bmm(by_out, states).mul_(self.since_start)
+        by_k_read = torch.bmm(by_solved, states).mul_(-self.since_start)  # but for the factor beta
+        by_k_written = by_k_writing.mul_(self.to_end)
+        read = _dot(by_q, self.q).add_(_dot(by_k_read, k).mul_(self.beta))
+        written = _dot(by_k_written, k)
+        by_decay += read.flip(1).cumsum(1).flip(1)  # a token's decay is in what it and later ones read of the state,
+        by_decay[:, 1:] += written[:, :-1].cumsum(1)  # in what earlier ones wrote, and in the state that is left
+        by_decay += by_decay_of_chunk.mul_(self.of_chunk)
+        # Then what tokens of the chunk have from each other.
+        by_q.baddbmm_(by_attention, k)
+        by_k_read.baddbmm_(by_system, k)
+        by_beta = _dot(by_solved, self.v).add_(_dot(by_k_read, k))
+        by_k_written.baddbmm_(by_attention.transpose(1, 2), self.q)
+        by_k_written.baddbmm_(by_system.mul_(self.beta).transpose(1, 2), k)
+        by_k = by_k_read.mul_(self.beta).add_(by_k_written)
+        return (
+            self._by_key_heads(by_q, self.q, self.q_factor),
+            self._by_key_heads(by_k, k, self.k_factor),
+            self.chunks.tokens(by_solved * self.beta, self.num_heads),
+            self.chunks.tokens(by_decay, self.num_heads).squeeze(-1),
+            self.chunks.tokens(by_beta, self.num_heads).squeeze(-1),
+            self._of_sequences(by_state),
+        )
+
+    def _by_key_heads(self, grad: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
+        """Map the gradient of normalized rows [B, C, D] to that of key heads [T, g, D]."""
+        grad = (grad - unit * _dot(grad, unit)).mul_(factor)
+        return self.chunks.tokens(grad, self.num_heads).unflatten(1, (-1, self.groups)).sum(2)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """[..., D] and [..., D] give [..., 1]."""
+    return (x * y).sum(-1, keepdim=True)
+
+
+def _of_spans(pairs: Tensor) -> Tensor:
+    """Sum what pairs [B, C, C] of a token and an earlier one have to do with each token's decay: [B, C, 1].
+
+    That of token t is between tokens i and j where j < t <= i. Only those are summed: the difference of two larger sums
+    would be all rounding where decay is fast.
+    """
+    size = pairs.shape[-1]
+    from_here = torch.ones(size, size, device=pairs.device).triu_()
+    return torch.matmul(from_here, pairs).tril_(-1).sum(-1, keepdim=True)
+
+
+def _blocks(key: Tensor, value: Tensor, chunks: _Chunks) -> Iterator[tuple[slice, slice]]:
+    """Yield (key heads, value heads) that are computed together."""
+    num_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
+    head_bytes = sum(chunks.counts) * chunks.size * groups * value.shape[-1] * 4
+    together = max(1, (_CUDA_BLOCK_BYTES if value.is_cuda else _CPU_BLOCK_BYTES) // head_bytes)
+    for first in range(0, num_heads, together):
+        end = min(num_heads, first + together)
+        yield slice(first, end), slice(first * groups, end * groups)
+
+
+def _block(inputs: Sequence[Tensor], state: Tensor | None, heads: tuple[slice, slice], chunks: _Chunks) -> _Block:
+    query, key, value, decay, beta = inputs
+    shared, own = heads
+    initial = None if state is None else state[:, own]
+    return _Block(query[:, shared], key[:, shared], value[:, own], decay[:, own], beta[:, own], initial, chunks)
+
+
+# An operator of its own, so that selective checkpointing keeps its results and nothing inside.
+@torch.library.custom_op("spmdrl::gated_delta_rule", mutates_args=())
+def _rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, seqlens: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Compute a few heads after the other, and keep nothing: backward computes them again."""
+    chunks = _cut(tuple(seqlens), key.shape[-1], key.device)
+    out = torch.empty_like(value)
+    final = torch.empty(
+        len(seqlens), value.shape[1], key.shape[2], value.shape[2], dtype=torch.float32, device=value.device
+    )
+    for heads in _blocks(key, value, chunks):
+        block = _block((query, key, value, decay, beta), state, heads, chunks)
+        out[:, heads[1]], final[:, heads[1]] = block.out()
+    return out, final
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.seqlens = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, state = ctx.saved_tensors
+    chunks = _cut(tuple(ctx.seqlens), inputs[1].shape[-1], grad.device)
+    grads = [torch.empty_like(x) for x in inputs]
+    by_state = torch.empty_like(grad_final)
+    for heads in _blocks(inputs[1], inputs[2], chunks):
+        shared, own = heads
+        block = _block(inputs, state, heads, chunks)
+        *parts, by_state[:, own] = block.backward(grad[:, own], grad_final[:, own])
+        for whole, part, its_heads in zip(grads, parts, (shared, shared, own, own, own), strict=True):
+            whole[:, its_heads] = part
+    return *grads, None if state is None else by_state, None
+
+
+_rule.register_autograd(_backward, setup_context=_keep)

@@ -45,7 +45,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Critic, PackedModel, Policy, ValueHead
 from spmdrl.model.prefetch import prefetch_layers
-from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.recurrent import recurrent_context_problems, restart_at_every_sequence
 from spmdrl.model.ring import is_for_ring_attention
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
@@ -119,11 +119,7 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
     yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:
         text = model_config.get_text_config()
-        if "linear_attention" in (getattr(text, "layer_types", None) or ()):
-            yield (
-                f"parallel.cp = {parallel.cp}, but {model_config.model_type} has recurrent layers, whose sequences "
-                "cannot be split into chunks; set cp = 1"
-            )
+        yield from recurrent_context_problems(text, parallel.cp)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # on each rank
@@ -252,7 +248,7 @@ def _load(
         if cfg.attention == "auto" and chosen == "varlen":
             chosen = "flash_attn_2" if is_for_ring_attention(model, meshes) else fastest_varlen(model)
         policy = build(model, chosen)
-        restart_at_every_sequence(model)
+        restart_at_every_sequence(model, meshes.cp if meshes.cp.size() > 1 else None)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         split_model(model, meshes)
         operators_of(chosen).install(model)

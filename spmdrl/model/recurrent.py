@@ -1,30 +1,49 @@
 """Gated delta nets over packed sequences: their state begins anew with every sequence, or goes on from an earlier call.
 
 A layer of transformers takes [batch, tokens] and knows no boundaries inside a row. Here the layer keeps its weights,
-and its forward pass takes the lengths of the packed sequences (`gated_delta.py`).
+and its forward pass takes the lengths of the packed sequences: `causal_conv.py` and `gated_delta.py`, or the kernels in
+`gated_delta_cuda.py`.
+
+Heads have nothing to do with each other. Ranks that share the tokens of sequences therefore exchange them for heads, so
+that no state goes from rank to rank.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.activations import ACT2FN
 
-from spmdrl.model.gated_delta import causal_conv, gated_delta_rule
+from spmdrl.model import gated_delta, gated_delta_cuda
+from spmdrl.model.causal_conv import causal_conv
+from spmdrl.model.context import heads_for_tokens, tokens_for_heads
 
 
 class LayerStates(Protocol):
-    """What recurrent layers remember of each of S sequences, by layer."""
+    """Memory of recurrent layers between calls: of each of S sequences, by layer."""
 
     def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from; None:
-        from nothing."""
+        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from.
+
+        None is to start from nothing.
+        """
 
     def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
-        """What is left after the last token of each sequence, in the same shapes."""
+        """Take what is left after the last token of each sequence, in the same shapes."""
+
+
+class _Weights(NamedTuple):
+    """The parameters of K key heads and H value heads between the projections."""
+
+    conv: Tensor  # [C, W], for the channels of all queries, then keys, then values
+    conv_bias: Tensor | None  # [C]
+    decay: Tensor  # [H], A_log of the files
+    time_step: Tensor  # [H]
 
 
 class _GatedDeltaNet(nn.Module):
@@ -43,6 +62,7 @@ class _GatedDeltaNet(nn.Module):
     dt_bias: nn.Parameter
     norm: nn.Module
     out_proj: nn.Module
+    context: DeviceMesh | None  # ranks that share the tokens; None is this rank alone
 
     def forward(
         self,
@@ -54,28 +74,71 @@ class _GatedDeltaNet(nn.Module):
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """hidden_states is [1, T, D], as is the result. Sequences go on from `states`, which keep what is left."""
+        """hidden_states is [1, T, D], as is the result. Sequences go on from `states`, which keep what is left.
+
+        Under context parallelism hidden_states is this rank's chunk of the tokens that `seqlens` describes.
+        """
         assert seqlens is not None, "a recurrent layer needs `seqlens` to know where sequences begin"
         assert cache_params is None and attention_mask is None, "packed sequences have no cache and no padding"
         mixed, z, b, a = self._project(hidden_states[0])
+        weights = _Weights(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.A_log, self.dt_bias)
+        if self.context is None:
+            out = self._mix(mixed, b, a, weights, seqlens, states)
+        else:
+            assert states is None, "engines sample whole sequences"
+            out = self._mix_own_heads(mixed, b, a, weights, seqlens, self.context)
+        normed = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+        projected: Tensor = self.out_proj(normed.view(1, len(out), -1))
+        return projected
+
+    def _mix_own_heads(
+        self, mixed: Tensor, b: Tensor, a: Tensor, weights: _Weights, seqlens: list[int], mesh: DeviceMesh
+    ) -> Tensor:
+        """Exchange tokens for heads, mix all tokens in this rank's heads, and exchange back."""
+        rank, num_ranks = mesh.get_local_rank(), mesh.size()
+        widths = (self.key_dim, self.key_dim, self.value_dim)
+
+        def own(x: Tensor) -> Tensor:
+            return torch.cat([part.chunk(num_ranks)[rank] for part in x.split(widths)])
+
+        own_weights = _Weights(
+            own(weights.conv),
+            None if weights.conv_bias is None else own(weights.conv_bias),
+            weights.decay.chunk(num_ranks)[rank],
+            weights.time_step.chunk(num_ranks)[rank],
+        )
+        *own_mixed, b, a = tokens_for_heads([*mixed.split(widths, dim=-1), b, a], mesh)
+        out = self._mix(torch.cat(own_mixed, dim=-1), b, a, own_weights, seqlens, None)
+        return heads_for_tokens(out.flatten(1), mesh)
+
+    def _mix(
+        self, mixed: Tensor, b: Tensor, a: Tensor, weights: _Weights, seqlens: list[int], states: LayerStates | None
+    ) -> Tensor:
+        """Convolve, and apply the rule: queries, keys and values side by side [T, C], b, a [T, H] give [T, H, Dv]."""
         conv, state = (None, None) if states is None else states.take(self.layer_idx) or (None, None)
-        mixed, conv = causal_conv(mixed, self.conv1d.weight.squeeze(1), self.conv1d.bias, seqlens, conv)
-        query, key, value = ACT2FN[self.activation](mixed).split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
-        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        out, state = gated_delta_rule(
+        device = mixed.device.type
+        if states is None and gated_delta_cuda.has_conv(device, weights.conv, self.activation):
+            mixed = gated_delta_cuda.causal_conv(mixed, weights.conv, weights.conv_bias, self.activation, seqlens)
+        else:
+            mixed, conv = causal_conv(mixed, weights.conv, weights.conv_bias, seqlens, conv)
+            mixed = ACT2FN[self.activation](mixed)
+        value_width = b.shape[1] * self.head_v_dim
+        key_width = (mixed.shape[1] - value_width) // 2
+        query, key, value = mixed.split((key_width, key_width, value_width), dim=-1)
+        rule = gated_delta_cuda if gated_delta_cuda.has_rule(device, mixed.dtype) else gated_delta
+        out, state = rule.gated_delta_rule(
             query.unflatten(-1, (-1, self.head_k_dim)),
             key.unflatten(-1, (-1, self.head_k_dim)),
             value.unflatten(-1, (-1, self.head_v_dim)),
-            decay,
+            -weights.decay.float().exp() * F.softplus(a.float() + weights.time_step),
             b.sigmoid(),
             seqlens,
             state,
         )
         if states is not None:
+            assert conv is not None
             states.keep(self.layer_idx, conv, state)
-        normed = self.norm(out.flatten(0, 1), z.reshape(-1, self.head_v_dim))
-        projected: Tensor = self.out_proj(normed.view(1, len(out), -1))
-        return projected
+        return out
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Map hidden [T, D] to queries, keys and values side by side [T, C], the gate z [T, H * Dv], b and a [T, H]."""
@@ -113,14 +176,30 @@ _MIXERS: dict[str, type[_GatedDeltaNet]] = {
 }
 
 
-def restart_at_every_sequence(model: nn.Module) -> None:
-    """Make the model's recurrent layers restart at every sequence. Call it before the model is sharded."""
+def restart_at_every_sequence(model: nn.Module, context: DeviceMesh | None = None) -> None:
+    """Make the model's recurrent layers restart at every sequence. Call it before the model is sharded.
+
+    `context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone.
+    """
     for module in model.modules():
         kind = type(module)
         if mixer := _MIXERS.get(kind.__name__):
-            module.__class__ = type(kind.__name__, (mixer, kind), {"__module__": kind.__module__})
+            module.__class__ = type(kind.__name__, (mixer, kind), {"__module__": kind.__module__, "context": context})
 
 
 def restartable_layers(model: nn.Module) -> int:
     """Count the layers that `restart_at_every_sequence` can change."""
     return sum(type(module).__name__ in _MIXERS for module in model.modules())
+
+
+def recurrent_context_problems(model_config: Any, cp: int) -> Iterator[str]:
+    """Yield a sentence when the heads of a model's recurrent layers cannot be split over `cp` ranks."""
+    if "linear_attention" not in (getattr(model_config, "layer_types", None) or ()):
+        return
+    heads = model_config.linear_num_key_heads  # values have a multiple of it
+    if heads % cp:
+        possible = ", ".join(str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0)
+        yield (
+            f"parallel.cp = {cp}, but the recurrent layers of {model_config.model_type} have {heads} key heads, which "
+            f"cannot be split over {cp} ranks; possible: {possible}"
+        )

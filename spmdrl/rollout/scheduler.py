@@ -22,9 +22,7 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 T = TypeVar("T")
 Wait = Callable[[Collection["Future[Any]"]], object]
-Restore = Callable[
-    [Iterable[Prompt]], object
-]  # puts images of prompts back where engines find them, if they are missing
+Restore = Callable[[Prompt], object]  # puts a prompt's images back where engines find them, if they are missing
 
 
 class Scheduler:
@@ -103,7 +101,7 @@ class Scheduler:
                 self._requested.append(episode)
                 self.num_running += 1
                 if self._restore is not None:
-                    self._restore([episode.prompt])
+                    self._restore(episode.prompt)
                 yield episode.request()
 
     @property

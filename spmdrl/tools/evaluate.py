@@ -64,7 +64,15 @@ def evaluate_export(run: Path) -> dict[str, float]:
             world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids)
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         pending = sample(
-            engine, held_out.prompts, sampling, world, rewards.submit, run_seed=cfg.run.seed, step=0, in_order=True
+            engine,
+            held_out.prompts,
+            sampling,
+            world,
+            rewards.submit,
+            run_seed=cfg.run.seed,
+            step=0,
+            restore=held_out.prompts.restore,
+            in_order=True,
         )
         return scalars(eval_metrics(rewards.collect(pending), success_at=cfg.success_at))
 

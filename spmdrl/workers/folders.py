@@ -57,7 +57,8 @@ class SharedFolder:
             return
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(self.path)
+            if _is_at(self._held, self.path):
+                _remove(self.path)
         os.close(self._held)
         self._held = None
 
@@ -138,9 +139,17 @@ def _hold(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+        if _is_at(descriptor, path):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     os.close(descriptor)
     return None
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Return True where the path still names the open directory: it may have been deleted, and made anew."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import AutoModelForImageTextToText
 
+from spmdrl.data.image_store import ImageStore
+from spmdrl.tools.evaluate import evaluate_export
+from spmdrl.train import main
+from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
     launch,
@@ -17,6 +23,7 @@ from tests.helpers.small_run import (
     sample_rows,
     steady_rows,
     weights,
+    without_curves,
     write_config,
 )
 from tests.helpers.vision import photo, save_vision_files
@@ -34,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_config(
         path,
         data=sources(path, "train", first=0, count=30) | {"max_prompt_tokens": 64},
-        eval=sources(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 2},
+        eval=sources(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 1},
         rollout={"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 6},
         report={"samples_per_step": 100},
     )
@@ -99,22 +106,54 @@ def test_apart_is_the_colocated_run_bit_for_bit(folder: Path) -> None:
 
 
 def test_images_that_found_no_room_are_read_again(folder: Path, straight: Path) -> None:
-    launch(folder, 2, "run.name=cramped", "data.image_store_gib=1e-6")
+    kept, settings = folder / "kept", ["run.name=cramped", "data.image_store_gib=9e-5"]
+    assert set(run_ranks(2, noting_images, kept, [str(folder / "c.toml"), *settings])) == {0}
+    # Two ranks may keep an image at the same moment.
+    assert max(Counter(kept.read_text().split()).values()) > 2, "no image was removed and kept again"
     cramped = folder / "runs/cramped"
     assert sample_rows(cramped) == sample_rows(straight)
     assert_same_weights(cramped, straight)
 
 
-def test_unfinished_groups_go_on(folder: Path) -> None:
-    """Groups with images that are aborted at the end of a step, and that a second process goes on with."""
-    settings = (
-        "rollout.partial=true",
-        "rollout.extra_groups=2",
-        "run.deterministic=false",
-        "debug.assert_on_policy=false",
+def noting_images(notes: Path, argv: list[str]) -> int:
+    """Run one rank, and note the digest of each image when it is written into the store."""
+    write = ImageStore._write
+
+    def noted(self: ImageStore, file: Path, *content: Any) -> None:
+        with notes.open("a") as lines:
+            lines.write(f"{file.name}\n")
+        write(self, file, *content)
+
+    with mock.patch.object(ImageStore, "_write", noted):
+        return without_curves(main, argv)
+
+
+def test_an_export_is_evaluated(straight: Path) -> None:
+    """Beside a run whose images are no longer anywhere."""
+    found, last = evaluate_export(straight), rows(straight)[-1]
+    assert {name: found[name] for name in ("eval/reward", "eval/response_tokens")} == pytest.approx(
+        {name: last[name] for name in ("eval/reward", "eval/response_tokens")}
     )
-    launch(folder, 2, "run.name=partial", "run.num_steps=2", *settings)
-    launch(folder, 2, "run.name=partial", *settings)
+
+
+def test_unfinished_groups_go_on(folder: Path) -> None:
+    """Groups with images that a step interrupts, also when it is a second process that goes on with them."""
+    settings = (
+        "run.name=partial",
+        "run.deterministic=false",
+        "rollout.partial=true",
+        "rollout.oversample_fraction=0.5",
+        "rollout.max_response_tokens=48",  # so long that some are always unfinished when the step has enough
+        "rollout.max_running=6",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=4",
+        "eval.every=4",
+    )
+    launch(folder, 2, *settings, "run.num_steps=2")
+    launch(folder, 2, *settings, "run.num_steps=3")
     run = folder / "runs/partial"
-    assert any(row["rollout/continued_count"] for row in rows(run)[1:])
-    assert all(row["mismatch/max_abs_nats"] < 1 for row in rows(run)[1:])
+    assert sum(row["rollout/continued_count"] for row in rows(run)[1:]) > 0
+    saved = json.loads(next(run.glob("checkpoints/*2/collector.json")).read_text())
+    assert any(group["prompt_images"] for group in saved["carried"]), "no interrupted group has an image"
+    fresh = [row for row in rows(run)[1:] if not row["rollout/max_staleness_steps"]]
+    assert all(row["mismatch/max_abs_nats"] < EXACT for row in fresh)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from spmdrl.tools.parity_cases import Imitation, Settings, random_batch
 from tests.helpers.configs import model_config
 from tests.helpers.matrix import PACK, VOCABULARY, by_reward, matrix, require_same
-from tests.helpers.models import needs_expert_plans, save_qwen3, save_qwen3_moe
+from tests.helpers.models import needs_expert_plans, save_qwen3, save_qwen3_5, save_qwen3_moe, save_qwen3_next
 
 
 def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path) -> None:
@@ -22,6 +24,20 @@ def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path)
 def test_every_layout_of_experts_gives_what_one_rank_gives(tmp_path: Path) -> None:
     path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep > 1 or case.name in ("dp 2", "tp 2", "cp 2")))
+
+
+@pytest.mark.parametrize("save", [save_qwen3_next, save_qwen3_5])
+def test_gated_delta_nets_on_two_ranks_give_what_one_rank_gives(save: Callable[..., str], tmp_path: Path) -> None:
+    """Two exchanges of cp: of the attention's keys, and of the recurrent layers' tokens for heads."""
+    path = save(tmp_path, vocab_size=VOCABULARY, num_key_value_heads=4)
+    require_same(matrix(by_reward(path), lambda case: case.name in ("cp 2", "cp 2 ulysses", "tp 2")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [save_qwen3_next, save_qwen3_5])
+def test_every_layout_of_gated_delta_nets_gives_what_one_rank_gives(save: Callable[..., str], tmp_path: Path) -> None:
+    path = save(tmp_path, vocab_size=VOCABULARY, num_key_value_heads=4, linear_num_key_heads=4, num_experts=8)
+    require_same(matrix(by_reward(path), lambda case: True))
 
 
 def test_fine_tuning_in_other_layouts_gives_what_one_rank_gives(tmp_path: Path) -> None:

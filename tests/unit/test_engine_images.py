@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.trunk import Trunk
 from spmdrl.refit.refit import load_whole
-from spmdrl.types import Request, Response
+from spmdrl.types import Request, Response, UserError
 from spmdrl.types import Sequence as Tokens
+from tests.helpers.adapters import merged, random_adapters
 from tests.helpers.vision_models import (
     IMAGE,
     Picture,
     inputs_of,
     mixed_sequences,
     picture,
+    save_gemma3_vl,
     save_qwen2_5_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
@@ -33,8 +35,8 @@ from tests.helpers.vision_models import (
 )
 
 GROUP_SIZE = 3
-MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl]
-DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl}
+MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl]
+DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl}
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,23 @@ def test_features_that_found_no_room_are_computed_again(looking: Looking, monkey
     assert not engine._features._kept
 
 
+def test_pixels_may_be_removed_while_their_request_waits(looking: Looking) -> None:
+    """A store that has room for the images of one prompt."""
+    asked, store = looking.requests(), {}
+    crowded = replace(looking, pictures={}).engine(8)
+    crowded._features._store = store
+
+    def shown_one_by_one() -> Iterator[Request]:
+        for request in asked:
+            store.clear()
+            store.update((image.digest, looking.pictures[image.digest].pixels) for image in request.images)
+            yield request
+
+    assert dict(crowded.generate(shown_one_by_one())) == dict(enumerate(answers(looking.engine(8), asked)))
+    with pytest.raises(UserError, match=r"raise data\.image_store_gib"):
+        answers(crowded, asked)
+
+
 def test_new_weights_of_the_tower_are_seen(looking: Looking) -> None:
     asked = looking.requests(stop_token_ids=frozenset({IMAGE}))
     engine = looking.engine()
@@ -203,6 +222,16 @@ def test_new_weights_of_the_tower_are_seen(looking: Looking) -> None:
     load_whole(engine, weights | persistent_buffers(looking.plain), version=8)
     for request, one, other in zip(asked, before, answers(engine, asked), strict=True):
         assert (one.logprobs[0] != other.logprobs[0]) == bool(request.images)
+
+
+def test_adapters_of_the_language_half(looking: Looking) -> None:
+    engine, asked = looking.engine(), looking.requests()
+    before = answers(engine, asked)
+    adapters = random_adapters(looking.plain, 8, targets=("o_proj",))
+    assert engine.load_adapters(adapters) == []
+    found = answers(engine, asked)
+    assert all(one.logprobs[0] != other.logprobs[0] for one, other in zip(before, found, strict=True))
+    replace(looking, plain=merged(looking.plain, adapters)).check(asked, found)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
