@@ -23,6 +23,7 @@ Grid = tuple[int, int, int]  # patches: frames, rows, columns
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "spmdrl-images-"
 _HEADER = struct.Struct("<q4q3q")  # dimensions, their sizes, the grid
+_SHARES = 16
 _FREE_FRACTION = 0.5  # of what is free in memory, where no setting says how much images may take
 
 
@@ -41,6 +42,7 @@ class ImageStore:
             raise UserError(f"{shown(folder)} cannot keep images: {error.strerror}") from error
         self.folder = folder
         self.max_bytes = max_bytes
+        self._unmeasured_bytes = 0  # that this process may still write before it adds up the files again
 
     def put(self, pixels: Tensor, grid: Grid) -> str:
         """Keep an image's pixels, [P, C] or [1, 3, H, W] float32, and return their digest, 32 hexadecimal digits.
@@ -55,7 +57,9 @@ class ImageStore:
         file = self.folder / digest.hexdigest()
         if not _touched(file):
             self._write(file, header, content)
-            self._remove_oldest(but=file.name)
+            self._unmeasured_bytes -= len(header) + len(content)
+            if self._unmeasured_bytes < 0:
+                self._remove_oldest(but=file.name)
         return file.name
 
     def get(self, digest: str) -> Tensor | None:
@@ -105,6 +109,8 @@ class ImageStore:
                     status = entry.stat()
                     found.append((status.st_mtime_ns, status.st_size, entry.name))
         excess = sum(size for _, size, _ in found) - self.max_bytes
+        # To add up all files for each new one would take ever longer. As many processes may fill their parts of the room.
+        self._unmeasured_bytes = max(0, -excess) // _SHARES
         for _, size, name in sorted(found):
             if excess <= 0:
                 return

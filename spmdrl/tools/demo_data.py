@@ -19,11 +19,11 @@ from typing import Any
 from spmdrl.tools.demo_pictures import pictures
 
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
-NUM_PAIRS = 20_000
+NUM_PAIRS = {"tool": 20_000, "game": 20_000, "vision": 8_000}
 HELD_OUT = 400
 HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
-NUM_PICTURES = 12_000  # besides those held out
-GUESSED = 0.5  # of the answers about pictures that the warm start imitates
+NUM_PICTURES = 4_000  # besides those held out
+GUESSED = 0.6  # of the answers about pictures that the warm start imitates
 
 Record = dict[str, Any]
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.dir.mkdir(parents=True, exist_ok=True)
     write(arguments.dir / "held-out.jsonl", held_out)
     write(arguments.dir / "train.jsonl", train)
-    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS)])
+    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS[arguments.task])])
     return 0
 
 

@@ -86,7 +86,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def test_no_held_out_picture_is_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_data, "NUM_PICTURES", 300)
-    monkeypatch.setattr(demo_data, "NUM_PAIRS", 600)
+    monkeypatch.setitem(demo_data.NUM_PAIRS, "vision", 600)
     assert demo_data.main(["vision", str(tmp_path)]) == 0
     held_out, train, imitated = (rows_of(tmp_path / f"{name}.jsonl") for name in ("held-out", "train", "sft"))
     assert (len(held_out), len(train), len(imitated)) == (demo_data.HELD_OUT, 300, 600)
