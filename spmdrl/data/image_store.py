@@ -109,7 +109,7 @@ class ImageStore:
                     status = entry.stat()
                     found.append((status.st_mtime_ns, status.st_size, entry.name))
         excess = sum(size for _, size, _ in found) - self.max_bytes
-        # To add up all files for each new one would take ever longer. As many processes may fill their parts of the room.
+        # All files are not added up for each new one: each of so many processes may first fill its part of the room.
         self._unmeasured_bytes = max(0, -excess) // _SHARES
         for _, size, name in sorted(found):
             if excess <= 0:
