@@ -90,7 +90,7 @@ class SGLangEngine(RolloutEngine):
     @classmethod
     def start(cls, run: Launch[Config]) -> RolloutEngine:
         cfg, model_config = run.cfg, run.inputs.model_config
-        options = sglang_options(cfg, run.plan, run.world)
+        options = sglang_options(cfg, run.plan, run.world, model_config)
         transport = choose_transport(cfg, model_config, run.device, run.meshes.training, message=run.report.message)
         return cls(options, run.meshes.engine, model_config=model_config, transport=transport)
 
@@ -98,7 +98,7 @@ class SGLangEngine(RolloutEngine):
     def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
         from spmdrl.engine.sglang.receive import ListeningSGLangEngine  # which is made of this class
 
-        options = sglang_options(run.cfg, run.plan, run.world)
+        options = sglang_options(run.cfg, run.plan, run.world, run.inputs.model_config)
         return ListeningSGLangEngine(options, run.meshes, model_config=run.inputs.model_config)
 
     @classmethod

@@ -23,6 +23,7 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
+from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, hybrid_overrides, hybrid_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
@@ -115,6 +116,7 @@ def sglang_problems(
         yield problem
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
     yield from adapter_problems(cfg, model_config, device_type=device_type)
+    yield from hybrid_problems(cfg, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
@@ -248,16 +250,17 @@ def _own_end_tokens(cfg: Config, model_config: Any) -> set[int]:
     return {*listed_end_tokens(cfg.model.path), *((own,) if isinstance(own, int) else own or ())}
 
 
-def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
+def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> SGLangOptions:
     """Translate the settings for the engine of this rank's engine mesh; `world` is that of the rank that leads it."""
     on_cpu = world.device.type == "cpu"
     rollout, release = cfg.rollout, frozenset(cfg.offload.engine)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     kv_tokens = rollout.max_kv_tokens or (rollout.max_running * longest + _ROOM_TOKENS if on_cpu else None)
+    dtype = f"{compute_dtype(cfg.model.compute_dtype, world.device.type)}".removeprefix("torch.")
     arguments = {
         "model_path": cfg.model.path,
         "trust_remote_code": cfg.model.trust_remote_code,
-        "dtype": str(compute_dtype(cfg.model.compute_dtype, world.device.type)).removeprefix("torch."),
+        "dtype": dtype,
         "load_format": "dummy",  # the first refit brings the weights
         "custom_weight_loader": [sglang_loader.PATH],
         "device": world.device.type,
@@ -285,6 +288,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         grammar_backend="none" if on_cpu else None,
     )
     arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
+    arguments |= hybrid_arguments(cfg, model_config, device_type=world.device.type)
     if cfg.true_on_policy:
         arguments |= {
             "rl_on_policy_target": "fsdp",
@@ -299,6 +303,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         # The room beyond the longest sequence may be more than the model was made for; no token is ever put there.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
+    environment |= hybrid_environment(model_config, dtype=dtype)
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     if arguments["enable_memory_saver"]:
@@ -308,7 +313,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
     if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
     return SGLangOptions(
-        arguments=arguments | rollout.sglang,
+        arguments=arguments | rollout.sglang | hybrid_overrides(cfg, model_config),
         environment=environment,
         owner=f"{os.getpid()}",
         release=release,
