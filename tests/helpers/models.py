@@ -13,6 +13,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -143,3 +144,9 @@ def save_qwen3_next(path: Path, *, seed: int = 0, **changes: Any) -> str:
 def save_qwen3_5(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Qwen3.5 text model: a gated delta net and a gated attention."""
     return save_model(path, Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | changes)), seed=seed)
+
+
+def save_qwen3_5_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Qwen3.5 text model with experts, one of them shared, in both layers."""
+    settings = SIZES | EXPERTS | GATED_DELTA_NET | {"shared_expert_intermediate_size": 24}
+    return save_model(path, Qwen3_5MoeTextConfig(**(settings | changes)), seed=seed)

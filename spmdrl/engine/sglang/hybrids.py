@@ -83,6 +83,7 @@ def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     rotary = model_config.rope_parameters
     known = {
         "full_attention_interval": attention_interval(model_config),
+        "rope_parameters": dict(rotary),
         "rope_theta": rotary["rope_theta"],
         "partial_rotary_factor": rotary.get("partial_rotary_factor", 1.0),
     }
