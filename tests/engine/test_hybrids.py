@@ -63,9 +63,7 @@ def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
     ],
 )
 def test_hybrids_say_what_the_trainer_says(tmp_path: Path, save: Callable[..., str], num_ranks: int) -> None:
-    ranks = run_ranks(
-        num_ranks, all_of_it, save(tmp_path, rope_parameters=ROTARY), num_ranks, timeout_s=START_LIMIT_S
-    )
+    ranks = run_ranks(num_ranks, all_of_it, save(tmp_path, rope_parameters=ROTARY), num_ranks, timeout_s=START_LIMIT_S)
     for rank in ranks:
         assert rank["change"] > 0.01  # the weights that were refitted are not those that were there
         assert max(rank["differences"]) < 1e-5

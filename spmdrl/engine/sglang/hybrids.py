@@ -1,4 +1,4 @@
-"""What SGLang is told of models of which some layers have a state instead of keys and values: Qwen3-Next, Qwen3.5."""
+"""Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them."""
 
 from __future__ import annotations
 
