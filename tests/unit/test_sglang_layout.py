@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
 from spmdrl.engine.sglang.layout import Share, held_weights, padded_adapters
 from tests.helpers.models import GATED_DELTA_NET, SIZES
@@ -151,3 +151,10 @@ def test_gated_delta_nets_are_cut_by_heads(size: int) -> None:
     assert torch.equal(columns, whole["out_proj.weight"])
     assert all(torch.equal(device[f"{layer}.norm.weight"], whole["norm.weight"]) for device in devices)
     assert all("model.layers.1.o_proj.weight" in device for device in devices)
+
+
+def test_the_gated_norms_of_qwen3_next_have_the_dtype_of_its_config() -> None:
+    name = "model.layers.0.linear_attn.norm.weight"
+    for dtype, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)):
+        share = Share.of(Qwen3NextConfig(dtype=dtype), rank=0, size=1, device_type="cuda")
+        assert held_weights({name: torch.ones(8).bfloat16()}, share)[name].dtype == expected

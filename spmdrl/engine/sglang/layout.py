@@ -56,13 +56,16 @@ class Share:
     inner_multiple: int  # that the inner size of MLPs is padded to
     widens: bool = False  # embedding and norms are float32, as under `rl_on_policy_target`
     delta_net_rows: tuple[int, ...] = ()  # of queries, keys and values, in models with gated delta nets
+    delta_net_norm: torch.dtype | None = None  # of their norms, where that is another one than that of all weights
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
         """Read the sizes from a transformers config; `on_policy` means with `rl_on_policy_target`."""
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         multiple = _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size
-        return cls(rank, size, heads, multiple, on_policy, tuple(_delta_net_rows(model_config)))
+        # That of config.json, whatever the engine computes in.
+        norm = model_config.dtype if getattr(model_config, "model_type", None) == "qwen3_next" else None
+        return cls(rank, size, heads, multiple, on_policy, tuple(_delta_net_rows(model_config)), norm)
 
 
 def _delta_net_rows(model_config: Any) -> Iterator[int]:
@@ -114,6 +117,8 @@ def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, l
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
             number, held_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
+        if share.delta_net_norm is not None and ".linear_attn.norm." in name:
+            tensor = tensor.to(share.delta_net_norm)
         if share.delta_net_rows:  # SGLang's layers have their attention's weights directly
             held_name = held_name.replace(".self_attn.", ".")
         parts = tensor.split(share.delta_net_rows) if module in _CUT_BY_PARTS else (tensor,)
