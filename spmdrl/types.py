@@ -47,6 +47,25 @@ class StopRequested(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan:
+    """An image among tokens: its placeholders, and the name under which the run keeps its pixels."""
+
+    digest: str  # 32 hexadecimal digits, of what the model's processor made of the image
+    start: int  # its first placeholder
+    num_tokens: int  # placeholders, which are neighbours
+    grid: tuple[int, int, int]  # patches: frames, rows, columns
+
+    @property
+    def end(self) -> int:
+        """The first token after its placeholders."""
+        return self.start + self.num_tokens
+
+    def moved(self, by: int) -> ImageSpan:
+        """Return the same image, so many tokens further on."""
+        return dataclasses.replace(self, start=self.start + by)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """The tokens a rollout starts from, and what its reward needs to know."""
 
@@ -57,6 +76,7 @@ class Prompt:
     task: str  # the data source it came from, for per-task metrics and rewards
     metadata: dict[str, Any]  # the row's other columns, handed to the reward unchanged
     messages: tuple[Message, ...] = ()  # of the chat that the template rendered; empty without a template
+    images: tuple[ImageSpan, ...] = ()  # among token_ids, in order
 
     @property
     def question(self) -> str:
@@ -75,6 +95,7 @@ class Request:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
+    images: tuple[ImageSpan, ...] = ()  # among prompt_ids, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +144,7 @@ class Turn:
     response: Response
     action: Action | None = None  # the response as the environment read it; None without an environment
     observation: Observation | None = None  # what the environment answered; None where nothing did
+    images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +158,11 @@ class Trajectory:
         """All tokens, n of them."""
         parts = (part for turn in self.turns for part in (turn.context_ids, turn.response.token_ids))
         return tuple(itertools.chain.from_iterable(parts))
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """The images among its tokens, in order."""
+        return tuple(image for turn in self.turns for image in turn.images)
 
     @property
     def sampled(self) -> tuple[bool, ...]:
@@ -248,6 +275,7 @@ class Sequence:
     baseline_reward: float = math.nan  # of its prompt's greedy response; nan where there is none
     turns: tuple[TurnSpan, ...] = ()  # in order; none in fine-tuning
     earned: float = 0.0  # the rewards of the turns of the parts before this one
+    images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
 
     @property
     def place(self) -> Place:
@@ -262,6 +290,8 @@ class Sequence:
             return []
         return [(before.end, after.start) for before, after in itertools.pairwise(self.turns)]
 
+
+_NOT_OF_TOKENS = {"cu_seqlens", "image_features", "pixels"}  # tensors of a micro-batch that have another shape than [T]
 
 FILLING = -1  # the index of a sequence that only fills up a micro-batch
 
@@ -292,12 +322,19 @@ class MicroBatch:
     sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
+    images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
+    # What a tower made of the images, for each of their N placeholders in order: [N, L, D], where the first of L levels
+    # takes the place of the token's embedding and the others are added after the first layers. None without images, and
+    # where the model itself looks at `pixels`.
+    image_features: Tensor | None = None
+    # The pixels of the images, each image once, in the order of their first places; as the model's processor left them.
+    pixels: Tensor | None = None
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor) and field.name != "cu_seqlens" and value.shape != tokens:
+            if isinstance(value, Tensor) and field.name not in _NOT_OF_TOKENS and value.shape != tokens:
                 raise ValueError(f"{field.name} is {list(value.shape)} but token_ids is {list(tokens)}")
 
     @property

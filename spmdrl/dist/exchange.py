@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import gather_rows
-from spmdrl.types import Place, Sequence, TurnSpan
+from spmdrl.types import ImageSpan, Place, Sequence, TurnSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class SequenceInfo:
     num_loss_tokens: int
     num_read_tokens: int = 0  # those of its `read_spans`
     num_turns: int = 0
+    num_images: int = 0
     held_by: int  # rank of the mesh
     reward: float = 0.0
     baseline_reward: float = math.nan  # nan where there is none
@@ -38,11 +39,12 @@ class SequenceInfo:
 
     @property
     def num_whole(self) -> int:
-        """Whole numbers that are sent for it: n tokens, n mask entries and its turns."""
-        return 2 * self.num_tokens + _TURN_WIDTH * self.num_turns
+        """Whole numbers that are sent for it: n tokens, n mask entries, its turns and its images."""
+        return 2 * self.num_tokens + _TURN_WIDTH * self.num_turns + _IMAGE_WIDTH * self.num_images
 
 
 _TURN_WIDTH = 5  # number, start, end, state, and the bits of the reward
+_IMAGE_WIDTH = 7  # the halves of the digest, first token and number of tokens, and the grid
 
 
 def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
@@ -54,6 +56,7 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
             sum(s.loss_mask),
             sum(end - start for start, end in s.read_spans),
             len(s.turns),
+            len(s.images),
             s.reward,
             s.baseline_reward,
             s.earned,
@@ -61,14 +64,14 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
         for s in sequences
     ]
     # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 9))
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 10))
     infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
     return sorted(infos, key=lambda info: info.place)
 
 
 def _info(row: list[float], rank: int) -> SequenceInfo:
-    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns = map(int, row[:6])
-    reward, baseline_reward, earned = row[6:]
+    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images = map(int, row[:7])
+    reward, baseline_reward, earned = row[7:]
     return SequenceInfo(
         index=index,
         part=part,
@@ -76,6 +79,7 @@ def _info(row: list[float], rank: int) -> SequenceInfo:
         num_loss_tokens=num_loss_tokens,
         num_read_tokens=num_read_tokens,
         num_turns=num_turns,
+        num_images=num_images,
         held_by=rank,
         reward=reward,
         baseline_reward=baseline_reward,
@@ -129,12 +133,14 @@ def _whole_numbers(sequence: Sequence) -> Iterator[int]:
     yield from sequence.loss_mask
     for turn in sequence.turns:
         yield from (turn.number, turn.start, turn.end, turn.state, _bits(turn.reward))
+    for image in sequence.images:
+        yield from (*_halves(image.digest), image.start, image.num_tokens, *image.grid)
 
 
 def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Sequence:
     n = info.num_tokens
     tokens, mask = whole[: 2 * n].view(2, n).tolist()
-    turns = whole[2 * n :].view(-1, _TURN_WIDTH).tolist()
+    of_turns, of_images = whole[2 * n :].split([_TURN_WIDTH * info.num_turns, _IMAGE_WIDTH * info.num_images])
     return Sequence(
         index=info.index,
         part=info.part,
@@ -145,10 +151,24 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
         baseline_reward=info.baseline_reward,
         turns=tuple(
             TurnSpan(number=number, start=start, end=end, state=state, reward=_from_bits(reward))
-            for number, start, end, state, reward in turns
+            for number, start, end, state, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
         ),
         earned=info.earned,
+        images=tuple(
+            ImageSpan(digest=_digest(high, low), start=start, num_tokens=num_tokens, grid=(frames, rows, columns))
+            for high, low, start, num_tokens, frames, rows, columns in of_images.view(-1, _IMAGE_WIDTH).tolist()
+        ),
     )
+
+
+def _halves(digest: str) -> tuple[int, int]:
+    """A digest of 32 hexadecimal digits as two signed whole numbers."""
+    high, low = struct.unpack(">2q", bytes.fromhex(digest))
+    return high, low
+
+
+def _digest(high: int, low: int) -> str:
+    return struct.pack(">2q", high, low).hex()
 
 
 def _bits(value: float) -> int:

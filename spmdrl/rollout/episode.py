@@ -21,7 +21,7 @@ from spmdrl.data.turns import TurnEncoder, message_of
 from spmdrl.envs.open import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.sample import Sampling
-from spmdrl.types import EpisodeEnd, Prompt, Request, Response, Rollout, Trajectory, Turn, UserError
+from spmdrl.types import EpisodeEnd, ImageSpan, Prompt, Request, Response, Rollout, Trajectory, Turn, UserError
 
 NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
@@ -70,6 +70,7 @@ class Episode:
 
     trajectories: tuple[tuple[Turn, ...], ...] = ((),)  # the last one grows
     context_ids: tuple[int, ...] | None = None  # what the next response answers; None while that is not known
+    context_images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
     response: Response = NOT_BEGUN  # the one that is being sampled, as far as it is there
     greeting: Observation | None = None
     end: EpisodeEnd = "abort"
@@ -99,7 +100,7 @@ class Episode:
         """Begin the episode, or go on with one that was interrupted."""
         self._began = time.monotonic()
         if self.world is None:
-            self.context_ids = self.prompt.token_ids
+            self.context_ids, self.context_images = self.prompt.token_ids, self.prompt.images
         elif self._environment is None:
             self._environment = self.world.open(self)
         if self._environment is None or self.awaited is not None:
@@ -120,6 +121,7 @@ class Episode:
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             stop_token_ids=self.sampling.stop_token_ids,
+            images=self._images + self.context_images,
         )
 
     def add(self, sampled: Response) -> None:
@@ -154,13 +156,18 @@ class Episode:
             prompt=self.prompt,
             sample_index=self.sample_index,
             seed=self.seed,
-            trajectories=kept or (Trajectory(turns=(Turn(context_ids=self.prompt.token_ids, response=_EMPTY),)),),
+            trajectories=kept or (self._unbegun(),),
             end=self.end,
             greeting=self.greeting,
             failure=self.failure,
             is_masked=self.world is not None and self.end in self.world.cfg.masked_ends,
             is_baseline=self.is_baseline,
         )
+
+    def _unbegun(self) -> Trajectory:
+        """The trajectory of an episode that ended before its first response."""
+        prompt = self.prompt
+        return Trajectory(turns=(Turn(context_ids=prompt.token_ids, response=_EMPTY, images=prompt.images),))
 
     def copy(self) -> Episode:
         """Copy the episode, so that the copy can go on without changing this one."""
@@ -177,6 +184,11 @@ class Episode:
         """The tokens of the trajectory that grows."""
         turns = self.trajectories[-1]
         return Trajectory(turns=turns).token_ids
+
+    @property
+    def _images(self) -> tuple[ImageSpan, ...]:
+        """The images of the trajectory that grows."""
+        return Trajectory(turns=self.trajectories[-1]).images
 
     def _act(self) -> None:
         assert self._environment is not None
@@ -202,7 +214,7 @@ class Episode:
         elif greeting.messages:
             self._begin_turn(self._greeted(greeting.messages))
         else:
-            self._begin_turn(self.prompt.token_ids)
+            self._begin_turn(self.prompt.token_ids, self.prompt.images)
 
     def _greeted(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Return the prompt's tokens with what the environment says first."""
@@ -262,8 +274,8 @@ class Episode:
         assert self.world is not None
         return self.world.encoder if observation.tools is None else self.world.encoder.with_tools(observation.tools)
 
-    def _begin_turn(self, context_ids: tuple[int, ...]) -> None:
-        self.context_ids = context_ids
+    def _begin_turn(self, context_ids: tuple[int, ...], images: tuple[ImageSpan, ...] = ()) -> None:
+        self.context_ids, self.context_images = context_ids, images
         if self._response_limit(context_ids) < 1:
             self._finish("context")
 
@@ -317,9 +329,15 @@ class Episode:
 
     def _finish_turn(self, action: Action | None, observation: Observation | None) -> None:
         assert self.context_ids is not None
-        turn = Turn(context_ids=self.context_ids, response=self.response, action=action, observation=observation)
+        turn = Turn(
+            context_ids=self.context_ids,
+            response=self.response,
+            action=action,
+            observation=observation,
+            images=self.context_images,
+        )
         self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
-        self.context_ids, self.response, self._action = None, NOT_BEGUN, None
+        self.context_ids, self.context_images, self.response, self._action = None, (), NOT_BEGUN, None
 
     def _fail(self, failure: EnvironmentFailure) -> None:
         if self.context_ids is not None:  # the policy has acted, and that is kept

@@ -13,6 +13,8 @@ from spmdrl.rewards.client import Pending
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.saved import (
+    images_as_json,
+    images_from_json,
     observation_as_json,
     observation_from_json,
     response_as_json,
@@ -168,6 +170,7 @@ def _episode_as_json(episode: Episode) -> dict[str, Any]:
     return {
         "trajectories": [[turn_as_json(turn) for turn in turns] for turns in episode.trajectories],
         "context_ids": None if episode.context_ids is None else list(episode.context_ids),
+        "context_images": images_as_json(episode.context_images),
         "response": response_as_json(episode.response),
         "greeting": observation_as_json(episode.greeting),
         "end": episode.end,
@@ -178,6 +181,7 @@ def _episode_as_json(episode: Episode) -> dict[str, Any]:
 def _restore(episode: Episode, saved: Mapping[str, Any]) -> None:
     episode.trajectories = tuple(tuple(map(turn_from_json, turns)) for turns in saved["trajectories"])
     episode.context_ids = None if saved["context_ids"] is None else tuple(saved["context_ids"])
+    episode.context_images = images_from_json(saved["context_images"])
     episode.response = response_from_json(saved["response"])
     episode.greeting = observation_from_json(saved["greeting"])
     episode.end, episode.failure = saved["end"], saved["failure"]

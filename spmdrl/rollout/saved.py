@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spmdrl.conversation import Action, Observation, ToolCall
-from spmdrl.types import Response, Span, Turn
+from spmdrl.types import ImageSpan, Response, Span, Turn
 
 
 def response_as_json(response: Response) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def turn_as_json(turn: Turn) -> dict[str, Any]:
         "response": response_as_json(turn.response),
         "action": action_as_json(turn.action),
         "observation": observation_as_json(turn.observation),
+        "images": images_as_json(turn.images),
     }
 
 
@@ -47,7 +48,18 @@ def turn_from_json(saved: Mapping[str, Any]) -> Turn:
         response=response_from_json(saved["response"]),
         action=action_from_json(saved["action"]),
         observation=observation_from_json(saved["observation"]),
+        images=images_from_json(saved["images"]),
     )
+
+
+def images_as_json(images: Iterable[ImageSpan]) -> list[dict[str, Any]]:
+    """Convert images to JSON's types."""
+    return [dataclasses.asdict(image) for image in images]
+
+
+def images_from_json(saved: Iterable[Mapping[str, Any]]) -> tuple[ImageSpan, ...]:
+    """Restore images."""
+    return tuple(ImageSpan(**{**image, "grid": tuple(image["grid"])}) for image in saved)
 
 
 def action_as_json(action: Action | None) -> dict[str, Any] | None:

@@ -88,6 +88,7 @@ def _sequences_of(rewarded: RewardedRollout, turn_weight: float) -> Iterator[Seq
             baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
             turns=turns,
             earned=earned,
+            images=trajectory.images,
         )
         earned += sum(turn.reward for turn in turns)
 
@@ -233,6 +234,11 @@ def lay_end_to_end(
         sequence_part=tuple(sequence.part for sequence in sequences),
         turns=tuple(sequence.turns for sequence in sequences),
         earned=tuple(sequence.earned for sequence in sequences),
+        images=tuple(
+            image.moved(start)
+            for sequence, start in zip(sequences, itertools.accumulate(seqlens, initial=0), strict=False)
+            for image in sequence.images
+        ),
         environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
         if environment_weight
         else None,
