@@ -20,6 +20,7 @@ class VisionFamily:
     tokens_per_image: int | None = None  # where all images have the same; None: by the grid
     num_levels: int = 1  # tensors that the tower makes for each token: its embedding, and what later layers add
     has_grid_positions: bool = False  # mRoPE: positions of frame, row and column
+    frame: tuple[int, int] | None = None  # tokens around an image, where chat templates write only the first of them
     sees_whole_images: bool = False  # an image's tokens attend to those that come after them in the same image
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
@@ -50,6 +51,7 @@ def family_of(config: Any) -> VisionFamily | None:
             image_token_id=config.image_token_id,
             merge=vision.image_size // vision.patch_size // side,
             tokens_per_image=config.mm_tokens_per_image,
+            frame=(config.boi_token_index, config.eoi_token_index),
             sees_whole_images=True,
         )
     return None

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.layer_kinds import attending_layers
 from spmdrl.types import UserError
 
 AttendToCache = Callable[..., Tensor]  # as `attend_to_cache`
@@ -23,14 +24,19 @@ def cannot_sample(model_config: Any, but: str) -> str:
 
 
 class KVCache:
-    """Keys and values of the running rows: per layer [rows, K, capacity, D]. Rows 0 to n - 1 are in use."""
+    """Keys and values of the running rows, for each layer that attends [rows, K, capacity, D].
+
+    Rows 0 to n - 1 are in use.
+    """
 
     def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, num_rows, num_heads, capacity, head_dim)
+        layers = attending_layers(config)
+        shape = (len(layers), num_rows, num_heads, capacity, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._places = {layer: place for place, layer in enumerate(layers)}  # of layers, in keys and values
         self._lengths: list[int] = []
         self._config = config
         self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
@@ -58,7 +64,7 @@ class KVCache:
         """Return True when `num_rows` rows of `capacity` tokens fit."""
         return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
 
-    def begin_prefill(self, packed: Any, *, starts: list[int], sequences: list[int], first_row: int) -> Any:
+    def begin_prefill(self, packed: Attend, *, starts: list[int], sequences: list[int], first_row: int) -> Attend:
         """Return an `attend` that runs `packed` and stores its keys and values.
 
         Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
@@ -75,14 +81,14 @@ class KVCache:
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            self._check(layer.index, key, value)
-            self._keys[layer.index][row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
-            self._values[layer.index][row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
+            keys, values = self._cells(layer.index, key, value)
+            keys[row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
+            values[row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
             return packed(query, key, value, layer)
 
         return attend
 
-    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Any, Tensor]:
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Attend, Tensor]:
         """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
@@ -95,10 +101,10 @@ class KVCache:
         self._stored.clear()
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            self._check(layer.index, key, value)
-            self._keys[layer.index][cells] = key[0].transpose(0, 1)
-            self._values[layer.index][cells] = value[0].transpose(0, 1)
-            keys, values = (x[layer.index, :num_rows, :, :longest] for x in (self._keys, self._values))  # [n, K, L, D]
+            whole = self._cells(layer.index, key, value)
+            for of_layer, new in zip(whole, (key, value), strict=True):
+                of_layer[cells] = new[0].transpose(0, 1)
+            keys, values = (of_layer[:num_rows, :, :longest] for of_layer in whole)  # [n, K, L, D]
             hidden, window = None, layer.window
             if shortest < longest or window is not None:
                 hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
@@ -106,8 +112,11 @@ class KVCache:
 
         return attend, positions
 
-    def _check(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Raise UserError when a layer stores keys and values [1, K, T, D] more than once, or of another size."""
+    def _cells(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where a layer stores keys and values [1, K, T, D]: two views [rows, K, capacity, D].
+
+        Raises UserError when it stores them more than once, or those of another size.
+        """
         if layer in self._stored:
             raise UserError(
                 cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
@@ -115,14 +124,15 @@ class KVCache:
         if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
             raise UserError(cannot_sample(self._config, "all of one size, and this model has several sizes"))
         self._stored.add(layer)
+        place = self._places[layer]
+        return self._keys[place], self._values[place]
 
-    def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
-        """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
-        if holes:
+    def keep(self, kept: list[int], holes: Tensor, movers: Tensor) -> None:
+        """Move rows `movers` to `holes`, both [h] int64, and forget every row that is not in `kept`."""
+        if len(holes):
             longest = max(self._lengths)
-            into, out_of = (torch.tensor(rows, device=self._keys.device) for rows in (holes, movers))
             for cells in (self._keys, self._values):
-                cells[:, into, :, :longest] = cells[:, out_of, :, :longest]
+                cells[:, holes, :, :longest] = cells[:, movers, :, :longest]
         self._lengths = [self._lengths[row] for row in kept]
 
 

@@ -331,8 +331,8 @@ def _engine_in_refit(cfg: Config, plan: MemoryPlan) -> int:
 def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     """Bytes of the engine while it samples.
 
-    An engine with a fixed share fills it. The torch engine's cache has a row for each running rollout, all as long as
-    the longest, and it holds the logits of one token each.
+    An engine with a fixed share fills it. The torch engine's cache has a row for each running rollout: keys and values,
+    all as long as the longest, and states. It holds the logits of one token each.
     """
     if plan.engine_share is not None:
         return plan.engine_share
@@ -342,6 +342,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     weights = rank.size.whole * rank.compute_bytes // cfg.rollout.tp_size
     num_engines = (run.engine_ranks or run.num_ranks) // cfg.rollout.tp_size
     rows = min(cfg.rollout.max_running, math.ceil(run.rollouts_per_step / num_engines))
-    cache = 2 * decoder.num_layers * decoder.key_width * run.max_sequence_tokens * rows * rank.compute_bytes
+    cached = run.max_sequence_tokens * decoder.key_value_width + decoder.conv_elements
+    cache = rows * (cached * rank.compute_bytes + decoder.state_elements * _FLOAT32)
     logits = rows * decoder.vocabulary * (2 * _FLOAT32 + rank.compute_bytes)
     return weights + cache + logits

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmdrl.memory.activations import Decoder
 from spmdrl.model.fused import has_fused_layers
+from spmdrl.model.layer_kinds import recurrent_layers, remembered_elements
 
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
@@ -21,6 +22,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     mlp_width = getattr(config, "intermediate_size", None) or 4 * hidden
     experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
     expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
+    conv_elements, state_elements = remembered_elements(config)
     first_layer = [name for name in shapes if ".layers.0." in name]
     return Decoder(
         num_layers=config.num_hidden_layers,
@@ -35,6 +37,9 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,
         can_be_fused=has_fused_layers(config),
+        recurrent_layers=len(recurrent_layers(config)),
+        conv_elements=conv_elements,
+        state_elements=state_elements,
     )
 
 

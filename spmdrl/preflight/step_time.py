@@ -74,7 +74,7 @@ class ModelCost:
 
     def cache_bytes(self, tp: int) -> int:
         """Bytes of keys and values of one token on each of the `tp` ranks of an engine."""
-        return 2 * _BF16 * self.decoder.num_layers * self.decoder.split(tp).key_width
+        return _BF16 * self.decoder.split(tp).key_value_width
 
     def read_parameters(self, sequences: float) -> float:
         """Count the parameters that a decode step of so many sequences reads.

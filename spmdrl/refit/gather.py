@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
-from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
+from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets
 from spmdrl.refit.layout import splits_of
 from spmdrl.refit.sink import Naming
 
@@ -47,7 +47,11 @@ class Gatherer:
         # Parameters are looked up by (module, attribute): listing all of them takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
         weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
-        self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
+        frozen = set() if policy.adapters else {name for name, x in tensors.items() if _is_frozen(x)}
+        changing, staying = divide_frozen(weights, frozen)
+        self.changing: tuple[Bucket, ...] = plan_buckets(changing, bucket_bytes=bucket_bytes)  # without what is frozen
+        staying_buckets = plan_buckets(staying, bucket_bytes=bucket_bytes)
+        self.buckets = self.changing + staying_buckets if staying else self.changing
         self.largest_bytes = max(bucket.num_bytes for bucket in self.buckets)
         self._send: Tensor | None = None
         self._receive: Tensor | None = None
@@ -120,6 +124,10 @@ class Gatherer:
             self._send = torch.zeros(largest, dtype=torch.uint8, device=self._mesh.device_type)
             self._receive = torch.empty(num_ranks * largest, dtype=torch.uint8, device=self._mesh.device_type)
         return self._send[:num_bytes], self._receive[: num_ranks * num_bytes]
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def _no_change(_: str) -> None:

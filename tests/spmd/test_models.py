@@ -22,7 +22,7 @@ from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
 from spmdrl.refit.sink import Naming
 from spmdrl.step.batch import lay_end_to_end
-from spmdrl.types import Request, Sequence, UserError
+from spmdrl.types import Request, Sequence
 from tests.helpers.configs import model_config
 from tests.helpers.models import (
     save_gemma3,
@@ -30,14 +30,17 @@ from tests.helpers.models import (
     save_llama,
     save_qwen3,
     save_qwen3_5,
+    save_qwen3_5_moe,
     save_qwen3_moe,
     save_qwen3_next,
 )
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
-ATTENTION_ONLY = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss]
-RECURRENT = [save_qwen3_next, save_qwen3_5]
+MODELS = [
+    *(save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss),
+    *(save_qwen3_next, save_qwen3_5, save_qwen3_5_moe),
+]
 TEMPERATURE = 0.8
 Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of each sequence, gradient of each parameter)
 
@@ -66,11 +69,11 @@ class Measured:
     ranks: list[Ways]  # what each of two ranks saw
 
 
-@pytest.fixture(scope="module", params=ATTENTION_ONLY + RECURRENT, ids=name_of)
+@pytest.fixture(scope="module", params=MODELS, ids=name_of)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     path = request.param(tmp_path_factory.mktemp("model"))
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
-    sequences = sampled_sequences(plain) if request.param in ATTENTION_ONLY else random_sequences(8)
+    sequences = sampled_sequences(plain)
     return Measured(Path(path), plain, sequences, run_ranks(2, every_way, path, sequences))
 
 
@@ -88,10 +91,6 @@ def test_packed_sharded_and_plain_forwards_agree(measured: Measured) -> None:
 
 
 def test_what_the_engine_reported_is_what_the_trainer_computes(measured: Measured) -> None:
-    if "linear_attention" in measured.plain.config.to_dict().get("layer_types", ()):
-        with pytest.raises(UserError, match="state of linear-attention layers"):
-            sampled_sequences(measured.plain)
-        return
     logprobs, _ = measured.ranks[0].packed
     for sequence in measured.sequences:
         sampled = torch.tensor(sequence.loss_mask)

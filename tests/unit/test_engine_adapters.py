@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.engine import torch_engine
+from spmdrl.engine import running
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.engine.versions import LiveVersions
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
 from tests.helpers.adapters import ALL_LINEAR, merged, random_adapters
-from tests.helpers.models import save_gemma3, save_llama, save_qwen3
+from tests.helpers.models import save_gemma3, save_llama, save_qwen3, save_qwen3_5, save_qwen3_next
 
 NUM_TOKENS = 12
 
@@ -58,8 +58,7 @@ def answers(engine: TorchEngine, asked: list[Request]) -> list[Response]:
     return [found[i] for i in sorted(found)]
 
 
-@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])
-def test_adapters_are_their_merged_model(model: Any, targets: tuple[str, ...]) -> None:
+def check_adapters(model: Any, targets: tuple[str, ...]) -> None:
     """Base, then two versions: the answers of each are those of the model with that version merged."""
     engine, asked = engine_for(model), [request(i) for i in range(9)]
     assert worst(model, asked, answers(engine, asked)) <= 1e-5
@@ -70,6 +69,24 @@ def test_adapters_are_their_merged_model(model: Any, targets: tuple[str, ...]) -
         assert worst(merged(model, adapters), asked, found) <= 1e-5
         assert worst(model, asked, found) > 1e-2, "the adapters are not applied"
         assert all(response.spans == (Span(version, len(response.token_ids)),) for response in found)
+
+
+@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])
+def test_adapters_are_their_merged_model(model: Any, targets: tuple[str, ...]) -> None:
+    check_adapters(model, targets)
+
+
+@pytest.mark.parametrize(
+    ("save", "targets"),
+    [
+        (save_qwen3_next, ("in_proj_qkvz", "in_proj_ba")),
+        (save_qwen3_next, ("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate", *ALL_LINEAR)),
+        (save_qwen3_5, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+        (save_qwen3_5, ("out_proj",)),
+    ],
+)
+def test_adapters_of_recurrent_layers(save: Callable[..., str], targets: tuple[str, ...], tmp_path: Path) -> None:
+    check_adapters(AutoModelForCausalLM.from_pretrained(save(tmp_path, initializer_range=0.05)), targets)
 
 
 def test_rslora_divides_by_the_root_of_the_rank(model: Any) -> None:
@@ -151,10 +168,10 @@ def test_tensors_that_arrive_otherwise_are_named(model: Any, monkeypatch: pytest
 
 
 def test_a_prompt_counts_once_for_each_version_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_engine, "MAX_PREFILL_TOKENS", 8)
+    monkeypatch.setattr(running, "MAX_PREFILL_TOKENS", 8)
     same = Request(prompt_ids=(2, 3, 4, 5, 6), seed=0, max_response_tokens=4)
-    waiting = deque(torch_engine._Running(index, same, version) for index, version in enumerate((1, 1, 2)))
-    assert [run.version for run in torch_engine._admit(waiting, 3)] == [1, 1]
+    waiting = deque(running.Running(index, same, version) for index, version in enumerate((1, 1, 2)))
+    assert [run.version for run in running.admit(waiting, 3)] == [1, 1]
 
 
 def test_a_dead_version_is_told_once() -> None:

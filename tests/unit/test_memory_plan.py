@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
@@ -22,7 +22,7 @@ from spmdrl.report.resources import resource_metrics
 from spmdrl.tools import fit as plan
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config
-from tests.helpers.models import QWEN3
+from tests.helpers.models import GATED_DELTA_NET, QWEN3, SIZES, VOCABULARY
 from tests.helpers.small_run import write_config, write_sft_config
 
 EMBEDDING, ATTENTION, MLP, NORMS = 1000 * 64, 2 * 64 * 128 + 2 * 64 * 64, 3 * 64 * 256, 2 * 64 + 2 * 32
@@ -73,6 +73,17 @@ def test_every_part_of_every_phase() -> None:
         ),
     }
     assert {name: (phase.device, phase.host) for name, phase in phases.items()} == expected
+
+
+def test_the_cache_of_a_model_with_states() -> None:
+    """Keys and values for every token of the layers that attend, and one state for each of the others."""
+    hybrid = Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    phases = predict(minimal_config(), model_of(hybrid), num_ranks=2, device_bytes=80 * GIB, on_gpu=True).phases
+    engine = {phase.name: phase.device["engine"] for phase in phases if phase.name in ("refit", "rollout")}
+    keys_values = 2 * 2 * 16 * 16 * 2  # of two key heads, their width, tokens
+    states = (2 * 2 * 8 + 4 * 8) * 3 * 2 + 4 * 8 * 8 * 4  # inputs of the convolution, and one matrix for each head
+    logits = VOCABULARY * (4 + 4 + 2)
+    assert engine["rollout"] - engine["refit"] == 8 * (keys_values + states + logits)
 
 
 def sft_config(**sections: dict[str, Any]) -> SftConfig:

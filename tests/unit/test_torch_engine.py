@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.model.attention import IMPLEMENTATION, packed_attention
+from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.preflight.shapes import decoder_of
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
-from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3
+from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3, save_qwen3_5
 
 
 def save_qwen2(path: Path) -> str:
@@ -40,8 +43,22 @@ def save_sliding(path: Path) -> str:
     return save_qwen3(path, num_hidden_layers=4, use_sliding_window=True, sliding_window=6, layer_types=layer_types)
 
 
-@pytest.fixture(scope="module", params=[save_qwen3, save_llama, save_qwen2, save_sliding])
+def save_hybrid(path: Path) -> str:
+    """A Qwen3.5 with recurrent layers before and after one that attends."""
+    layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    return save_qwen3_5(path, num_hidden_layers=3, layer_types=layer_types, initializer_range=0.05)
+
+
+DENSE = [save_qwen3, save_llama, save_qwen2, save_sliding]
+
+
+@pytest.fixture(scope="module", params=[*DENSE, save_hybrid])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module", params=DENSE)
+def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
 
 
@@ -89,14 +106,14 @@ def plain_logprobs(model, request: Request, response: Response) -> torch.Tensor:
     return logits.log_softmax(-1)[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
 
 
-def test_decoding_without_modules_is_the_forward_pass_of_the_model(model) -> None:
+def test_decoding_without_modules_is_the_forward_pass_of_the_model(dense) -> None:
     """For responses of many lengths, on weights that a second refit has replaced."""
     asked = requests(30)
-    fast, plain = engine_for(model, 16), engine_for(model, 16)
+    fast, plain = engine_for(dense, 16), engine_for(dense, 16)
     assert fast._decoder is not None
     plain._decoder = None
-    changed = {name: weight * 1.25 for name, weight in model.named_parameters()}
-    for tensors in (dict(model.named_parameters()), changed):
+    changed = {name: weight * 1.25 for name, weight in dense.named_parameters()}
+    for tensors in (dict(dense.named_parameters()), changed):
         for engine in (fast, plain):
             load_whole(engine, tensors, version=8)
         for one, other in zip(answers(fast, asked), answers(plain, asked), strict=True):
@@ -104,10 +121,10 @@ def test_decoding_without_modules_is_the_forward_pass_of_the_model(model) -> Non
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-6, atol=1e-6)
 
 
-def test_weights_side_by_side_take_no_more_memory(model) -> None:
-    engine = engine_for(model)
+def test_weights_side_by_side_take_no_more_memory(dense) -> None:
+    engine = engine_for(dense)
     sizes = {weight.untyped_storage()._cdata: weight.untyped_storage().nbytes() for weight in engine.weights.values()}
-    assert sum(sizes.values()) == sum(weight.nbytes for weight in model.parameters())
+    assert sum(sizes.values()) == sum(weight.nbytes for weight in dense.parameters())
 
 
 def test_other_families_decode_by_their_own_forward_pass(tmp_path: Path) -> None:
@@ -189,6 +206,7 @@ def test_abort_returns_what_there_is(model) -> None:
         assert partial.finish_reason == "abort"
         assert len(partial.token_ids) == 2
         assert partial.token_ids == whole[index].token_ids[:2]
+    assert answers(engine, asked) == whole, "something of the rows that were aborted is left"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -203,6 +221,18 @@ def test_a_response_that_was_interrupted_goes_on_to_the_same_tokens(model, tempe
             torch.testing.assert_close(
                 torch.tensor(response.logprobs), torch.tensor(uncut.logprobs[cut:]), rtol=0, atol=1e-5
             )
+
+
+def test_gradients_of_sequences_as_long_as_prompts_that_were_read_before(tmp_path: Path) -> None:
+    """Places of tokens are kept from pass to pass, and the engine may be the first to need them."""
+    seqlens = [2, 3, 5]
+    path = save_hybrid(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)
+    answers(engine_for(model), [Request(prompt_ids=(7,) * n, seed=n, max_response_tokens=2) for n in seqlens])
+    restart_at_every_sequence(model)
+    attend = packed_attention(torch.tensor([0, 2, 5, 10], dtype=torch.int32), seqlens, "sdpa")
+    model(torch.full((1, 10), 7), use_cache=False, attend=attend, seqlens=seqlens).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_requests_are_asked_for_when_there_is_room(model) -> None:
@@ -231,6 +261,21 @@ def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
     engine.wake()
     fresh = answers(engine_for(model), long)
     assert answers(engine, long) == fresh
+
+
+def test_the_planner_counts_what_the_cache_holds(model) -> None:
+    engine = engine_for(model, 4)
+    asked = [Request(prompt_ids=(3, 4), seed=i, max_response_tokens=6 if i else 1) for i in range(4)]
+    next(engine.generate(asked))  # leaves three rows of at most eight tokens in use, in a cache for four
+    decoder = decoder_of(model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()})
+    cache = engine._cache
+    assert cache is not None
+    keys_values = cache._keys_values._keys.nbytes + cache._keys_values._values.nbytes
+    assert keys_values == 4 * 8 * decoder.key_value_width * 4
+    layers = cache._states._of_layers
+    assert len(layers) == decoder.recurrent_layers
+    for elements, number in ((decoder.conv_elements, 0), (decoder.state_elements, 1)):
+        assert sum(cells[number].nbytes for cells in layers.values()) == 3 * elements * 4
 
 
 def frequencies(

@@ -37,6 +37,7 @@ class ListeningSGLangEngine(SGLangEngine):
         """Start the engine, then join the group for weights: the sender is its rank 0, and every engine's devices
         follow in order."""
         super().__init__(options, meshes.engine, model_config=model_config, transport="shared_memory")
+        self._expected: dict[str, str] = {}  # digests, of all refits
         address, port = Link(meshes.world, ORDERS).receive(source=FIRST)
         if self._process is not None:
             self._process.ask(
@@ -78,7 +79,8 @@ class ListeningSGLangEngine(SGLangEngine):
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare SGLang's own checksums of what each device of the engine holds with what its rank expects."""
-        expectations = gather_objects(self._mesh, expected)
+        self._expected |= expected  # what a refit leaves out must stay as it was
+        expectations = gather_objects(self._mesh, self._expected)
         if self._process is None:
             return []
         try:

@@ -1,0 +1,77 @@
+"""Features of images in the torch engine, from its model's tower."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from spmdrl.data.image_store import ImageStore
+from spmdrl.model.positions import placeholder_rows
+from spmdrl.model.trunk import PlacedFeatures, Trunk
+from spmdrl.types import ImageSpan, UserError
+
+MAX_KEPT_TOKENS = 16384  # placeholders whose features are kept for later prefills
+MAX_PATCHES = 16384  # of different images in one pass of the tower
+
+
+class ImageFeatures:
+    """Features by digest: an image is looked at when a prefill first needs it, and again only where there was no room
+    to keep what it gave."""
+
+    def __init__(self, trunk: Trunk, store: ImageStore | None) -> None:
+        self._trunk, self._store = trunk, store
+        self._kept: dict[str, Tensor] = {}  # [num_tokens, L, D] each; the last that were needed are the last
+
+    def placed(self, images: Sequence[ImageSpan]) -> PlacedFeatures | None:
+        """Return the features of images among packed tokens, in order; None when there are none."""
+        if not images:
+            return None
+        needed = {image.digest: image for image in images}
+        for part in _parts([image for digest, image in needed.items() if digest not in self._kept]):
+            features = self._trunk.encode([self._pixels(image) for image in part], [image.grid for image in part])
+            self._kept |= zip((image.digest for image in part), features, strict=True)
+        values = torch.cat([self._kept[image.digest] for image in images])
+        self._forget_others(needed)
+        return PlacedFeatures(rows=placeholder_rows(images).to(values.device), values=values)
+
+    def clear(self) -> None:
+        """Forget all features."""
+        self._kept.clear()
+
+    def _pixels(self, image: ImageSpan) -> Tensor:
+        assert self._store is not None, "a model of text was asked about an image"
+        pixels = self._store.get(image.digest)
+        if pixels is None:
+            raise UserError(
+                f"the pixels of the image {image.digest} were removed before the engine looked at it: there is no room "
+                "for the images of the requests that run together; raise data.image_store_gib"
+            )
+        return pixels
+
+    def _forget_others(self, needed: Collection[str]) -> None:
+        """Keep the features of these images and, as far as there is room, those that were needed most recently."""
+        for digest in needed:
+            self._kept[digest] = self._kept.pop(digest)
+        num_tokens = sum(map(len, self._kept.values()))
+        for digest in list(self._kept)[: -len(needed)]:
+            if num_tokens <= MAX_KEPT_TOKENS:
+                return
+            num_tokens -= len(self._kept.pop(digest))
+
+
+def _parts(images: Sequence[ImageSpan]) -> Iterator[list[ImageSpan]]:
+    """Split images, in order, into parts of at most `MAX_PATCHES` patches; one that has more is alone."""
+    part: list[ImageSpan] = []
+    num_patches = 0
+    for image in images:
+        patches = math.prod(image.grid)
+        if part and num_patches + patches > MAX_PATCHES:
+            yield part
+            part, num_patches = [], 0
+        part.append(image)
+        num_patches += patches
+    if part:
+        yield part
