@@ -31,7 +31,9 @@ class ImageFeatures:
             return None
         needed = {image.digest: image for image in images}
         for part in _parts([image for digest, image in needed.items() if digest not in self._kept]):
-            features = self._trunk.encode([self._pixels(image) for image in part], [image.grid for image in part])
+            features = self._trunk.encode(
+                [pixels_of(image, self._store) for image in part], [image.grid for image in part]
+            )
             self._kept |= zip((image.digest for image in part), features, strict=True)
         values = torch.cat([self._kept[image.digest] for image in images])
         self._forget_others(needed)
@@ -40,16 +42,6 @@ class ImageFeatures:
     def clear(self) -> None:
         """Forget all features."""
         self._kept.clear()
-
-    def _pixels(self, image: ImageSpan) -> Tensor:
-        assert self._store is not None, "a model of text was asked about an image"
-        pixels = self._store.get(image.digest)
-        if pixels is None:
-            raise UserError(
-                f"the pixels of the image {image.digest} were removed before the engine looked at it: there is no room "
-                "for the images of the requests that run together; raise data.image_store_gib"
-            )
-        return pixels
 
     def _forget_others(self, needed: Collection[str]) -> None:
         """Keep the features of these images and, as far as there is room, those that were needed most recently."""
@@ -60,6 +52,18 @@ class ImageFeatures:
             if num_tokens <= MAX_KEPT_TOKENS:
                 return
             num_tokens -= len(self._kept.pop(digest))
+
+
+def pixels_of(image: ImageSpan, store: ImageStore | None) -> Tensor:
+    """Return the pixels of a request's image. Raises UserError when they are no longer there."""
+    assert store is not None, "a model of text was asked about an image"
+    pixels = store.get(image.digest)
+    if pixels is None:
+        raise UserError(
+            f"the pixels of the image {image.digest} were removed before the engine looked at it: there is no room "
+            "for the images of the requests that run together; raise data.image_store_gib"
+        )
+    return pixels
 
 
 def _parts(images: Sequence[ImageSpan]) -> Iterator[list[ImageSpan]]:

@@ -18,6 +18,7 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
+from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -98,14 +99,14 @@ def surroundings() -> dict[str, Any]:
 
 
 @contextmanager
-def rank_with_engine(cfg: Config) -> Iterator[Rank]:
+def rank_with_engine(cfg: Config, *, images: ImageStore | None = None) -> Iterator[Rank]:
     """Join the run, start the engine, load the policy; all of it is ended again."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         plan = make_plan(cfg, num_ranks=world.num_ranks)
         policy = load_trained(cfg.model, cfg.lora, meshes, temperature=cfg.rollout.temperature, seed=1)
         before = surroundings()
-        run = launch_of(cfg, plan, world, meshes, Path(cfg.model.path))
+        run = launch_of(cfg, plan, world, meshes, Path(cfg.model.path), images=images)
         engine = start_engine(run)
         try:
             refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
@@ -117,9 +118,11 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
 
 @torch.no_grad()
 def change(policy: Policy, amount: float) -> None:
-    """Change every weight, as an update would."""
+    """Change every weight that is trained, as an update would."""
     reshard(policy)
     for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            continue
         local = parameter.to_local()
         local.mul_(1 + amount).add_(amount * local.roll(1))
 

@@ -14,13 +14,14 @@ _SLOTS_OF_A_REQUEST = 4  # states: its own, and of prefixes that are kept; with 
 
 def is_hybrid(model_config: Any) -> bool:
     """Return True when some layers of the model have a state."""
-    return _RECURRENT in (getattr(model_config, "layer_types", None) or ())
+    return _RECURRENT in (getattr(model_config.get_text_config(), "layer_types", None) or ())
 
 
 def hybrid_problems(cfg: Config, model_config: Any) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
     if not is_hybrid(model_config):
         return
+    model_config = model_config.get_text_config()
     if attention_interval(model_config) is None:
         yield (
             f'model.path = "{cfg.model.path}" has the layers {", ".join(model_config.layer_types)}, but SGLang knows '
@@ -80,13 +81,17 @@ def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     """
     if not is_hybrid(model_config):
         return {}
-    rotary = model_config.rope_parameters
-    known = {
-        "full_attention_interval": attention_interval(model_config),
-        "rope_parameters": dict(rotary),
+    text = model_config.get_text_config()
+    # Where transformers gives these models positions of three kinds, they always alternate.
+    rotary = text.rope_parameters | ({"mrope_interleaved": True} if "mrope_section" in text.rope_parameters else {})
+    known: dict[str, Any] = {
+        "full_attention_interval": attention_interval(text),
+        "rope_parameters": rotary,
         "rope_theta": rotary["rope_theta"],
         "partial_rotary_factor": rotary.get("partial_rotary_factor", 1.0),
     }
+    if text is not model_config:  # it looks at images, and its tower is that of Qwen3-VL without levels
+        known = {"text_config": known, "vision_config": {"deepstack_visual_indexes": []}}
     given = json.loads(cfg.rollout.sglang.get("json_model_override_args", "{}"))
     return {"json_model_override_args": json.dumps(known | given)}
 

@@ -35,15 +35,27 @@ _FUSED = {
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _NO_EXPERT = -1  # the number of what is not an expert's
-_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a"}
-_CUT_BY_COLUMNS = {"o_proj", "down_proj", "out_proj"}  # their biases are whole
-_INNER = {"gate_proj", "up_proj", "down_proj"}
+_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a"} | {
+    "linear_fc1",
+    "to merge",
+}
+_CUT_BY_COLUMNS = {"o_proj", "down_proj", "out_proj", "linear_fc2", "merged", "attended"}  # their biases are whole
+_INNER = {"gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2"}
 _CUT_BY_KEY_HEADS = {"k_proj", "v_proj"}
 _VOCABULARY = {"embed_tokens", "lm_head"}
-# Of gated delta nets: rows of queries, keys and values, each cut by itself; and parameters of their own.
-_CUT_BY_PARTS = {"in_proj_qkv", "conv1d"}
+# Rows of queries, keys and values, each cut by itself; and parameters of gated delta nets.
+_CUT_BY_PARTS = {"in_proj_qkv", "conv1d", "qkv"}
 _OF_HEADS = {"A_log", "dt_bias"}
 _ALWAYS_WIDE = "A_log"  # float32 in SGLang
+# Of towers: modules whose own names do not say how they are cut.
+_TOWER = {
+    re.compile(r"visual\..*merger.*\.(linear_fc1|mlp\.0)\."): "to merge",
+    re.compile(r"visual\..*merger.*\.(linear_fc2|mlp\.2)\."): "merged",
+    re.compile(r"visual\..*\.attn\.proj\."): "attended",
+    re.compile(r"visual\..*\.attn\.qkv\."): "qkv",
+}
+# Prefixes and modules in checkpoints that have other names in SGLang.
+_RENAMED = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class Share:
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
         """Read the sizes from a transformers config; `on_policy` means with `rl_on_policy_target`."""
+        model_config = model_config.get_text_config()
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         multiple = _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size
         # That of config.json, whatever the engine computes in.
@@ -119,12 +132,21 @@ def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, l
             number, held_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
         if share.delta_net_norm is not None and ".linear_attn.norm." in name:
             tensor = tensor.to(share.delta_net_norm)
+        for before, after in _RENAMED.items():
+            held_name = held_name.replace(before, after)
         if share.delta_net_rows:  # SGLang's layers have their attention's weights directly
             held_name = held_name.replace(".self_attn.", ".")
-        parts = tensor.split(share.delta_net_rows) if module in _CUT_BY_PARTS else (tensor,)
-        cut = [_cut(module, kind, part, share) for part in parts]
+        module = next((named for pattern, named in _TOWER.items() if pattern.search(name)), module)
+        cut = [_cut(module, kind, part, share) for part in _parts(module, tensor, share)]
         fused.setdefault(held_name, {}).setdefault(number, []).extend(cut)
     return fused
+
+
+def _parts(module: str, tensor: Tensor, share: Share) -> Sequence[Tensor]:
+    """Return the parts of a weight that are cut one by one."""
+    if module not in _CUT_BY_PARTS:
+        return (tensor,)
+    return tensor.chunk(3) if module == "qkv" else tensor.split(share.delta_net_rows)
 
 
 def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:

@@ -25,6 +25,7 @@ from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, hybrid_overrides, hybrid_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
+from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
@@ -98,7 +99,7 @@ def sglang_problems(
     if device_type == "cuda" and (problem := kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
-        sglang_process.check_orphans()
+        check_orphans()
     if device_type == "cuda":
         yield from _device_problems(cfg)
     yield from _argument_problems(cfg.rollout.sglang)
@@ -216,6 +217,7 @@ def _architecture_problems(path: str, architectures: Sequence[str] | None) -> It
 def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
     if num_ranks % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the {num_ranks} ranks; {_divisors(num_ranks)}"
+    model_config = model_config.get_text_config()
     heads = model_config.num_attention_heads
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp_size:
