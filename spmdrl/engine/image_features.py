@@ -30,7 +30,7 @@ class ImageFeatures:
         """Take hold of the pixels of images that a prefill will need: the store may remove them before it comes."""
         for image in images:
             if image.digest not in self._kept and image.digest not in self._pixels:
-                self._pixels[image.digest] = self._stored(image)
+                self._pixels[image.digest] = pixels_of(image, self._store)
 
     def placed(self, images: Sequence[ImageSpan]) -> PlacedFeatures | None:
         """Return the features of images among packed tokens, in order; None when there are none."""
@@ -51,16 +51,6 @@ class ImageFeatures:
         self._kept.clear()
         self._pixels.clear()
 
-    def _stored(self, image: ImageSpan) -> Tensor:
-        assert self._store is not None, "a model of text was asked about an image"
-        pixels = self._store.get(image.digest)
-        if pixels is None:
-            raise UserError(
-                f"the pixels of the image {image.digest} were removed before the engine looked at it: there is no room "
-                "for the images of the requests that run together; raise data.image_store_gib"
-            )
-        return pixels
-
     def _forget_others(self, needed: Collection[str]) -> None:
         """Keep the features of these images and, as far as there is room, those that were needed most recently."""
         for digest in needed:
@@ -70,6 +60,18 @@ class ImageFeatures:
             if num_tokens <= MAX_KEPT_TOKENS:
                 return
             num_tokens -= len(self._kept.pop(digest))
+
+
+def pixels_of(image: ImageSpan, store: ImageStore | None) -> Tensor:
+    """Return the pixels of a request's image. Raises UserError when they are no longer there."""
+    assert store is not None, "a model of text was asked about an image"
+    pixels = store.get(image.digest)
+    if pixels is None:
+        raise UserError(
+            f"the pixels of the image {image.digest} were removed before the engine looked at it: there is no room "
+            "for the images of the requests that run together; raise data.image_store_gib"
+        )
+    return pixels
 
 
 def _parts(images: Sequence[ImageSpan]) -> Iterator[list[ImageSpan]]:

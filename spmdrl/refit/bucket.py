@@ -15,7 +15,13 @@ from torch import Tensor
 from spmdrl.refit.layout import ParameterLayout, Split
 
 # Weights that engines fuse into one. Some loaders fail, or load garbage, when a bucket holds only some of them.
-_LOADED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_LOADED_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ VISION = {
 }
 
 
-def save_qwen2_5_vl(path: Path, **changes: Any) -> str:
+def save_qwen2_5_vl(path: Path, *, patch_size: int = 4, **changes: Any) -> str:
     """A random Qwen2.5-VL: windows in its tower, mRoPE."""
-    windows = {"window_size": 16, "fullatt_block_indexes": [1]}
+    windows = {"patch_size": patch_size, "window_size": 4 * patch_size, "fullatt_block_indexes": [1]}
     rope = MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1]}
     text = TEXT | {"rope_parameters": rope, "head_dim": TEXT["hidden_size"] // TEXT["num_attention_heads"]} | changes
     config = Qwen2_5_VLConfig(text_config=text, vision_config=VISION | windows, **TOKENS)
