@@ -359,6 +359,26 @@ def gated_delta_note(case: str, found: Json) -> str:
     )
 
 
+def tower(settings: Settings) -> Measurement:
+    """Images that a frozen tower looks at once a step, beside in every pass over every sequence, in one process."""
+    options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
+    command = ["python", "benchmarks/tower.py", *options]
+    output = run(command)
+    return Measurement(
+        unit="s",
+        spmdrl=output["spmdrl_s"],
+        peer=output["peer_s"],
+        peer_name="in every pass over every sequence",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[
+            f"{output['spmdrl_patches']:,} patches beside {output['peer_patches']:,}, "
+            f"{output['spmdrl_patches'] / output['peer_patches']:.3f} of them; "
+            f"{output['features_mib']:.1f} MiB of features on the host; load average {output['load_average']:.1f}"
+        ],
+    )
+
+
 def logprob_note(output: Json) -> str:
     """How the peak grows with the tokens, and what it costs in time."""
     peaks = ", ".join(f"{int(n) // 1024}k: {found['peak_mib']:.0f}" for n, found in output["memory"]["tiled"].items())
@@ -576,6 +596,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             *(f"spmdrl/model/{name}.py" for name in ("gated_delta", "causal_conv", "recurrent")),
             *scripts("gated_delta", "logprob_memory"),
         ),
+        in_readme=False,
+    ),
+    "tower": Benchmark(
+        about="a frozen tower in a step with groups of 8",
+        goal=1 / 8,
+        measure=tower,
+        code=("spmdrl/step/images.py", "spmdrl/model/trunk.py", *scripts("tower")),
         in_readme=False,
     ),
     "load-memory": Benchmark(

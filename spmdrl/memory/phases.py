@@ -37,6 +37,7 @@ from spmdrl.memory.device import (
     staging_bytes,
     states_per_weight,
 )
+from spmdrl.memory.images import Tower, features_bytes, pass_bytes
 from spmdrl.memory.overhead import Overhead, Parts
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
@@ -102,6 +103,7 @@ class Rank:
     overhead: Overhead  # of the device of a rank that trains
     engine_overhead: Overhead  # of the device of a rank that holds an engine
     on_gpu: bool  # else the device is the host
+    tower: Tower | None = None  # that is frozen, and looks at each image once a step
 
     def for_critic(self) -> Rank | None:
         """Describe this rank with the critic in place of the policy, as a model with one logit."""
@@ -130,6 +132,7 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
+        *([PhaseMemory.of("images", trainer | _looking(cfg, rank, rank.tower), host, beside)] if rank.tower else []),
         PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host, beside),
         *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host, beside)] if critic else []),
         PhaseMemory.of("optimizer", optimizer, host, beside),
@@ -199,6 +202,15 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
         yield with_engine(phase, awake, engine_bytes=plan.engine_keeps)
 
 
+def _looking(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> dict[str, int]:
+    """Parts of the device for a pass of the tower; the root is gathered with it."""
+    patches = cfg.pack.max_patches_per_pass
+    return {
+        "gathered": (rank.size.root + tower.parameters) * rank.compute_bytes,
+        "activations": pass_bytes(tower, num_patches=patches, compute_bytes=rank.compute_bytes),
+    }
+
+
 def _trainer(rank: Rank) -> dict[str, int]:
     """Parts of the device that an awake trainer holds between forward passes."""
     return {"weights": rank.memory.weights, "optimizer": rank.memory.optimizer}
@@ -217,6 +229,9 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
         "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
+        "features of images": features_bytes(rank.tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
+        if rank.tower
+        else 0,
     }
 
 

@@ -131,6 +131,11 @@ def frozen_part_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
     yield from freeze_problems(model_without_memory(model_config, cfg), cfg.freeze)
 
 
+def frozen_names(model_config: Any, cfg: ModelConfig) -> frozenset[str]:
+    """Return the names of the parameters that are not trained, without memory."""
+    return frozenset(frozen_parameters(model_without_memory(model_config, cfg), cfg.freeze))
+
+
 def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
     """Build the model on the meta device with tied weights, from transformers' code or the directory's own."""
     with torch.device("meta"):

@@ -53,8 +53,8 @@ def export_hf(
     bucket_bytes: int = EXPORT_BUCKET_BYTES,
     file_bytes: int = EXPORT_FILE_BYTES,
 ) -> None:
-    """Write config, tokenizer, processor and safetensors weights in `dtype`, adapters merged into their base; every rank that
-    trains must call this.
+    """Write config, tokenizer, processor and safetensors weights in `dtype`, adapters merged into their base; every
+    rank that trains must call this.
 
     The files are dealt out to the ranks that hold one copy of the model; none ever has all of it. The directory
     appears whole or not at all; one that was there before is replaced.
@@ -150,8 +150,8 @@ def _write_the_rest(
     dtype: torch.dtype,
     files: dict[str, dict[str, int]],
 ) -> None:
-    """Write config, tokenizer, processor, the model's own code if it has any, and the index of tensors by file; `files` are the
-    bytes of each tensor in them."""
+    """Write config, tokenizer, processor, the model's own code if it has any, and the index of tensors by file;
+    `files` are the bytes of each tensor in them."""
     model = policy.model
     config = copy.deepcopy(model.config)
     config.dtype = dtype  # of the files, not of the master weights
