@@ -128,6 +128,7 @@ def _opened(image: ImageFile, max_pixels: int) -> Iterator[PIL.Image.Image]:
             found = f"has more than {MAX_IMAGE_BYTES >> 20} MiB" if num_bytes else "is empty"
             raise UserError(f"{image.name} {found}")
         with _errors_explained(image.name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             opened = PIL.Image.open(file, formats=FORMATS)
             _require_usual(image.name, opened, max_pixels)

@@ -168,7 +168,7 @@ class PromptStream:
     def restore(self, prompt: Prompt) -> None:
         """Put the images of a prompt of this stream into the node's store again, unless they are there.
 
-        Raises UserError when they have changed.
+        Raises UserError when they are others now.
         """
         if not self._encoder.images.has(prompt):
             _require_same(prompt, self.take(prompt.prompt_id, 1)[0].images)
@@ -227,8 +227,8 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: Prom
 def _require_same(prompt: Prompt, images: tuple[ImageSpan, ...]) -> None:
     if images != prompt.images:
         raise UserError(
-            f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those any more that they "
-            "were when the run first read them; restore the data, or copy it to a place where nobody writes"
+            f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those that it had before: the "
+            "data has changed since, or [data] or run.seed have; set them back"
         )
 
 
@@ -257,7 +257,7 @@ class HeldOutPrompts(list[Prompt]):
     def restore(self, prompt: Prompt) -> None:
         """Put the images of one of the prompts into the node's store again, unless they are there.
 
-        Raises UserError when they have changed.
+        Raises UserError when they are others now.
         """
         if self._encoder is not None and not self._encoder.images.has(prompt):
             _require_same(prompt, self._read(prompt.prompt_id).images)

@@ -93,8 +93,9 @@ class ImageReader:
         height, width = size_of(image, max_pixels=self._cfg.max_image_pixels)
         if self._family.tokens_per_image is not None:
             return self._family.tokens_per_image
+        processor = self._processor
         try:
-            num_patches = self._processor.get_number_of_image_patches(height, width)
+            num_patches = processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise UserError(f"{image.name} of {width} x {height} pixels does not suit the model: {error}") from error
         return self._family.num_tokens((1, 1, num_patches))
@@ -109,9 +110,9 @@ class ImageReader:
 
     def _processed(self, image: ImageFile) -> tuple[Tensor, Grid]:
         """Return pixels [P, C] or [1, 3, H, W] float32, and the grid of patches."""
-        picture = decode(image, max_pixels=self._cfg.max_image_pixels)
+        picture, processor = decode(image, max_pixels=self._cfg.max_image_pixels), self._processor
         try:
-            made = self._processor(images=[picture], return_tensors="np")
+            made = processor(images=[picture], return_tensors="np")
         except ValueError as error:
             raise UserError(
                 f"{image.name} of {picture.width} x {picture.height} pixels does not suit the model: {error}"

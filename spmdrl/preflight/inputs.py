@@ -46,6 +46,7 @@ from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.preflight.vision import vision_problems
 from spmdrl.report import RunFolder
+from spmdrl.rollout.from_files import held_out_before
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.advantages import advantage_problems
@@ -202,9 +203,12 @@ def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTr
 def _open_prompts(
     cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: PromptImages
 ) -> PromptStream:
+    held_out = _held_out_table(cfg)
+    if isinstance(cfg, Config) and cfg.debug.load_rollouts is not None and isinstance(images, ImageReader):
+        held_out = held_out_before(cfg)  # so that its prompts are those that were recorded, whose images are read again
     prompts = make_training_stream(
         cfg.data,
-        _held_out_table(cfg),
+        held_out,
         seed=cfg.run.seed,
         tokenizer=tokenizer,
         tools=environment.tools,

@@ -81,6 +81,8 @@ class HeldOutLoss:
         pairs, num_ranks = list(enumerate(run.inputs.held_out_pairs)), run.meshes.training.size()
         with failing_together(run.meshes.training):
             mine = [encode(pair, index) for index, pair in pairs[run.world.rank :: num_ranks]]
+        self._prompts = [pair.prompt for _, pair in pairs[run.world.rank :: num_ranks]]
+        self._restore = run.inputs.held_out.restore
         self._micro_batches = build_batch(mine, run.plan, run.meshes, aggregation="token_mean").micro_batches
 
     @torch.no_grad()
@@ -88,6 +90,9 @@ class HeldOutLoss:
         """Return this rank's part of the loss, a mean over tokens; every rank that trains must call this."""
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
+        with failing_together(self._meshes.training):
+            for prompt in self._prompts:
+                self._restore(prompt)
         micro_batches, _ = self._images.look(self._micro_batches)
         for micro_batch in micro_batches:
             logprobs, mask = self._policy(micro_batch).logprobs, micro_batch.loss_mask.to(device)

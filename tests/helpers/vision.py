@@ -52,7 +52,12 @@ def save_vision_files(path: Path | str, **changes: Any) -> None:
     vision_tokenizer(is_gemma=is_gemma).save_pretrained(path)
     if is_gemma:
         Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, **changes).save_pretrained(path)
-        return
+    else:
+        save_processor(path, **changes)
+
+
+def save_processor(path: Path | str, **changes: Any) -> None:
+    """Write a processor that makes 1 to 9 tokens of an image, whatever its size, as Qwen's do."""
     patches = {name: VISION[name] for name in ("patch_size", "temporal_patch_size")}
     size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": 9 * PIXELS_PER_TOKEN}
     settings = {"size": size, "merge_size": VISION["spatial_merge_size"]} | patches | changes
