@@ -118,6 +118,8 @@ class ImageReader:
                 f"{image.name} of {picture.width} x {picture.height} pixels does not suit the model: {error}"
             ) from error
         pixels = torch.from_numpy(made["pixel_values"]).to(torch.float32)
+        if pixels.shape[1:] != self._family.pixels:
+            raise self._of_another_model(f"makes {tuple(pixels.shape[1:])}, and the model takes {self._family.pixels}")
         if "image_grid_thw" in made:
             frames, rows, columns = made["image_grid_thw"][0].tolist()
             return pixels, (frames, rows, columns)
@@ -127,7 +129,16 @@ class ImageReader:
 
     @cached_property
     def _processor(self) -> Any:
-        return load_processor(self._model_dir, self._cfg)
+        processor = load_processor(self._model_dir, self._cfg)
+        if (merge := getattr(processor, "merge_size", self._family.merge)) != self._family.merge:
+            raise self._of_another_model(f"merges {merge} x {merge} patches, and the model {self._family.merge}")
+        return processor
+
+    def _of_another_model(self, difference: str) -> UserError:
+        return UserError(
+            f"model.path = {shown(self._model_dir)}: its processor {difference}; it belongs to another model; copy the "
+            "right one's files"
+        )
 
     def _spelt(self, token_id: int) -> str:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -149,7 +160,7 @@ def load_processor(model_dir: str, cfg: DataConfig) -> Any:
     try:
         # The same on machines with torchvision and without it.
         processor = AutoImageProcessor.from_pretrained(model_dir, backend="pil", local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except Exception as error:  # transformers raises many types for bad files
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.path = {shown(model_dir)}: its processor cannot be loaded: {reason}") from error
     if getattr(processor, "do_pan_and_scan", None):

@@ -141,7 +141,7 @@ def test_what_cannot_be_is_said_before_the_start(folder: Path) -> None:
     assert code == 0 and "<image>" in words and TOKENS[IMAGE] not in words
     code, words = told(train.main, str(folder / "c.toml"), "--dry-run", "data.min_pixels=900")
     assert code == 2 and "held.jsonl line 1: images would have at least 900" in words
-    (folder / "environment.py").write_text("class Game:\n    def reset(self, **_): ...\n")
-    environment = f'environment={{ source = {{ kind = "class", factory = "{folder}/environment.py:Game" }} }}'
+    (folder / "environment.py").write_text("class Game:\n    def reset(self, **_): ...\n    def step(self, _): ...\n")
+    environment = f'environment={{ source = {{ kind = "class", name = "{folder}/environment.py:Game" }} }}'
     code, words = told(train.main, str(folder / "c.toml"), "--dry-run", environment)
     assert code == 2 and "environments read prompts of text only" in words, words

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import functools
 import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -499,6 +500,16 @@ def test_processors_that_do_not_suit(models: dict[str, Path], tmp_path: Path) ->
     assert "makes all images equally large; remove them" in gemma.refusal(row, max_pixels=64)
     qwen = Bench(models[QWEN], tmp_path)
     assert "images would have at least 700 and at most 576 pixels" in qwen.refusal(row, min_pixels=700)
+    photo(40, 40).save(tmp_path / "large.png")
+    for changes, words in (
+        ({"merge_size": 4}, "its processor merges 4 x 4 patches, and the model 2; it belongs to another model"),
+        ({"patch_size": 8}, "its processor makes (384,), and the model takes (96,); it belongs to another model"),
+    ):
+        other = Bench(models[QWEN], tmp_path)
+        other.model = tmp_path / f"{changes}"
+        shutil.copytree(models[QWEN], other.model)
+        save_vision_files(other.model, **changes)
+        assert words in other.refusal(row | {"images": "large.png"})
     for file in models[QWEN].glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     bare = Bench(models[QWEN], tmp_path)
