@@ -136,7 +136,8 @@ class PackConfig(Section):
     """Quantity that is balanced over ranks and micro-batches: tokens, or FLOPs, where those of attention grow with the
     square of a sequence's length. See `docs/packing.md`."""
     max_patches_per_pass: Count = 16384
-    """Most patches of images that a frozen tower looks at in one pass, unless one image alone has more."""
+    """Most patches of images that a frozen tower, or the torch engine's, looks at in one pass, unless one image has
+    more by itself."""
 
 
 @rule(PackConfig)

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from spmdrl.data.image_store import ImageStore
+from spmdrl.memory.images import KEPT_TOKENS
 from spmdrl.model.positions import placeholder_rows
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import ImageSpan, UserError
-
-MAX_KEPT_TOKENS = 16384  # placeholders whose features are kept for later prefills
-MAX_PATCHES = 16384  # of different images in one pass of the tower
 
 
 class ImageFeatures:
     """Features by digest: an image is looked at when a prefill first needs it, and again only where there was no room
     to keep what it gave."""
 
-    def __init__(self, trunk: Trunk, store: ImageStore | None) -> None:
-        self._trunk, self._store = trunk, store
+    def __init__(self, trunk: Trunk, store: ImageStore | None, *, max_patches: int) -> None:
+        """`max_patches` is the most in one pass of the tower, unless one image has more."""
+        self._trunk, self._store, self._max_patches = trunk, store, max_patches
         self._pixels: dict[str, Tensor] = {}  # of images that wait for a prefill
         self._kept: dict[str, Tensor] = {}  # [num_tokens, L, D] each; the last that were needed are the last
 
@@ -37,7 +36,8 @@ class ImageFeatures:
         if not images:
             return None
         needed = {image.digest: image for image in images}
-        for part in _parts([image for digest, image in needed.items() if digest not in self._kept]):
+        new = [image for digest, image in needed.items() if digest not in self._kept]
+        for part in _parts(new, max_patches=self._max_patches):
             self.take(part)
             pixels = [self._pixels.pop(image.digest) for image in part]
             features = self._trunk.encode(pixels, [image.grid for image in part])
@@ -57,7 +57,7 @@ class ImageFeatures:
             self._kept[digest] = self._kept.pop(digest)
         num_tokens = sum(map(len, self._kept.values()))
         for digest in list(self._kept)[: -len(needed)]:
-            if num_tokens <= MAX_KEPT_TOKENS:
+            if num_tokens <= KEPT_TOKENS:
                 return
             num_tokens -= len(self._kept.pop(digest))
 
@@ -74,13 +74,13 @@ def pixels_of(image: ImageSpan, store: ImageStore | None) -> Tensor:
     return pixels
 
 
-def _parts(images: Sequence[ImageSpan]) -> Iterator[list[ImageSpan]]:
-    """Split images, in order, into parts of at most `MAX_PATCHES` patches; one that has more is alone."""
+def _parts(images: Sequence[ImageSpan], *, max_patches: int) -> Iterator[list[ImageSpan]]:
+    """Split images, in order, into parts of at most `max_patches` patches; one that has more is alone."""
     part: list[ImageSpan] = []
     num_patches = 0
     for image in images:
         patches = math.prod(image.grid)
-        if part and num_patches + patches > MAX_PATCHES:
+        if part and num_patches + patches > max_patches:
             yield part
             part, num_patches = [], 0
         part.append(image)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from spmdrl.memory.images import PREFILL_TOKENS
 from spmdrl.types import FinishReason, ImageSpan, Request
-
-MAX_PREFILL_TOKENS = 16384  # of different contexts in one forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def admit(waiting: deque[Running], num_free: int) -> list[Running]:
         context = waiting[0].context
         if context not in contexts:
             num_tokens += len(context.token_ids)
-            if contexts and num_tokens > MAX_PREFILL_TOKENS:
+            if contexts and num_tokens > PREFILL_TOKENS:
                 break
             contexts.add(context)
         admitted.append(waiting.popleft())

@@ -69,9 +69,11 @@ class TorchEngine(RolloutEngine):
         max_running: int,
         release: Collection[str] = ("kv_cache",),
         images: ImageStore | None = None,
+        max_patches: int = 16384,
     ):
         """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
-        images in requests. Raises UserError when the engine cannot sample from such a model."""
+        images in requests, of which the model's tower looks at `max_patches` in one pass. Raises UserError when the
+        engine cannot sample from such a model."""
         for problem in model_problems(model_config):
             raise UserError(problem)
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
@@ -85,7 +87,7 @@ class TorchEngine(RolloutEngine):
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
         self._trunk = Trunk(model)
-        self._features = ImageFeatures(self._trunk, images)
+        self._features = ImageFeatures(self._trunk, images, max_patches=max_patches)
         self._adapters = AdapterBank(model, operators_of(kernel).linear)
         self._decoder = DenseDecoder(model, self._adapters) if kernel == "sdpa" and can_decode(model) else None
         self._kernel: Kernel = kernel
@@ -352,6 +354,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "kernel": run.kernel,
         "max_running": run.cfg.rollout.max_running,
         "images": run.inputs.images,
+        "max_patches": run.cfg.pack.max_patches_per_pass,
     }
 
 

@@ -1,4 +1,4 @@
-"""Bytes that looking at images takes: of one pass of a frozen tower, and of its features, which stay on the host."""
+"""Bytes that looking at images takes: of one pass of a tower, and of the features that it leaves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
 
 _FLOAT32 = 4
+PREFILL_TOKENS = 16384  # in one prefill of the torch engine
+KEPT_TOKENS = 16384  # placeholders whose features the torch engine keeps beside those of a prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,16 @@ def pass_bytes(tower: Tower, *, num_patches: int, compute_bytes: int) -> int:
 
 
 def features_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan, *, compute_bytes: int) -> int:
-    """Bytes of features that a rank holds at most: all tokens of its share's prompts show images, and it has a rollout
-    of as many prompts as it can."""
+    """Bytes of features that a rank holds on the host at most: all tokens of its share's prompts show images, and it
+    has a rollout of as many prompts as it can."""
     prompts = min(run.prompts_per_step, math.ceil(run.rollouts_per_step / run.num_shares))
     tokens = prompts * cfg.data.max_prompt_tokens
     return tokens * tower.num_levels * tower.features_width * compute_bytes
+
+
+def engine_bytes(tower: Tower, cfg: Config, *, num_rows: int, compute_bytes: int) -> int:
+    """Bytes that looking at images adds to the torch engine with `num_rows` rollouts at most: one pass, and features of
+    a prefill and of those before it."""
+    tokens = min(num_rows * cfg.data.max_prompt_tokens, PREFILL_TOKENS + KEPT_TOKENS)
+    features = tokens * tower.num_levels * tower.features_width * compute_bytes
+    return features + pass_bytes(tower, num_patches=cfg.pack.max_patches_per_pass, compute_bytes=compute_bytes)

@@ -37,7 +37,7 @@ from spmdrl.memory.device import (
     staging_bytes,
     states_per_weight,
 )
-from spmdrl.memory.images import Tower, features_bytes, pass_bytes
+from spmdrl.memory.images import Tower, engine_bytes, features_bytes, pass_bytes
 from spmdrl.memory.overhead import Overhead, Parts
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
@@ -103,7 +103,13 @@ class Rank:
     overhead: Overhead  # of the device of a rank that trains
     engine_overhead: Overhead  # of the device of a rank that holds an engine
     on_gpu: bool  # else the device is the host
-    tower: Tower | None = None  # that is frozen, and looks at each image once a step
+    tower: Tower | None = None  # for images
+    looks_once: bool = False  # the trainer's is frozen, and looks at each image once a step
+
+    @property
+    def frozen_tower(self) -> Tower | None:
+        """The tower that looks at each image once a step."""
+        return self.tower if self.looks_once else None
 
     def for_critic(self) -> Rank | None:
         """Describe this rank with the critic in place of the policy, as a model with one logit."""
@@ -128,11 +134,11 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
     }
-    beside = rank.overhead.while_training
+    beside, tower = rank.overhead.while_training, rank.frozen_tower
     optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
-        *([PhaseMemory.of("images", trainer | _looking(cfg, rank, rank.tower), host, beside)] if rank.tower else []),
+        *([PhaseMemory.of("images", trainer | _looking(cfg, rank, tower), host, beside)] if tower else []),
         PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host, beside),
         *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host, beside)] if critic else []),
         PhaseMemory.of("optimizer", optimizer, host, beside),
@@ -229,8 +235,8 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
         "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
-        "features of images": features_bytes(rank.tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
-        if rank.tower
+        "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
+        if rank.frozen_tower
         else 0,
     }
 
@@ -347,7 +353,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     """Bytes of the engine while it samples.
 
     An engine with a fixed share fills it. The torch engine's cache has a row for each running rollout: keys and values,
-    all as long as the longest, and states. It holds the logits of one token each.
+    all as long as the longest, and states. It holds the logits of one token each, and looks at images.
     """
     if plan.engine_share is not None:
         return plan.engine_share
@@ -360,4 +366,5 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     cached = run.max_sequence_tokens * decoder.key_value_width + decoder.conv_elements
     cache = rows * (cached * rank.compute_bytes + decoder.state_elements * _FLOAT32)
     logits = rows * decoder.vocabulary * (2 * _FLOAT32 + rank.compute_bytes)
-    return weights + cache + logits
+    images = engine_bytes(rank.tower, cfg, num_rows=rows, compute_bytes=rank.compute_bytes) if rank.tower else 0
+    return weights + cache + logits + images

@@ -174,7 +174,8 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         overhead=overhead,
         engine_overhead=engine_overhead,
         on_gpu=on_gpu,
-        tower=tower_of(model.config, model.shapes) if model.looks_once else None,
+        tower=tower_of(model.config, model.shapes),
+        looks_once=model.looks_once,
     )
 
 

@@ -85,6 +85,27 @@ def test_the_tower_stays_as_it_was(folder: Path, straight: Path) -> None:
     assert all(equal == ("visual" in name) for name, equal in is_equal.items())
 
 
+def test_a_tower_that_is_trained_moves_and_the_engine_sees_by_it(folder: Path) -> None:
+    launch(folder, 2, "run.name=trained", "run.num_steps=2", "model.freeze=[]")
+    before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()
+    run = folder / "runs/trained"
+    after = weights(run)
+    tower = [name for name in after if "visual" in name]
+    assert tower and not any(bool((before[name] == after[name]).all()) for name in tower)
+    assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in rows(run)[1:])
+    assert all(row["images/tower_passes"] == 0 < row["images/patches"] for row in rows(run)[1:])
+
+
+def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path) -> None:
+    launch(folder, 2, "run.name=adapters", "run.num_steps=2", "lora.rank=4")
+    launch(folder, 2, "run.name=critic", "run.num_steps=2", "advantage.estimator=gae", "rollout.group_size=1")
+    for name in ("adapters", "critic"):
+        steps = rows(folder / "runs" / name)[1:]
+        assert len(steps) == 2
+        assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
+        assert all(row["images/tower_passes"] > 0 for row in steps)
+
+
 def test_four_steps_are_two_and_a_new_process_and_two(folder: Path, straight: Path) -> None:
     launch(folder, 2, "run.name=halves", "run.num_steps=2")
     launch(folder, 2, "run.name=halves")

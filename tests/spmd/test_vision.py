@@ -23,6 +23,7 @@ from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.images import Images
 from spmdrl.types import MicroBatch, Sequence
 from tests.helpers.configs import model_config
+from tests.helpers.models import HAS_EXPERT_PLANS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vision_models import (
     Picture,
@@ -47,12 +48,13 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "fsdp": ParallelConfig(),
     "cp": ParallelConfig(cp=2),
     "tp": ParallelConfig(tp=2),
+    "ep": ParallelConfig(ep=2),
 }
 MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen2_5_vl: ("fsdp", "cp", "tp"),
     save_gemma3_vl: ("fsdp", "tp"),  # the tokens of an image see each other
     save_qwen3_vl: ("fsdp", "cp"),  # transformers has no plan for tensor parallelism
-    save_qwen3_vl_moe: ("fsdp", "cp", "tp"),
+    save_qwen3_vl_moe: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),
     save_qwen3_5_vl: ("fsdp", "tp"),  # a recurrent layer
 }
 
@@ -142,7 +144,7 @@ def _shares(world: World, way: str, sequences: list[Sequence]) -> list[list[Sequ
     ordered = sorted(sequences, key=lambda sequence: len(sequence.token_ids))
     if way == "alone":
         return [[one] for one in sequences]
-    if way == "fsdp":
+    if way in ("fsdp", "ep"):
         # The second micro-batch of the first rank is of text alone, and that of the second rank is empty.
         text = [one for one in ordered if not one.images]
         shown = [one for one in ordered if one.images]

@@ -168,7 +168,7 @@ def test_tensors_that_arrive_otherwise_are_named(model: Any, monkeypatch: pytest
 
 
 def test_a_prompt_counts_once_for_each_version_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_PREFILL_TOKENS", 8)
+    monkeypatch.setattr(running, "PREFILL_TOKENS", 8)
     same = Request(prompt_ids=(2, 3, 4, 5, 6), seed=0, max_response_tokens=4)
     waiting = deque(running.Running(index, same, version) for index, version in enumerate((1, 1, 2)))
     assert [run.version for run in running.admit(waiting, 3)] == [1, 1]

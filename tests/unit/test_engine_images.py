@@ -182,10 +182,10 @@ def seen_grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 def test_features_that_found_no_room_are_computed_again(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = looking.requests()
-    monkeypatch.setattr(image_features, "MAX_KEPT_TOKENS", 1)
-    monkeypatch.setattr(image_features, "MAX_PATCHES", 1)
+    monkeypatch.setattr(image_features, "KEPT_TOKENS", 1)
     grids = seen_grids(monkeypatch)
     engine = looking.engine(1)
+    engine._features._max_patches = 1
     looking.check(asked, answers(engine, asked))
     assert len(grids) == 1 + 2 + 1 + 1  # what the prompt before has shown is there
     assert len(engine._features._kept) == 1

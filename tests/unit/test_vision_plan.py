@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from spmdrl.config import ModelConfig
 from spmdrl.memory.device import GIB
+from spmdrl.memory.images import engine_bytes, pass_bytes
 from spmdrl.preflight.flops import forward_flops
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.vision import vision_problems
@@ -40,6 +41,25 @@ def test_a_frozen_tower_has_weights_and_nothing_more(tmp_path: Path, save) -> No
     levels, text = 3 if save is save_qwen3_vl else 1, config.text_config.hidden_size
     assert phases["save"].host["features of images"] == 2 * 8 * 8 * levels * text  # of 8 prompts with 8 tokens
     assert "images" not in {phase.name for phase in predictions["trained"].phases}
+
+
+@pytest.mark.parametrize("freeze", [None, ()])
+def test_the_torch_engine_holds_features_and_looks(tmp_path: Path, freeze: tuple[str, ...] | None) -> None:
+    """Also where the trainer's tower is trained: 16 rollouts of prompts with 8 tokens."""
+    path = save_qwen3_vl(tmp_path)
+    config, found = AutoConfig.from_pretrained(path), {}
+    for patches in (100, 300):
+        cfg = minimal_config(model={"path": path}, rollout={"engine": "torch"}, pack={"max_patches_per_pass": patches})
+        predicted = predict(
+            cfg, Model.read(config, ModelConfig(path=path, freeze=freeze)), num_ranks=1, device_bytes=GIB, on_gpu=True
+        )
+        (rollout,) = [phase for phase in predicted.phases if phase.name == "rollout"]
+        assert predicted.rank.tower is not None
+        one_pass = pass_bytes(predicted.rank.tower, num_patches=patches, compute_bytes=2)
+        found[patches] = one_pass, rollout.device["engine"]
+        features = engine_bytes(predicted.rank.tower, cfg, num_rows=16, compute_bytes=2) - one_pass
+        assert features == 2 * 16 * 8 * 3 * config.text_config.hidden_size
+    assert found[300][1] - found[100][1] == found[300][0] - found[100][0] > 0
 
 
 def test_tokens_cost_what_they_cost_the_model_of_text(tmp_path: Path) -> None:
