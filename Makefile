@@ -6,7 +6,7 @@
 #   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
-#   make demo TASK=tool                   learn to use a tool; TASK=game: to play a game of several turns
+#   make demo TASK=tool                   learn to use a tool; game: to play a game of several turns; vision: to see
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
 #   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
 #   make test-floor PARTS=test-unit       a part of the tests with the oldest versions

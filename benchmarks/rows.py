@@ -331,6 +331,54 @@ def logprob_memory(settings: Settings) -> Measurement:
     )
 
 
+def tower(settings: Settings) -> Measurement:
+    """Images that a frozen tower looks at once a step, beside in every pass over every sequence, in one process."""
+    options = ["--repeats", str(settings.repeats), "--threads", str(settings.threads)]
+    command = ["python", "benchmarks/tower.py", *options]
+    output = run(command)
+    return Measurement(
+        unit="s",
+        spmdrl=output["spmdrl_s"],
+        peer=output["peer_s"],
+        peer_name="in every pass over every sequence",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[
+            f"{output['spmdrl_patches']:,} patches beside {output['peer_patches']:,}, "
+            f"{output['spmdrl_patches'] / output['peer_patches']:.3f} of them; "
+            f"{output['features_mib']:.1f} MiB of features on the host; load average {output['load_average']:.1f}"
+        ],
+    )
+
+
+def gated_delta(settings: Settings) -> Measurement:
+    """A gated delta net on packed sequences beside a call of transformers' layer for each length."""
+    options = ["--repeats", str(max(3, settings.repeats)), "--threads", "1"]
+    command = ["python", "benchmarks/gated_delta.py", *options]
+    output = run(command)
+    found = output["cases"][output["headline"]]
+    return Measurement(
+        unit="s",
+        spmdrl=found["pass_s"]["packed"],
+        peer=found["pass_s"]["per_length"],
+        peer_name=f"a call for each length, transformers {output['versions']['transformers']}",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[gated_delta_note(case, found) for case, found in output["cases"].items()],
+    )
+
+
+def gated_delta_note(case: str, found: Json) -> str:
+    """What a pass is, and its time and memory beside both other ways."""
+    times, peaks = found["median_s"], found["peak_mib"]
+    return (
+        f"{case}: {found['tokens']} tokens, {found['sequences']} sequences, {found['different_lengths']} lengths up to "
+        f"{found['longest']}: {times['per_length'] / times['packed']:.1f} times as fast as a call for each length, "
+        f"{times['padded'] / times['packed']:.1f} times as padding; peak {peaks['packed']:.0f} MiB, "
+        f"{peaks['per_length']:.0f} and {peaks['padded']:.0f}"
+    )
+
+
 def logprob_note(output: Json) -> str:
     """How the peak grows with the tokens, and what it costs in time."""
     peaks = ", ".join(f"{int(n) // 1024}k: {found['peak_mib']:.0f}" for n, found in output["memory"]["tiled"].items())
@@ -539,6 +587,23 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             *(f"spmdrl/model/{name}.py" for name in ("logprobs", "logits_tile", "linear")),
             *scripts("logprob_memory"),
         ),
+    ),
+    "tower": Benchmark(
+        about="a frozen tower in a step with groups of 8",
+        goal=1 / 8,
+        measure=tower,
+        code=("spmdrl/step/images.py", "spmdrl/model/trunk.py", *scripts("tower")),
+        in_readme=False,
+    ),
+    "gated-delta": Benchmark(
+        about="gated delta net, lognormal lengths, forward and backward",
+        goal=1 / 3,
+        measure=gated_delta,
+        code=(
+            *(f"spmdrl/model/{name}.py" for name in ("gated_delta", "causal_conv", "recurrent")),
+            *scripts("gated_delta", "logprob_memory"),
+        ),
+        in_readme=False,
     ),
     "load-memory": Benchmark(
         about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory, code=LOADING

@@ -1,4 +1,4 @@
-"""Write the data of a demo with an environment: `python launch/demo_data.py tool|game DIR`."""
+"""Write the data of a demo: `python launch/demo_data.py tool|game|vision DIR`."""
 
 import sys
 from pathlib import Path

@@ -7,9 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 Message = dict[str, Any]  # of a chat, as transformers' chat templates take it: "role", "content", perhaps "tool_calls"
+
+IMAGE_PLACE = "<image>"  # in a text for people to read; in data too, where a row has a column of images
+
+
+def as_text(content: Any) -> str:
+    """Return a message's content for people to read: a string, or texts and images in parts."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part["type"] == "text" else IMAGE_PLACE for part in content)
+
+
+def num_images(message: Message) -> int:
+    """Count the places for images in a message."""
+    content = message["content"]
+    return sum(part["type"] == "image" for part in content) if isinstance(content, list) else 0
+
+
+def is_conversation(prompt: str | list[dict[str, Any]]) -> TypeGuard[list[Message]]:
+    """Return True for chat messages, False for a string or the parts of a text with images."""
+    return not isinstance(prompt, str) and "role" in prompt[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

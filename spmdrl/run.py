@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
-from spmdrl.data.stream import Pair, PromptStream
+from spmdrl.data.image_store import ImageStore
+from spmdrl.data.stream import HeldOutPrompts, Pair, PromptStream
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -33,7 +34,7 @@ from spmdrl.model.operators import kernel_of_run
 from spmdrl.model.policy import Policy
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
-from spmdrl.types import Prompt, UserError
+from spmdrl.types import UserError
 
 SettingsT = TypeVar("SettingsT", bound=Config | SftConfig)
 T = TypeVar("T")
@@ -48,7 +49,8 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
     prompts: PromptStream
-    held_out: list[Prompt]  # of all ranks
+    images: ImageStore | None  # pixels of the prompts' images on this node; None for a model of text
+    held_out: HeldOutPrompts  # of all ranks
     held_out_pairs: list[Pair]  # of all ranks; none but in fine-tuning that evaluates
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None

@@ -20,6 +20,7 @@ from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import TrainerAlone
+from spmdrl.step.images import start_images
 from spmdrl.step.imitation import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
 
@@ -33,18 +34,20 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
-    encode = PairEncoder(cfg, run.inputs)
-    steps = Steps(run, policy, saver, TrainerAlone(), Sampler(), held_out=HeldOutLoss(run, policy, encode))
+    encode, images = PairEncoder(cfg, run.inputs), start_images(run, policy)
+    steps = Steps(run, policy, saver, TrainerAlone(), Sampler(), held_out=HeldOutLoss(run, policy, encode, images))
 
     steps.announce()
     with steps.until_stopped():
         for step in steps:
             with steps.phase("batch"):
                 batch = build_batch(read_pairs(run, encode, step), plan, meshes, aggregation="token_mean")
+            with run.report.span("images"):
+                batch, _, looked = images.fill(batch)
             with steps.phase("update"):
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)
-            values = steps.report(step, [batch.metrics, updated])
+            values = steps.report(step, [batch.metrics, looked, updated])
             steps.finish(step, values)
 
 

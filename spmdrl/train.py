@@ -7,6 +7,7 @@
 | rollout | engine | prompt groups, sampled with the weights of the last refit |
 | reward | neither | a reward for each rollout |
 | batch | neither | this rank's packed micro-batches, after one exchange between the ranks |
+| images | trainer | what a frozen tower makes of the images |
 | probe, logprobs | trainer | log-probabilities, advantages, corrections for the mismatch of engine and trainer |
 | update | trainer | new weights |
 | refit | neither | the new weights in the engine, read from wherever the sleeping trainer keeps them |
@@ -48,8 +49,9 @@ from spmdrl.step.batch import build_batch, to_sequences
 from spmdrl.step.choice import choose_tokens
 from spmdrl.step.correction import correct
 from spmdrl.step.handover import start_handover
+from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.probe import probe_metrics
+from spmdrl.step.probe import probe_batches, probe_metrics
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.steps import Steps
@@ -75,6 +77,7 @@ def train(run: Launch[Config]) -> None:
     refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
     handover = start_handover(run, trainer, engine, refit)
     sampler = start_sampler(run, engine, handover.restarts)
+    images = start_images(run, policy)
     steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn, success_at=cfg.success_at)
 
     steps.announce()
@@ -88,11 +91,15 @@ def train(run: Launch[Config]) -> None:
             recorder.save_rollouts(step, collected)
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
             with steps.phase("batch"):  # every rank computes the same assignment
+                images.restore([*(one.rollout for one in rewarded), *collected.probes])
                 sequences = to_sequences(rewarded, meshes.training, turn_weight=cfg.reward.turn_weight)
                 batch = build_batch(sequences, plan, meshes, **cfg.loss.weighting)
+                probes = probe_batches(collected.probes, meshes)
             with handover.training():
+                with report.span("images"):  # a frozen tower looks once at each, for all that follows
+                    batch, probes, looked = images.fill(batch, probes)
                 with steps.phase("probe"):
-                    probed = probe_metrics(policy, collected.probes, meshes)
+                    probed = probe_metrics(policy, probes, meshes)
                 with steps.phase("logprobs"):
                     batch = add_logprobs(batch, learners, reference, cfg, meshes)
                     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
@@ -105,7 +112,7 @@ def train(run: Launch[Config]) -> None:
                 handover.refit(version=step)
             steps.evaluate(step)
             samples = gather_samples(rewarded, batch.advantages, run.inputs.tokenizer, cfg.report, meshes.training)
-            metrics = [collected.metrics, rollout_metrics(rewarded), probed, batch.metrics, *updates]
+            metrics = [collected.metrics, rollout_metrics(rewarded), looked, probed, batch.metrics, *updates]
             values = steps.report(step, metrics, samples=samples)
             adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
             steps.finish(step, values)

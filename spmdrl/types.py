@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spmdrl.conversation import Action, Message, Observation
+from spmdrl.conversation import Action, Message, Observation, as_text
 
 FinishReason = Literal["stop", "length", "abort"]
 # Of an episode. The first three end a response too: an episode without an environment is one response.
@@ -81,7 +81,7 @@ class Prompt:
     @property
     def question(self) -> str:
         """The text without the template: the last message of a chat."""
-        return str(self.messages[-1]["content"]) if self.messages else self.text
+        return as_text(self.messages[-1]["content"]) if self.messages else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,8 +291,6 @@ class Sequence:
         return [(before.end, after.start) for before, after in itertools.pairwise(self.turns)]
 
 
-_NOT_OF_TOKENS = {"cu_seqlens", "image_features", "pixels"}  # tensors of a micro-batch that have another shape than [T]
-
 FILLING = -1  # the index of a sequence that only fills up a micro-batch
 
 
@@ -323,18 +321,19 @@ class MicroBatch:
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
-    # What a tower made of the images, for each of their N placeholders in order: [N, L, D], where the first of L levels
-    # takes the place of the token's embedding and the others are added after the first layers. None without images, and
-    # where the model itself looks at `pixels`.
-    image_features: Tensor | None = None
-    # The pixels of the images, each image once, in the order of their first places; as the model's processor left them.
-    pixels: Tensor | None = None
+    # What a tower made of the images, each image once, in the order of their first places: [num_tokens, L, D], where
+    # the first of L levels takes the place of a placeholder's embedding and the others are added after the first
+    # layers. Micro-batches share them, on the host. None without images, and where the model itself looks at `pixels`.
+    image_features: tuple[Tensor, ...] | None = None
+    # The pixels of the images in the same order, as the model's processor left them; where there are no images, those
+    # of a blank one, at which the model looks in step with other ranks.
+    pixels: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor) and field.name not in _NOT_OF_TOKENS and value.shape != tokens:
+            if isinstance(value, Tensor) and field.name != "cu_seqlens" and value.shape != tokens:
                 raise ValueError(f"{field.name} is {list(value.shape)} but token_ids is {list(tokens)}")
 
     @property
@@ -351,6 +350,14 @@ class MicroBatch:
     def seqlens(self) -> list[int]:
         """Tokens in each sequence, [S]."""
         return self.cu_seqlens.diff().tolist()
+
+    @property
+    def distinct_images(self) -> dict[str, ImageSpan]:
+        """The first place of each image, by digest, in order."""
+        found: dict[str, ImageSpan] = {}
+        for image in self.images:
+            found.setdefault(image.digest, image)
+        return found
 
     @property
     def columns(self) -> dict[str, Tensor]:

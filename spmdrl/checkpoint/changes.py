@@ -53,8 +53,8 @@ HARMLESS = (
     "debug",
 )
 
-# Settings that say which adapters a checkpoint holds. With others its numbers would belong to other weights.
-FIXED = ("lora.rank", "lora.alpha", "lora.rslora", "lora.targets")
+# Settings that say which weights a checkpoint holds. With others its numbers would belong to other weights.
+FIXED = ("model.freeze", "lora.rank", "lora.alpha", "lora.rslora", "lora.targets")
 
 # Shown with changes that have no effect, which may surprise the user.
 _FROM_CHECKPOINT = " (the weights still come from the checkpoint; set a new run.name to start from other weights)"

@@ -18,11 +18,17 @@ class FileData(Section):
     """The file, relative to the working directory; or a file of a data set on a hub, by its name
     `hf:ORGANISATION/NAME@REVISION:FILE`, in huggingface_hub's cache."""
     prompt_column: str = "prompt"
-    """A string, or a list of chat messages (`{"role": ..., "content": ...}`)."""
+    """A string, or a list of chat messages (`{"role": ..., "content": ...}`); a content is a string, or a list of
+    parts."""
     answer_column: str = "answer"
     """The reference answer that rewards compare with; "" when the data has none."""
     response_column: str | None = None
     """The response to imitate, for supervised fine-tuning."""
+    image_column: str | None = None
+    """The images of a row: one or a list of paths, of bytes, or of `{"bytes": ..., "path": ...}`. Each has a place in
+    the prompt: the text `<image>`, or a part `{"type": "image"}` of a message. See `docs/data.md`."""
+    image_root: PathText | None = None
+    """Folder to which paths of images are relative, and in which all of them lie. Unset: that of the data file."""
     task: str = "default"
     """Name of this source in per-task metrics."""
     weight: Positive = 1.0
@@ -48,6 +54,8 @@ class ReasoningGymData(Section):
     """Share of prompts from this source, relative to the other sources."""
 
 
+MAX_IMAGE_PIXELS = 2**26 + 2**24  # Pillow warns of more than 89 million
+
 ChatTemplate = Literal["auto", "never", "rendered"]
 DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
 
@@ -65,6 +73,17 @@ class DataConfig(Section):
     """Longest prompt; see `overlong` for longer ones."""
     overlong: Literal["error", "drop"] = "error"
     """Prompts longer than `max_prompt_tokens` are an error that names the row, or are dropped and counted."""
+    min_pixels: Count | None = None
+    """Smaller images are enlarged to so many pixels, for models that take images of different sizes. Unset: as the
+    model's processor says."""
+    max_pixels: Count | None = None
+    """Larger images are shrunk to so many pixels, for models that take images of different sizes; a token shows 784 to
+    1024 of them. Unset: as the model's processor says."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=MAX_IMAGE_PIXELS)] = 2**26
+    """Pixels of an image in the data; one that has more is an error that names the row, and is not decoded."""
+    image_store_gib: Positive | None = None
+    """Shared memory of a node for the pixels of images. Beyond it those that were not used the longest are removed, and
+    read from the data again when they are needed. Unset: half of what is free in `/dev/shm` at the start."""
 
 
 class HeldOutConfig(Section):
@@ -116,6 +135,9 @@ class PackConfig(Section):
     balance: Literal["tokens", "flops"] = "tokens"
     """Quantity that is balanced over ranks and micro-batches: tokens, or FLOPs, where those of attention grow with the
     square of a sequence's length. See `docs/packing.md`."""
+    max_patches_per_pass: Count = 16384
+    """Most patches of images that a frozen tower, or the torch engine's, looks at in one pass, unless one image has
+    more by itself."""
 
 
 @rule(PackConfig)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from spmdrl.config.base import Count, PathText, Section, rule
 
@@ -19,6 +21,9 @@ class ModelConfig(Section):
     """Packed attention: `sdpa` runs one call per run of equal lengths and works everywhere; `varlen` is torch's own
     CUDA kernel; `flash_attn_*` need that package. `auto` is `sdpa` on a CPU and `varlen` on CUDA, except where a faster
     package is installed: FlashAttention 3 on Hopper, ring_flash_attn under context parallelism."""
+    freeze: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """Parameters that are not trained, by patterns of their names in the base model, such as `["layers.0.*"]`. Unset:
+    the tower of a model that looks at images, which then looks at each image once a step. `[]` trains all."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations that the backward pass computes again instead of keeping: none; those of whole decoder layers; or
     `selective`, only norms, rotary embeddings and activation functions, so that no matrix product runs twice."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from spmdrl.conversation import Exchange
+from spmdrl.conversation import Exchange, is_conversation, num_images
 from spmdrl.data.sources import Row, question_in
 from spmdrl.types import UserError
 
@@ -46,6 +46,11 @@ def imitated(row: Row, *, turns: Literal["last", "all"]) -> Row:
         Exchange(tuple(messages[start:place]), messages[place]["content"])
         for start, place in zip(starts, answers, strict=True)
     )
+    if any(num_images(message) for exchange in others for message in exchange.messages):
+        raise UserError(
+            f"{row.where}: the conversation has images behind its first answer, which is to be imitated; images are "
+            'read before the first such answer only: set sft.turns = "last", or divide the conversation'
+        )
     prompt = list(first.messages)
     return dataclasses.replace(
         row, prompt=prompt, question=question_in(prompt), response=first.response, later=tuple(others)
@@ -53,4 +58,4 @@ def imitated(row: Row, *, turns: Literal["last", "all"]) -> Row:
 
 
 def _ends_with_answer(row: Row) -> bool:
-    return not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant"
+    return is_conversation(row.prompt) and row.prompt[-1]["role"] == "assistant"

@@ -17,9 +17,11 @@ class VisionFamily:
     tower: tuple[str, ...]  # the modules of `model.base_model` that only images go through
     image_token_id: int  # the placeholder, one for each token that the tower makes of an image
     merge: int  # patches along a side that become one token
+    pixels: tuple[int, ...]  # sizes of what the tower takes: of a patch, laid out flat, or of a whole image
     tokens_per_image: int | None = None  # where all images have the same; None: by the grid
     num_levels: int = 1  # tensors that the tower makes for each token: its embedding, and what later layers add
     has_grid_positions: bool = False  # mRoPE: positions of frame, row and column
+    frame: tuple[int, int] | None = None  # tokens around an image, where chat templates write only the first of them
     sees_whole_images: bool = False  # an image's tokens attend to those that come after them in the same image
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
@@ -38,6 +40,7 @@ def family_of(config: Any) -> VisionFamily | None:
             tower=("visual",),
             image_token_id=config.image_token_id,
             merge=config.vision_config.spatial_merge_size,
+            pixels=(_patch_values(config.vision_config),),
             num_levels=1 + len(deepstack),
             has_grid_positions=True,
         )
@@ -49,7 +52,15 @@ def family_of(config: Any) -> VisionFamily | None:
             tower=("vision_tower", "multi_modal_projector"),
             image_token_id=config.image_token_id,
             merge=vision.image_size // vision.patch_size // side,
+            pixels=(vision.num_channels, vision.image_size, vision.image_size),
             tokens_per_image=config.mm_tokens_per_image,
+            frame=(config.boi_token_index, config.eoi_token_index),
             sees_whole_images=True,
         )
     return None
+
+
+def _patch_values(vision: Any) -> int:
+    """Count the numbers in a patch, over its frames and channels."""
+    channels = getattr(vision, "in_channels", 3)
+    return int(channels * vision.temporal_patch_size * vision.patch_size**2)

@@ -10,21 +10,28 @@ import os
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import FileData, ReasoningGymData
-from spmdrl.conversation import Exchange
+from spmdrl.conversation import Exchange, as_text, is_conversation
+from spmdrl.data.images import ImageFile, image_file
+from spmdrl.data.parts import PartReader
 from spmdrl.data.rows import open_rows
 from spmdrl.types import UserError
+
+Written = str | list[dict[str, Any]]  # a prompt: a string, the parts of a text with images, or chat messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row of a data set, before the tokenizer."""
 
-    prompt: str | list[dict[str, Any]]  # a string or chat messages
+    prompt: Written
+    images: tuple[ImageFile, ...] = ()  # in the prompt's places for them, in order
     question: str  # the question alone, to recognize rows that ask the same
     answer: str | None
     response: str | None  # to imitate
@@ -123,22 +130,48 @@ class FileSource:
 
 def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     columns = dict(record)
-    prompt = _prompt(_column(columns, "prompt_column", cfg.prompt_column, where), cfg.prompt_column, where)
+    written = _prompt(_column(columns, "prompt_column", cfg.prompt_column, where), cfg.prompt_column, where)
+    with in_row(where):
+        prompt, images = _with_images(written, columns, cfg)
     # A column setting of "" means that the data has no such column.
     answer = response = None
     if cfg.answer_column:
         answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
     if cfg.response_column:
         response = _text(_column(columns, "response_column", cfg.response_column, where), cfg.response_column, where)
-    used = {cfg.prompt_column, cfg.answer_column, cfg.response_column}
+    used = {cfg.prompt_column, cfg.answer_column, cfg.response_column, cfg.image_column}
     return Row(
         prompt=prompt,
+        images=images,
         question=question_in(prompt),
         answer=answer,
         response=response,
         metadata={name: value for name, value in columns.items() if name not in used},
         where=where,
     )
+
+
+@contextmanager
+def in_row(where: str) -> Iterator[None]:
+    """Put a row's name before the sentence of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _with_images(prompt: Written, columns: dict[str, Any], cfg: FileData) -> tuple[Written, tuple[ImageFile, ...]]:
+    """Return a prompt with places for its images, and the images."""
+    root = Path(cfg.image_root) if cfg.image_root else Path(cfg.path).parent
+    read = functools.partial(image_file, root=root)
+    column = None
+    if cfg.image_column:
+        found = _column(columns, "image_column", cfg.image_column, "it")
+        column = [read(value) for value in found] if isinstance(found, list) else [] if found is None else [read(found)]
+    reader = PartReader(column, read)
+    placed: Written = reader.content(prompt) if isinstance(prompt, str) else [reader.message(one) for one in prompt]
+    reader.require_all_used()
+    return placed, tuple(reader.images)
 
 
 def _column(columns: dict[str, Any], setting: str, name: str, where: str) -> Any:
@@ -172,14 +205,16 @@ def _prompt(value: Any, column: str, where: str) -> str | list[dict[str, Any]]:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
 
 
-def question_in(prompt: str | list[dict[str, Any]]) -> str:
+def question_in(prompt: Written) -> str:
     """Return what a prompt asks, without its system message."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(message["content"] for message in prompt if message["role"] != "system")
+    if isinstance(prompt, str) or not is_conversation(prompt):
+        return as_text(prompt)
+    return "\n".join(as_text(message["content"]) for message in prompt if message["role"] != "system")
 
 
 # Items of these tasks depend on the iteration order of Python sets. 40 items of every task of reasoning-gym 0.1.25 were

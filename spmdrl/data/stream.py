@@ -9,7 +9,7 @@ import functools
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -20,21 +20,25 @@ from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, HeldOutConfig
 from spmdrl.conversation import Exchange, Message
 from spmdrl.data.conversations import asked
-from spmdrl.data.sources import FileSource, Form, Row, Source, open_source
+from spmdrl.data.sources import FileSource, Form, Row, Source, Written, in_row, open_source
 from spmdrl.data.tokenizer import chat_messages, encode_prompt, raw_control_text, uses_template
-from spmdrl.types import Prompt, UserError
+from spmdrl.data.vision import NoImages, PromptImages, expanded
+from spmdrl.types import ImageSpan, Prompt, UserError
 
-Encoded = tuple[tuple[int, ...], str]  # token ids and their text
 Schema = dict[str, Any]  # of a tool, in JSON
-Encode = Callable[[str | list[dict[str, Any]]], Encoded]
 
+NO_IMAGES = NoImages("the prompt has images, and the model reads text only")
 MAX_ATTEMPTS = 1000  # rows tried in place of one unwanted prompt
 _TRAINING, _HELD_OUT = 0, 1  # hashed into seeds, so that the two never share one
 
 
 def question_key(row: Row) -> str:
-    """Return the question in the form in which questions are compared: without a template, white space normalized."""
-    return " ".join(unicodedata.normalize("NFC", row.question).split())
+    """Return the question in the form in which questions are compared: without a template, white space normalized.
+
+    Questions about other images are others: images are the same when their bytes or paths are.
+    """
+    words = unicodedata.normalize("NFC", row.question).split()
+    return " ".join([*words, *(image.identity for image in row.images)])
 
 
 class Turns:
@@ -66,28 +70,52 @@ class Turns:
         return source, cycle * self._weights[source] + earlier
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as the policy reads it."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...]
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEncoder:
     """Turns rows into token ids, under the length limit."""
 
-    encode: Encode
-    messages: Callable[[str | list[Message]], tuple[Message, ...]]  # those that a template renders
-    raw_control_text: Callable[[str | list[Message]], str | None]  # in a prompt that no template renders
+    encode: Callable[..., tuple[tuple[int, ...], str]]  # a prompt and the `place` of its images
+    images: PromptImages
+    messages: Callable[[Written], tuple[Message, ...]]  # those that a template renders
+    raw_control_text: Callable[[Written], str | None]  # in a prompt that no template renders
     max_prompt_tokens: int
     overlong: Literal["error", "drop"]
 
     def __call__(self, row: Row) -> Encoded | None:
-        """Return (token ids, text), or None when the prompt is too long and `overlong` is "drop"."""
-        try:
-            token_ids, text = self.encode(row.prompt)
-        except UserError as error:
-            raise UserError(f"{row.where}: {error}") from error
-        if len(token_ids) <= self.max_prompt_tokens:
-            return token_ids, text
+        """Return the prompt, whose images are kept, or None when it is too long and `overlong` is "drop"."""
+        with in_row(row.where):
+            token_ids, text = self._tokens(row)
+            if not self._fits(row, token_ids):
+                return None
+            return Encoded(*expanded(token_ids, row.images, self.images), text)
+
+    def fits(self, row: Row) -> bool:
+        """Return what decides whether there is a prompt, without decoding its images: only their sizes are read."""
+        with in_row(row.where):
+            return self._fits(row, self._tokens(row)[0])
+
+    def _tokens(self, row: Row) -> tuple[tuple[int, ...], str]:
+        """Return token ids, one for each image, and their text."""
+        return self.encode(row.prompt, place=self.images.placeholder if row.images else None)
+
+    def _fits(self, row: Row, token_ids: Sequence[int]) -> bool:
+        num_tokens = len(token_ids) + sum(self.images.num_tokens(image) - 1 for image in row.images)
+        if num_tokens <= self.max_prompt_tokens:
+            return True
         if self.overlong == "drop":
-            return None
+            return False
+        with_images = f" with its {len(row.images)} images" if row.images else ""
         raise UserError(
-            f"{row.where}: the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
+            f"the prompt has {num_tokens} tokens{with_images}, more than data.max_prompt_tokens = "
             f'{self.max_prompt_tokens}; raise it, or set data.overlong = "drop"'
         )
 
@@ -134,8 +162,16 @@ class PromptStream:
             )
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """Return prompts `start` to `start + count - 1` of the stream."""
+        """Return prompts `start` to `start + count - 1` of the stream, whose images are then in the run's store."""
         return [self._prompt_and_row(index)[0] for index in range(start, start + count)]
+
+    def restore(self, prompt: Prompt) -> None:
+        """Put the images of a prompt of this stream into the node's store again, unless they are there.
+
+        Raises UserError when they are others now.
+        """
+        if not self._encoder.images.has(prompt):
+            _require_same(prompt, self.take(prompt.prompt_id, 1)[0].images)
 
     def pairs(self, start: int, count: int) -> list[Pair]:
         """Return prompts `start` to `start + count - 1`, each with what is to be imitated."""
@@ -146,9 +182,12 @@ class PromptStream:
         source = self._sources[place]
         for attempt in range(MAX_ATTEMPTS):
             row = source.row(number, attempt)
-            encoded = self._encoded(row, "items")
+            if self._is_held_out(row, "items"):
+                continue
+            encoded = self._encoder(row)
             if encoded is not None:
                 return _prompt(index, source.task, row, encoded, self._encoder), row
+            self._dropped["overlong_items"] += 1
         raise UserError(
             f"{row.where}: {MAX_ATTEMPTS} items in a row were held out or too long, so the task {source.task} has too "
             "few distinct questions for training; hold out fewer (num_prompts) or widen its params"
@@ -157,30 +196,40 @@ class PromptStream:
     def _keeps(self, row: Row) -> bool:
         if self._spelt is None and (text := self._encoder.raw_control_text(row.prompt)):
             self._spelt = row.where, text
-        return self._encoded(row, "rows") is not None
+        if self._is_held_out(row, "rows"):
+            return False
+        if not self._encoder.fits(row):
+            self._dropped["overlong_rows"] += 1
+            return False
+        return True
 
-    def _encoded(self, row: Row, unit: str) -> Encoded | None:
-        """Return (token ids, text), or None for a row that must not be trained on; such rows are counted."""
-        if question_key(row) in self._exclude:
-            self._dropped[f"held_out_{unit}"] += 1
-            return None
-        encoded = self._encoder(row)
-        if encoded is None:
-            self._dropped[f"overlong_{unit}"] += 1
-        return encoded
+    def _is_held_out(self, row: Row, unit: str) -> bool:
+        """Return True for a row that must not be trained on, which is counted."""
+        if question_key(row) not in self._exclude:
+            return False
+        self._dropped[f"held_out_{unit}"] += 1
+        return True
 
 
 def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: PromptEncoder) -> Prompt:
-    token_ids, text = encoded
     return Prompt(
         prompt_id=prompt_id,
-        token_ids=token_ids,
-        text=text,
+        token_ids=encoded.token_ids,
+        images=encoded.images,
+        text=encoded.text,
         answer=row.answer,
         task=task,
         metadata=row.metadata,
         messages=encoder.messages(row.prompt),
     )
+
+
+def _require_same(prompt: Prompt, images: tuple[ImageSpan, ...]) -> None:
+    if images != prompt.images:
+        raise UserError(
+            f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those that it had before: the "
+            "data has changed since, or [data] or run.seed have; set them back"
+        )
 
 
 def _pair(prompt: Prompt, row: Row) -> Pair:
@@ -192,37 +241,77 @@ def _pair(prompt: Prompt, row: Row) -> Pair:
     return Pair(prompt, (Exchange((), row.response), *row.later))
 
 
-def held_out_prompts(
+class HeldOutPrompts(list[Prompt]):
+    """Held-out prompts, with what it takes to read their images again. The place of each is its `prompt_id`."""
+
+    def __init__(self, rows: Iterable[HeldOutRow] = (), encoder: PromptEncoder | None = None) -> None:
+        """Without rows there are none. The images are then in the run's store."""
+        self._encoder = encoder
+        self._rows = list(rows)
+        super().__init__(self._read(prompt_id) for prompt_id in range(len(self._rows)))
+
+    def pairs(self) -> list[Pair]:
+        """Return each prompt with what would be imitated."""
+        return [_pair(prompt, held_out.row) for prompt, held_out in zip(self, self._rows, strict=True)]
+
+    def restore(self, prompt: Prompt) -> None:
+        """Put the images of one of the prompts into the node's store again, unless they are there.
+
+        Raises UserError when they are others now.
+        """
+        if self._encoder is not None and not self._encoder.images.has(prompt):
+            _require_same(prompt, self._read(prompt.prompt_id).images)
+
+    def _read(self, prompt_id: int) -> Prompt:
+        held_out = self._rows[prompt_id]
+        assert self._encoder is not None, "rows come with an encoder"
+        encoded = self._encoder(held_out.row)
+        assert encoded is not None, "it fits"
+        return _prompt(prompt_id, held_out.source.task, held_out.row, encoded, self._encoder)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRow:
+    """A row of a source, by its number."""
+
+    source: Source
+    number: int
+
+    @property
+    def row(self) -> Row:
+        """The row itself, read from the file."""
+        return self.source.row(self.number)
+
+
+def held_out_rows(
     sources: Sequence[Source], *, weights: Sequence[float], encoder: PromptEncoder, count: int
-) -> Iterator[tuple[Row, Prompt]]:
-    """Yield `count` prompts with distinct questions and their rows, divided over the sources by weight."""
+) -> Iterator[HeldOutRow]:
+    """Yield `count` rows with distinct questions, divided over the sources by weight; no image is decoded."""
     turns = Turns(weights)
     seen: set[str] = set()
     candidates = [_distinct(source, encoder, seen) for source in sources]
-    for prompt_id in range(count):
-        place, number = turns.at(prompt_id)
+    for place, number in map(turns.at, range(count)):
         found = next(candidates[place], None)
         if found is None:
             raise UserError(
                 f"held out: num_prompts = {count}, but the source {sources[place].task} has only {number} distinct "
                 "questions that fit; lower num_prompts"
             )
-        row, encoded = found
-        yield row, _prompt(prompt_id, sources[place].task, row, encoded, encoder)
+        yield found
 
 
-def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[tuple[Row, Encoded]]:
+def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterator[HeldOutRow]:
     """Yield the source's rows whose question is not in `seen`, and add them to it; stop after too many misses."""
     index = misses = 0
     while misses < MAX_ATTEMPTS if source.num_rows is None else index < source.num_rows:
         row = source.row(index)
         key = question_key(row)
-        encoded = encoder(row) if key not in seen else None
-        if encoded is not None:
+        is_new = key not in seen and encoder.fits(row)
+        if is_new:
             seen.add(key)
-            yield row, encoded
+            yield HeldOutRow(source, index)
         index += 1
-        misses = misses + 1 if encoded is None else 0
+        misses = 0 if is_new else misses + 1
 
 
 def make_training_stream(
@@ -233,18 +322,19 @@ def make_training_stream(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
     form: Form = asked,
+    images: PromptImages = NO_IMAGES,
 ) -> PromptStream:
     """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
 
-    `tools` are the schemas that chat templates show.
+    `tools` are the schemas that chat templates show, `images` what becomes of images.
     """
-    encoder = _encoder_of(cfg, tokenizer, tools)
-    held_out = _held_out_of(held_out_cfg, encoder, form) if held_out_cfg else ()
+    encoder = _encoder_of(cfg, tokenizer, tools, images)
+    held_outs = _held_out_of(held_out_cfg, form, encoder) if held_out_cfg else ()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place), form=form) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
         encoder=encoder,
-        exclude=frozenset(question_key(row) for row, _ in held_out),
+        exclude=frozenset(question_key(held_out.row) for held_out in held_outs),
     )
 
 
@@ -255,36 +345,35 @@ def make_held_out(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
     form: Form = asked,
-) -> list[Prompt]:
+    images: PromptImages = NO_IMAGES,
+) -> HeldOutPrompts:
     """Make the held-out prompts; `prompt_id` counts from 0.
 
     They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
     """
-    return [prompt for _, prompt in _held_out_of(held_out_cfg, _encoder_of(cfg, tokenizer, tools), form)]
+    encoder = _encoder_of(cfg, tokenizer, tools, images)
+    return HeldOutPrompts(_held_out_of(held_out_cfg, form, encoder), encoder)
 
 
-def make_held_out_pairs(
-    cfg: DataConfig, held_out_cfg: HeldOutConfig, *, tokenizer: PreTrainedTokenizerBase, form: Form
-) -> list[Pair]:
-    """Make the held-out prompts with what would be imitated: those of `make_held_out` for the same rows."""
-    rows_and_prompts = _held_out_of(held_out_cfg, _encoder_of(cfg, tokenizer, ()), form)
-    return [_pair(prompt, row) for row, prompt in rows_and_prompts]
+def _held_out_of(held_out_cfg: HeldOutConfig, form: Form, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
+    entries = held_out_cfg.sources
+    return held_out_rows(
+        [open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(entries)],
+        weights=[source.weight for source in entries],
+        encoder=encoder,
+        count=held_out_cfg.num_prompts,
+    )
 
 
-def _held_out_of(held_out_cfg: HeldOutConfig, encoder: PromptEncoder, form: Form) -> Iterator[tuple[Row, Prompt]]:
-    sources = [
-        open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(held_out_cfg.sources)
-    ]
-    weights = [source.weight for source in held_out_cfg.sources]
-    return held_out_prompts(sources, weights=weights, encoder=encoder, count=held_out_cfg.num_prompts)
-
-
-def _encoder_of(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema]) -> PromptEncoder:
+def _encoder_of(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema], images: PromptImages
+) -> PromptEncoder:
     has_template = uses_template(tokenizer, cfg.chat_template)
     return PromptEncoder(
         encode=functools.partial(
             encode_prompt, tokenizer, system_prompt=cfg.system_prompt, chat_template=cfg.chat_template, tools=tools
         ),
+        images=images,
         messages=lambda prompt: tuple(chat_messages(prompt, cfg.system_prompt)) if has_template else (),
         raw_control_text=functools.partial(raw_control_text, tokenizer, chat_template=cfg.chat_template),
         max_prompt_tokens=cfg.max_prompt_tokens,

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spmdrl.config.data import ChatTemplate
 from spmdrl.config.strict import read_json, shown, utf8_problem
+from spmdrl.conversation import IMAGE_PLACE, is_conversation, num_images
 from spmdrl.data.plain_text import free_characters, plain_text_of, texts_in, unescaped
 from spmdrl.types import UserError
 
@@ -22,6 +24,15 @@ Messages = list[dict[str, Any]]
 
 RENDER_S = 10.0  # of one conversation, which takes a template some milliseconds
 MAX_TEMPLATE_CHARACTERS = 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """An image's place in a rendered conversation, before it is as long as the image needs."""
+
+    written: str  # by the chat template, for each image
+    text: str  # in its stead, such that the tokenizer makes one `token_id` of it
+    token_id: int
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -38,7 +49,23 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"model.path = {path} has no tokenizer; copy the tokenizer files of the model into it")
+    if (template := _processor_template(path)) is not None:
+        tokenizer.chat_template = template
     return tokenizer
+
+
+class _ProcessorTemplate(BaseModel):
+    """The chat template of a model that reads images, in the file of its processor, which tokenizers do not read."""
+
+    model_config = ConfigDict(strict=True)
+    chat_template: str
+
+
+def _processor_template(model_dir: str) -> str | None:
+    file = Path(model_dir, "chat_template.json")
+    if not file.is_file() or Path(model_dir, "chat_template.jinja").is_file():
+        return None
+    return read_json(file, _ProcessorTemplate).chat_template
 
 
 def encode_prompt(
@@ -48,17 +75,21 @@ def encode_prompt(
     system_prompt: str | None,
     chat_template: ChatTemplate,
     tools: Sequence[dict[str, Any]] = (),
+    place: Placeholder | None = None,
 ) -> tuple[tuple[int, ...], str]:
     """Return a prompt's token ids and their text, such that the response follows directly.
 
     Only a chat template adds special tokens, and shows the schemas of tools; a raw prompt gets neither. The texts of
-    control tokens in a prompt stay text, unless it is rendered already.
+    control tokens in a prompt stay text, unless it is rendered already. A prompt with images, each of which becomes one
+    token, needs their `place`.
     """
     reason = (
         "the tokenizer has no chat template" if chat_template == "auto" else f'data.chat_template = "{chat_template}"'
     )
     if uses_template(tokenizer, chat_template):
-        token_ids, text = _templated(tokenizer, chat_messages(prompt, system_prompt), tools)
+        token_ids, text = _templated(tokenizer, chat_messages(prompt, system_prompt), tools, place)
+    elif place is not None:
+        raise UserError(f"the prompt has images, whose places only a chat template marks, but {reason}")
     elif not isinstance(prompt, str):
         raise UserError(f"the prompt is a list of chat messages, but {reason}; use string prompts")
     elif system_prompt is not None:
@@ -80,13 +111,25 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
 
 
 def _templated(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Sequence[dict[str, Any]],
+    place: Placeholder | None,
 ) -> tuple[tuple[int, ...], str]:
     """Return the token ids of messages under the chat template, and their text."""
     plain, shown_tools = plain_text_of(tokenizer), json.dumps(list(tools), ensure_ascii=False)
     mark = next(free_characters(str(tokenizer.chat_template), shown_tools, *texts_in(messages)))
     text = unescaped(_prompt_text(tokenizer, [plain.marked(one, mark) for one in messages], tools), [mark])
-    return plain.encode(text, mark), text.replace(mark, "")
+    if place is None:
+        return plain.encode(text, mark), text.replace(mark, "")
+    wanted, found = sum(map(num_images, messages)), text.count(place.written)
+    if found != wanted:
+        raise UserError(
+            f"the prompt has {wanted} images, and the tokenizer's chat template writes {place.written} {found} times; "
+            "put the template of the model's processor into model.path, as chat_template.jinja"
+        )
+    token_ids = plain.encode(text.replace(place.written, place.text), mark)
+    return token_ids, text.replace(place.written, IMAGE_PLACE).replace(mark, "")
 
 
 def raw_control_text(
@@ -105,7 +148,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplat
 
 def chat_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
     """Return a prompt as the messages that a chat template takes. Raises UserError for messages and a system prompt."""
-    if not isinstance(prompt, str):
+    if is_conversation(prompt):
         if system_prompt is not None:
             raise UserError(
                 "data.system_prompt is put before prompts that are strings, but this one is a list of chat messages; "

@@ -127,6 +127,38 @@ def exchange(
     return sorted(received, key=lambda sequence: sequence.place)
 
 
+def send_tensors(
+    held: Mapping[str, Tensor],
+    sizes: Mapping[str, torch.Size],
+    *,
+    dtype: torch.dtype,
+    sent_by: Mapping[str, int],
+    wanted: list[set[str]],
+    mesh: DeviceMesh,
+) -> dict[str, Tensor]:
+    """Send tensors of the host to all ranks that want them; return those that this rank wants, by name.
+
+    `held` are this rank's. Of all ranks' tensors, all ranks know the same: their `sizes`, in the same order, the rank
+    that sends each of them, and the names that each rank has `wanted` [R]. All have the same dtype.
+    """
+    me, ranks = mesh.get_local_rank(), range(mesh.size())
+    kept = {name: held[name] for name in wanted[me] if sent_by[name] == me}
+    outgoing = [[name for name in sizes if sent_by[name] == me and name in wanted[rank]] for rank in ranks]
+    incoming = [[name for name in sizes if sent_by[name] == rank and name in wanted[me]] for rank in ranks]
+    outgoing[me] = incoming[me] = []
+    sent = [held[name].to(dtype).reshape(-1) for names in outgoing for name in names]
+    # As bytes: not every backend knows every dtype.
+    flat = torch.cat([torch.empty(0, dtype=dtype), *sent]).view(torch.uint8)
+
+    def num_bytes(of_ranks: list[list[str]]) -> list[int]:
+        return [sum(sizes[name].numel() for name in names) * dtype.itemsize for names in of_ranks]
+
+    received = _all_to_all(flat, num_bytes(outgoing), num_bytes(incoming), mesh).view(dtype)
+    names = [name for of_rank in incoming for name in of_rank]
+    parts = received.split([sizes[name].numel() for name in names])
+    return kept | {name: part.view(sizes[name]) for name, part in zip(names, parts, strict=True)}
+
+
 def _whole_numbers(sequence: Sequence) -> Iterator[int]:
     """Yield everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
     yield from sequence.token_ids

@@ -2,7 +2,8 @@
 
 For one token a row, a module's Python and small operations take as long as its products. Here a layer is four products:
 q, k and v are one, and gate and up are one, because their weights are views of one tensor. So a refit writes them where
-they are read. Models of other families, dtypes and devices decode by their own forward pass.
+they are read. Models of other families, dtypes and devices decode by their own forward pass. What is decoded is text,
+whose positions of frame, row and column are equal: the language half of a model that looks at images is like any other.
 """
 
 from __future__ import annotations
@@ -18,25 +19,35 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
 from spmdrl.engine.adapters import AdapterBank
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.linear import linear
+from spmdrl.model.trunk import Trunk
 
-FAMILIES = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+FAMILIES = (
+    LlamaDecoderLayer,
+    Qwen2DecoderLayer,
+    Qwen2_5_VLDecoderLayer,
+    Qwen3DecoderLayer,
+    Qwen3VLTextDecoderLayer,
+)
 
 
 def can_decode(model: PreTrainedModel) -> bool:
     """True when `DenseDecoder` computes what the model's own forward pass computes."""
-    rope = (model.config.rope_parameters or {}).get("rope_type") if hasattr(model.config, "rope_parameters") else None
+    config, decoder = model.config.get_text_config(), _decoder(model)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     return (
         model.device.type == "cpu"
         and model.dtype == torch.float32
         and rope is not None
         and rope not in BATCH_DEPENDENT_ROPES
-        and all(type(layer) in FAMILIES for layer in model.base_model.layers)
+        and all(type(layer) in FAMILIES for layer in decoder.layers)
     )
 
 
@@ -74,14 +85,14 @@ class DenseDecoder:
     def __init__(self, model: PreTrainedModel, adapters: AdapterBank) -> None:
         """Move the weights of layers with the same input next to each other; the model's parameters become views."""
         assert can_decode(model), f"{type(model).__name__} decodes by its own forward pass"
-        config: Any = model.config
-        self._model = model
+        config: Any = model.config.get_text_config()
+        self._model, self._decoder = model, _decoder(model)
         self._num_heads = config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
         names = {module: name for name, module in model.named_modules()}
         product = partial(_side_by_side, names=names, adapters=adapters)
-        self._layers = [_layer(layer, product) for layer in model.base_model.layers]
+        self._layers = [_layer(layer, product) for layer in self._decoder.layers]
         self._rotary = torch.empty(2, 0, 1, self._head_dim)
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
@@ -95,7 +106,7 @@ class DenseDecoder:
             gate, up = layer.gate_up(self._norm(hidden, layer.norm_between)).chunk(2, dim=-1)
             hidden = hidden + layer.down(layer.activation(gate).mul_(up))
         head = self._model.get_output_embeddings()
-        return linear(self._norm(hidden, self._model.base_model.norm.weight), head.weight, head.bias)
+        return linear(self._norm(hidden, self._decoder.norm.weight), head.weight, head.bias)
 
     def _attended(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Attention's result [n, H D] for x [n, D]."""
@@ -119,9 +130,13 @@ class DenseDecoder:
     def _rotary_until(self, size: int) -> Tensor:
         """Cosines and sines of positions [0, size), [2, size, 1, D]; the first half of the sines is negated."""
         like = self._rotary.new_empty(0)
-        cos, sin = self._model.base_model.rotary_emb(like, torch.arange(size)[None])
+        cos, sin = self._decoder.rotary_emb(like, torch.arange(size)[None])
         first, second = sin[0].chunk(2, dim=-1)
         return torch.stack([cos[0], torch.cat((-first, second), dim=-1)])[:, :, None]
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    return Trunk(model).decoder
 
 
 def _layer(layer: Any, product: Callable[[Sequence[nn.Linear]], _Product]) -> _Layer:

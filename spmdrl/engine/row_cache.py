@@ -23,12 +23,13 @@ class LayerInputs(TypedDict):
 
 
 class RowCache:
-    """The keys and values, and the states, of the running rows. Rows 0 to n - 1 are in use."""
+    """The keys and values, the states, and the positions of the running rows. Rows 0 to n - 1 are in use."""
 
     def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._keys_values = KVCache(config, num_rows, capacity, device=device, dtype=dtype)
         self._states = StateCache()
+        self._shifts: list[int] = []  # of rows: what positions have more than places, after images
 
     @property
     def longest(self) -> int:
@@ -43,11 +44,16 @@ class RowCache:
         """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
         self._keys_values.grow(num_rows, capacity)  # states take room when there are rows
 
-    def begin_prefill(self, packed: Attend, *, seqlens: list[int], sequences: list[int], first_row: int) -> LayerInputs:
+    def begin_prefill(
+        self, packed: Attend, *, seqlens: list[int], shifts: list[int], sequences: list[int], first_row: int
+    ) -> LayerInputs:
         """Prepare a forward pass over sequences of these lengths, with attention by `packed`.
 
-        Row first_row + i remembers sequence sequences[i].
+        Row first_row + i remembers sequence sequences[i]; the position of each token that it decodes is the token's
+        place and the sequence's shift.
         """
+        del self._shifts[first_row:]
+        self._shifts += [shifts[sequence] for sequence in sequences]
         starts = [0, *accumulate(seqlens)]
         attend = self._keys_values.begin_prefill(packed, starts=starts, sequences=sequences, first_row=first_row)
         states = self._states.begin_prefill(torch.tensor(sequences, device=self._device), first_row=first_row)
@@ -57,6 +63,8 @@ class RowCache:
         """Prepare a forward pass over one new token per row; return the positions [n] int64 of those tokens too."""
         attend, positions = self._keys_values.begin_decode(attend_to_cache)
         states = self._states.begin_decode()
+        if any(self._shifts):
+            positions = positions + torch.tensor(self._shifts, device=self._device)
         return LayerInputs(attend=attend, seqlens=[1] * len(positions), states=states), positions
 
     def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
@@ -64,3 +72,4 @@ class RowCache:
         into, out_of = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (holes, movers))
         self._keys_values.keep(kept, into, out_of)
         self._states.keep(len(kept), into, out_of)
+        self._shifts = [self._shifts[row] for row in kept]

@@ -7,79 +7,50 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
+from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.adapters import AdapterBank, expert_problems
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
+from spmdrl.engine.image_features import ImageFeatures
 from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.row_cache import RowCache
+from spmdrl.engine.running import Running, admit
 from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
 from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
-from spmdrl.model.attention import IMPLEMENTATION, Kernel, packed_attention
+from spmdrl.model.attention import Kernel, packed_attention
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
+from spmdrl.model.positions import packed_positions, position_shift
 from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.trunk import Trunk, attention_of, model_class
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest, digests
 from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
-MAX_PREFILL_TOKENS = 16384  # of different prompts in one forward pass
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
-
-
-@dataclass(slots=True)
-class _Running:
-    """A request that has a row in the cache."""
-
-    index: int
-    request: Request
-    version: int  # of the weights that sample it
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    limit: int = field(init=False)  # tokens that may be sampled here
-
-    def __post_init__(self) -> None:
-        self.limit = self.request.max_response_tokens - len(self.request.response_ids)
-
-    @property
-    def num_sampled(self) -> int:
-        """The response tokens so far, with those of an earlier request that this one continues."""
-        return len(self.request.response_ids) + len(self.token_ids)
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        """The tokens before the first one that is sampled here."""
-        return self.request.prompt_ids + self.request.response_ids
-
-    def finish_reason(self) -> FinishReason | None:
-        if self.token_ids[-1] in self.request.stop_token_ids:
-            return "stop"
-        if len(self.token_ids) == self.limit:
-            return "length"
-        return None
 
 
 def model_problems(model_config: Any) -> Iterator[str]:
     """Yield a sentence when this engine cannot sample from such a model."""
-    if getattr(model_config, "kv_lora_rank", None) or getattr(model_config, "global_head_dim", None):
+    text = model_config.get_text_config()
+    if getattr(text, "kv_lora_rank", None) or getattr(text, "global_head_dim", None):
         yield cannot_sample(model_config, "all of one size, and this model has several sizes")
 
 
@@ -97,19 +68,26 @@ class TorchEngine(RolloutEngine):
         kernel: Kernel,
         max_running: int,
         release: Collection[str] = ("kv_cache",),
+        images: ImageStore | None = None,
+        max_patches: int = 16384,
     ):
-        """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. Raises UserError when the engine
-        cannot sample from such a model."""
+        """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
+        images in requests, of which the model's tower looks at `max_patches` in one pass. Raises UserError when the
+        engine cannot sample from such a model."""
         for problem in model_problems(model_config):
             raise UserError(problem)
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
-            model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            model = model_class(own_config).from_config(
+                own_config, dtype=dtype, attn_implementation=attention_of(own_config)
+            )
         operators_of(kernel).install(model)
         restart_at_every_sequence(model)
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
+        self._trunk = Trunk(model)
+        self._features = ImageFeatures(self._trunk, images, max_patches=max_patches)
         self._adapters = AdapterBank(model, operators_of(kernel).linear)
         self._decoder = DenseDecoder(model, self._adapters) if kernel == "sdpa" and can_decode(model) else None
         self._kernel: Kernel = kernel
@@ -122,6 +100,7 @@ class TorchEngine(RolloutEngine):
         # Tied weights share one, and so do those that the decoder has put side by side.
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
+        self._expected: dict[str, str] = {}  # digests, of all refits
         self._versions = LiveVersions()
         self._abort = self._asks = False
 
@@ -158,9 +137,10 @@ class TorchEngine(RolloutEngine):
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
         self._versions.none_running()
+        self._features.clear()  # so that no bit of an answer depends on what was looked at before
         source = RequestQueue(requests)
-        waiting: deque[_Running] = deque()
-        rows: list[_Running] = []
+        waiting: deque[Running] = deque()
+        rows: list[Running] = []
         sampling = self._sampling(rows)
         ahead = 0  # decode steps since the noise in `sampling` was made
         last = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -171,7 +151,7 @@ class TorchEngine(RolloutEngine):
                 return
             waiting.extend(self._taken(source, self._max_running - len(rows) - len(waiting)))
             if waiting and len(rows) < self._max_running:
-                admitted = _admit(waiting, self._max_running - len(rows))
+                admitted = admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
                 logits = self._prefill(admitted, first_row=len(rows))
                 last = self._append(admitted, self._sample_tokens(logits, self._sampling(admitted), 0), last)
@@ -200,13 +180,14 @@ class TorchEngine(RolloutEngine):
                 yield from ((run.index, self._response(run, why)) for run, why in finished)
                 source.ask_again()
 
-    def _taken(self, source: RequestQueue, num_free: int) -> Iterator[_Running]:
+    def _taken(self, source: RequestQueue, num_free: int) -> Iterator[Running]:
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
-            yield _Running(index, request, self.version)
+            self._features.take(request.images)
+            yield Running(index, request, self.version)
 
-    def _end(self, runs: Sequence[_Running]) -> None:
+    def _end(self, runs: Sequence[Running]) -> None:
         """Free the adapters that only these runs needed."""
         for run in runs:
             self._versions.end(run.version)
@@ -225,6 +206,7 @@ class TorchEngine(RolloutEngine):
     def sleep(self) -> None:
         """Return the memory to the device, not only to torch's allocator: training would otherwise allocate parts of
         it, and the next cache would not fit."""
+        self._features.clear()
         if "kv_cache" in self._release:
             self._cache = None
         if "weights" in self._release:
@@ -237,7 +219,7 @@ class TorchEngine(RolloutEngine):
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         super().begin_update(buckets, buffers, version=version)
-        self._missing = set(self.weights)
+        self._missing |= {entry.name for bucket in buckets for entry in bucket.flat_entries}
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
 
@@ -273,45 +255,51 @@ class TorchEngine(RolloutEngine):
         return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})
 
     def differing(self, expected: dict[str, str]) -> list[str]:
+        self._expected |= expected  # what a refit leaves out must stay as it was
         held = digests({name: [tensor] for name, tensor in self.weights.items()})
-        return [name for name, found in held.items() if found != expected.get(name)]
+        return [name for name, found in held.items() if found != self._expected.get(name)]
 
     def close(self) -> None:
+        self._features.clear()
         self._cache = None
 
-    def _reserve(self, runs: Sequence[_Running], *, num_rows: int) -> None:
+    def _reserve(self, runs: Sequence[Running], *, num_rows: int) -> None:
         """Make the cache large enough for these runs, and for `num_rows` rows if so many may run."""
         longest = max(len(run.request.prompt_ids) + run.request.max_response_tokens for run in runs)
         if self._cache is None:
-            self._cache = RowCache(self.model.config, num_rows, longest, device=self.device, dtype=self.model.dtype)
+            config = self.model.config.get_text_config()
+            self._cache = RowCache(config, num_rows, longest, device=self.device, dtype=self.model.dtype)
         elif not self._cache.holds(len(runs), longest):
             self._cache.grow(min(num_rows, self._max_running), longest)
 
     @torch.inference_mode()
-    def _prefill(self, runs: list[_Running], *, first_row: int) -> Tensor:
+    def _prefill(self, runs: list[Running], *, first_row: int) -> Tensor:
         """Fill rows first_row... of the cache; return the logits of each run's first response token, [n, V]."""
-        contexts = sorted({(run.version, run.context) for run in runs}, key=lambda found: (len(found[1]), found))
+        contexts = sorted({run.context for run in runs}, key=lambda context: context.order)
         place = {context: i for i, context in enumerate(contexts)}
-        prompts = [ids for _, ids in contexts]
-        seqlens = [len(ids) for ids in prompts]
-        self._adapters.choose((version, len(ids)) for version, ids in contexts)
-        ends = torch.tensor(seqlens, device=self.device).cumsum(0)
-        cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
+        sequences = [place[run.context] for run in runs]
+        seqlens = [len(context.token_ids) for context in contexts]
+        starts = [0, *itertools.accumulate(seqlens)]
+        images = [image.moved(start) for start, one in zip(starts, contexts, strict=False) for image in one.images]
+        self._adapters.choose((context.version, len(context.token_ids)) for context in contexts)
+        features = self._features.placed(images)
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=self.device)
         assert self._cache is not None
         inputs = self._cache.begin_prefill(
-            packed_attention(cu_seqlens, seqlens, self._kernel),
+            packed_attention(cu_seqlens, seqlens, self._kernel, blocks=self._trunk.seen_whole(images)),
             seqlens=seqlens,
-            sequences=[place[run.version, run.context] for run in runs],
+            shifts=[position_shift(context.images, family=self._trunk.family) for context in contexts],
+            sequences=sequences,
             first_row=first_row,
         )
-        logits = self.model(
-            input_ids=torch.tensor([token for ids in prompts for token in ids], device=self.device).unsqueeze(0),
-            position_ids=torch.cat([torch.arange(n, device=self.device) for n in seqlens]).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=ends - 1,
+        hidden = self._trunk(
+            torch.tensor([token for context in contexts for token in context.token_ids], device=self.device),
+            packed_positions(seqlens, images, family=self._trunk.family).to(self.device),
+            images=features,
             **inputs,
-        ).logits[0]
-        return logits[torch.tensor([place[run.version, run.context] for run in runs], device=self.device)]
+        )
+        logits = self._head(hidden[cu_seqlens[1:] - 1])
+        return logits[torch.tensor(sequences, device=self.device)]
 
     @torch.inference_mode()
     def _decode(self, last: Tensor) -> Tensor:
@@ -320,9 +308,12 @@ class TorchEngine(RolloutEngine):
         inputs, positions = self._cache.begin_decode(self.attend_to_cache)
         if self._decoder is not None:
             return self._decoder(last, positions, self._cache.longest, inputs["attend"])
-        return self.model(
-            input_ids=last.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **inputs
-        ).logits[0]
+        return self._head(self._trunk(last, positions, **inputs))
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [n, D] to logits [n, V]."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
 
     def _compact(self, unfinished: list[bool]) -> list[int]:
         """Keep the unfinished rows as rows 0, 1, ..., filling holes from the end; return the old row of each."""
@@ -336,18 +327,18 @@ class TorchEngine(RolloutEngine):
         self._cache.keep(kept, holes, movers)
         return kept
 
-    def _sampling(self, runs: list[_Running]) -> RowSampling:
+    def _sampling(self, runs: list[Running]) -> RowSampling:
         places = [run.num_sampled for run in runs]
         return RowSampling.of([run.request for run in runs], places, self.device)
 
-    def _append(self, runs: list[_Running], sampled: tuple[Tensor, Tensor], last: Tensor) -> Tensor:
+    def _append(self, runs: list[Running], sampled: tuple[Tensor, Tensor], last: Tensor) -> Tensor:
         tokens, logprobs = sampled
         for run, token, logprob in zip(runs, tokens.tolist(), logprobs.tolist(), strict=True):
             run.token_ids.append(token)
             run.logprobs.append(logprob)
         return torch.cat([last, tokens]) if len(last) else tokens
 
-    def _response(self, run: _Running, reason: FinishReason) -> Response:
+    def _response(self, run: Running, reason: FinishReason) -> Response:
         return Response(
             token_ids=tuple(run.token_ids),
             logprobs=tuple(run.logprobs),
@@ -356,25 +347,14 @@ class TorchEngine(RolloutEngine):
         )
 
 
-def _admit(waiting: deque[_Running], num_free: int) -> list[_Running]:
-    """Take requests from the front that fit into the free rows and one prefill; always at least one."""
-    admitted: list[_Running] = []
-    contexts: set[tuple[int, tuple[int, ...]]] = set()  # each version computes a context by itself
-    while waiting and len(admitted) < num_free:
-        context = (waiting[0].version, waiting[0].context)
-        if admitted and sum(len(ids) for _, ids in contexts | {context}) > MAX_PREFILL_TOKENS:
-            break
-        contexts.add(context)
-        admitted.append(waiting.popleft())
-    return admitted
-
-
 def _settings(run: Launch[Config]) -> dict[str, Any]:
     return {
         "device": run.device,
         "dtype": run.dtype,
         "kernel": run.kernel,
         "max_running": run.cfg.rollout.max_running,
+        "images": run.inputs.images,
+        "max_patches": run.cfg.pack.max_patches_per_pass,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
@@ -53,6 +53,7 @@ class ModelSize:
     largest_layer: int  # gathered while it is computed
     num_layers: int = 1
     largest_weight: int = 0  # undivided
+    frozen_shard: int = 0  # of the shard, what is not trained
     adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
     adapter_shard: int = 0  # of these, those that this rank's optimizer steps
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
@@ -60,7 +61,7 @@ class ModelSize:
     @property
     def stepped(self) -> int:
         """Elements that this rank's optimizer steps."""
-        return self.adapter_shard if self.adapters else self.shard
+        return self.adapter_shard if self.adapters else self.shard - self.frozen_shard
 
     @property
     def gradient_bytes(self) -> int:
@@ -72,8 +73,18 @@ class ModelSize:
         return self.shard * (compute_bytes if self.adapters else _FLOAT32)
 
 
-def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, layout: ShardLayout) -> ModelSize:
-    """Count parameters, given the shape of each and the names of those in each decoder layer."""
+def model_size(
+    shapes: dict[str, tuple[int, ...]],
+    layers: list[set[str]],
+    *,
+    layout: ShardLayout,
+    frozen: Collection[str] = (),
+    apart: Collection[str] = (),
+) -> ModelSize:
+    """Count parameters, given the shape of each and the names of those in each decoder layer.
+
+    `frozen` are the names of those that are not trained, `apart` of those that are gathered by themselves: a tower's.
+    """
     gathered = {name: math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()}
     in_layers = [sum(gathered[name] for name in layer) for layer in layers]
 
@@ -84,10 +95,11 @@ def model_size(shapes: dict[str, tuple[int, ...]], layers: list[set[str]], *, la
     return ModelSize(
         whole=sum(map(math.prod, shapes.values())),
         shard=sum(map(shard, shapes)),
-        root=sum(gathered.values()) - sum(in_layers),
+        root=sum(gathered.values()) - sum(in_layers) - sum(gathered[name] for name in apart),
         largest_layer=max(in_layers, default=0),
         num_layers=len(layers),
         largest_weight=max(map(math.prod, shapes.values())),
+        frozen_shard=sum(map(shard, frozen)),
     )
 
 

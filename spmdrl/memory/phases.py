@@ -37,6 +37,7 @@ from spmdrl.memory.device import (
     staging_bytes,
     states_per_weight,
 )
+from spmdrl.memory.images import Tower, engine_bytes, features_bytes, pass_bytes
 from spmdrl.memory.overhead import Overhead, Parts
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
@@ -102,6 +103,13 @@ class Rank:
     overhead: Overhead  # of the device of a rank that trains
     engine_overhead: Overhead  # of the device of a rank that holds an engine
     on_gpu: bool  # else the device is the host
+    tower: Tower | None = None  # for images
+    looks_once: bool = False  # the trainer's is frozen, and looks at each image once a step
+
+    @property
+    def frozen_tower(self) -> Tower | None:
+        """The tower that looks at each image once a step."""
+        return self.tower if self.looks_once else None
 
     def for_critic(self) -> Rank | None:
         """Describe this rank with the critic in place of the policy, as a model with one logit."""
@@ -126,10 +134,11 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
     }
-    beside = rank.overhead.while_training
+    beside, tower = rank.overhead.while_training, rank.frozen_tower
     optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
+        *([PhaseMemory.of("images", trainer | _looking(cfg, rank, tower), host, beside)] if tower else []),
         PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host, beside),
         *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host, beside)] if critic else []),
         PhaseMemory.of("optimizer", optimizer, host, beside),
@@ -199,6 +208,15 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
         yield with_engine(phase, awake, engine_bytes=plan.engine_keeps)
 
 
+def _looking(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> dict[str, int]:
+    """Parts of the device for a pass of the tower; the root is gathered with it."""
+    patches = cfg.pack.max_patches_per_pass
+    return {
+        "gathered": (rank.size.root + tower.parameters) * rank.compute_bytes,
+        "activations": pass_bytes(tower, num_patches=patches, compute_bytes=rank.compute_bytes),
+    }
+
+
 def _trainer(rank: Rank) -> dict[str, int]:
     """Parts of the device that an awake trainer holds between forward passes."""
     return {"weights": rank.memory.weights, "optimizer": rank.memory.optimizer}
@@ -217,6 +235,9 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
         "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
+        "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
+        if rank.frozen_tower
+        else 0,
     }
 
 
@@ -332,7 +353,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     """Bytes of the engine while it samples.
 
     An engine with a fixed share fills it. The torch engine's cache has a row for each running rollout: keys and values,
-    all as long as the longest, and states. It holds the logits of one token each.
+    all as long as the longest, and states. It holds the logits of one token each, and looks at images.
     """
     if plan.engine_share is not None:
         return plan.engine_share
@@ -345,4 +366,5 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     cached = run.max_sequence_tokens * decoder.key_value_width + decoder.conv_elements
     cache = rows * (cached * rank.compute_bytes + decoder.state_elements * _FLOAT32)
     logits = rows * decoder.vocabulary * (2 * _FLOAT32 + rank.compute_bytes)
-    return weights + cache + logits
+    images = engine_bytes(rank.tower, cfg, num_rows=rows, compute_bytes=rank.compute_bytes) if rank.tower else 0
+    return weights + cache + logits + images

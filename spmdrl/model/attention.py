@@ -7,14 +7,17 @@ cache in the embedded engine), so no layer has to infer it from masks or positio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
+from spmdrl.data.families import family_of
 from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.block_attention import Block, seeing_blocks
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, load_varlen
 from spmdrl.types import UserError
 
@@ -58,14 +61,22 @@ AttentionInterface.register(IMPLEMENTATION, _attention_function)
 
 
 def packed_attention(
-    cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel, *, sampled: Tensor | None = None
+    cu_seqlens: Tensor,
+    seqlens: list[int],
+    kernel: Kernel,
+    *,
+    sampled: Tensor | None = None,
+    blocks: Sequence[Block] = (),
 ) -> Attend:
     """Causal attention within each sequence of a packed micro-batch.
 
     cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host. sampled [T] bool marks
-    the tokens that an engine decoded; only kernels that reproduce an engine's bits read it.
+    the tokens that an engine decoded; only kernels that reproduce an engine's bits read it. The tokens of each of the
+    `blocks`, which are in order, see each other as well.
     """
     causal = causal_attention(SequenceLayout(seqlens, cu_seqlens, sampled=sampled), kernel)
+    if blocks:
+        causal = seeing_blocks(causal, seqlens, blocks, kernel)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -95,10 +106,14 @@ def choose_kernel(setting: Literal["auto"] | Kernel, device_type: str, dtype: to
 def fastest_varlen(model: nn.Module) -> Kernel:
     """Choose the kernel of a CUDA device that has torch's: FlashAttention 3 on Hopper, where it can be imported.
 
-    A model with attention sinks stays with torch's kernel, which returns what they need.
+    A model with attention sinks stays with torch's kernel, which returns what they need; so does one whose images are
+    seen whole.
     """
-    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-    if has_sinks or torch.cuda.get_device_capability()[0] != 9:
+    needs_torch = any(hasattr(module, "sinks") for module in model.modules())
+    if isinstance(model, PreTrainedModel):
+        family = family_of(model.config)
+        needs_torch |= family is not None and family.sees_whole_images
+    if needs_torch or torch.cuda.get_device_capability()[0] != 9:
         return "varlen"
     try:
         load_varlen("flash_attn_3")

@@ -61,7 +61,7 @@ def gated_delta_rule(
     seqlens: list[int],
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same as `gated_delta.gated_delta_rule`, in the dtype of value."""
+    """Call fla's kernel for what `gated_delta.gated_delta_rule` does."""
     rule = _fla()
     assert rule is not None, "ask `has_rule` first"
     groups = value.shape[1] // key.shape[1]

@@ -19,19 +19,27 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.config.strict import read_json
 from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
+from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
 from spmdrl.model.experts import distributed_experts
+from spmdrl.model.frozen import freeze_problems, frozen_parameters
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
@@ -41,6 +49,7 @@ from spmdrl.model.recurrent import recurrent_context_problems, restart_at_every_
 from spmdrl.model.ring import is_for_ring_attention
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
+from spmdrl.model.trunk import Trunk, attention_of, model_class
 from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
@@ -109,17 +118,30 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
     model = model_without_memory(model_config, cfg)
     yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:
-        yield from recurrent_context_problems(model_config, parallel.cp)
-        heads = model_config.num_attention_heads
-        kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
+        text = model_config.get_text_config()
+        yield from recurrent_context_problems(text, parallel.cp)
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
         heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # on each rank
         yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
+
+
+def frozen_part_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for each of `model.freeze` that does not fit the model; takes no memory."""
+    yield from freeze_problems(model_without_memory(model_config, cfg), cfg.freeze)
+
+
+def frozen_names(model_config: Any, cfg: ModelConfig) -> frozenset[str]:
+    """Return the names of the parameters that are not trained, without memory."""
+    return frozenset(frozen_parameters(model_without_memory(model_config, cfg), cfg.freeze))
 
 
 def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
     """Build the model on the meta device with tied weights, from transformers' code or the directory's own."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code)
+        model: PreTrainedModel = model_class(model_config).from_config(
+            copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code
+        )
     model.tie_weights()
     return model
 
@@ -260,11 +282,14 @@ def _load(
     if cfg.gradient_checkpointing != "none" and not waits:
         checkpoint_layers(
             model,
-            decoder_layers(model),
+            [*decoder_layers(model), *policy.trunk.tower_blocks],
             recomputed=cfg.gradient_checkpointing,
             every_layers=cfg.checkpoint_every_layers,
         )
-    return policy.requires_grad_(role == "trained")
+    policy.requires_grad_(role == "trained")
+    for parameter in frozen_parameters(model, cfg.freeze).values():
+        parameter.requires_grad_(False)
+    return policy
 
 
 def load_reference(
@@ -294,7 +319,7 @@ def _from_pretrained(
             cfg.path,
             config=config,
             dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation=attention_of(config),
             distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `_load` names them, without a traceback
@@ -313,7 +338,8 @@ def shard_policy(
     reshard_root: bool,
     reshard_layers: bool = True,
 ) -> None:
-    """Apply FSDP2, with a unit for each decoder layer, its distributed experts, a critic's head, and the rest.
+    """Apply FSDP2, with a unit for each decoder layer, its distributed experts, each block of a tower, the rest of the
+    tower, a critic's head, and the rest.
 
     Gradients are reduced in float32 and only summed: the loss is already divided by the global denominator. A critic's
     head computes in float32.
@@ -329,13 +355,15 @@ def shard_policy(
         axes = _sharding_axes(meshes.expert, "expert_shard")
         _shard_unit(experts, axes, reshard=reshard_layers, precision=without_casts, offload=offload)
     axes = _sharding_axes(meshes.dense, "shard")
-    for layer in decoder_layers(policy.model):
-        _shard_unit(layer, axes, reshard=reshard_layers, precision=precision, offload=offload)
+    for unit in (*decoder_layers(policy.model), *policy.trunk.tower_blocks, *policy.trunk.towers):
+        _shard_unit(unit, axes, reshard=reshard_layers, precision=precision, offload=offload)
     for module in policy.modules():
         if isinstance(module, ValueHead):
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             _shard_unit(module, axes, reshard=reshard_root, precision=exact, offload=offload)
     _shard_unit(policy, axes, reshard=reshard_root, precision=precision, offload=offload)
+    if policy.trunk.family is not None:
+        register_fsdp_forward_method(policy, "encode")
 
 
 def _shard_unit(
@@ -361,14 +389,14 @@ def reshard(policy: PackedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model's decoder layers: the modules that its architecture declares as not to be split."""
+    """Return the layers of the model's language half: those that its architecture declares as not to be split."""
     names = set(model._no_split_modules or ())
 
     def is_layer(module: nn.Module) -> bool:
         # Base classes count too: FSDP gives a sharded module a class of its own.
         return any(base.__name__ in names for base in type(module).__mro__)
 
-    layers = [module for module in model.modules() if is_layer(module)]
+    layers = [module for module in Trunk(model).decoder.modules() if is_layer(module)]
     if not layers:
         raise UserError(f"model.path: {type(model).__name__} does not declare its layers in _no_split_modules")
     return layers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,9 @@ from spmdrl.model.context import Style, context_attention, gather_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
+from spmdrl.model.positions import packed_positions, placeholder_rows
 from spmdrl.model.tensor_parallel import own_weight
+from spmdrl.model.trunk import Grid, PlacedFeatures, Trunk
 from spmdrl.types import MicroBatch
 
 
@@ -67,10 +71,15 @@ class PackedModel(nn.Module):
         """`context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone."""
         super().__init__()
         self.model = model
+        self.trunk = Trunk(model)
         self.kernel: Kernel = kernel
         self.context = context
         self.context_style: Style = context_style
         self.register_module("adapters", None)
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Call `Trunk.encode`; of a sharded model, every rank must call this as often as the others."""
+        return self.trunk.encode(pixels, grids)
 
     def summing_gradients(self) -> AbstractContextManager[None]:
         """Surround the backward passes of an update. FSDP sums its gradients in each of them, adapters at the end."""
@@ -91,14 +100,41 @@ class PackedModel(nn.Module):
         # Before the layers: a copy from the host may wait for all that the device has to do.
         found = predicting_rows(wanted, micro_batch.positions, chunk)
         rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
-        hidden = self.model.base_model(
-            input_ids=self._on_device(micro_batch.token_ids[chunk]).unsqueeze(0),
-            position_ids=self._on_device(micro_batch.positions[chunk]).unsqueeze(0),
-            use_cache=False,
+        hidden = self.trunk(
+            self._on_device(micro_batch.token_ids[chunk]),
+            self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
+            images=self._placed(micro_batch, chunk),
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
-        ).last_hidden_state.squeeze(0)
+        )
         return _PredictingRows(hidden[rows], rows, token_ids, len(hidden))
+
+    def _positions(self, micro_batch: MicroBatch, seqlens: list[int]) -> Tensor:
+        """Return the positions of a micro-batch's tokens, [T] or [3, T]."""
+        family = self.trunk.family
+        if family is None or not family.has_grid_positions:
+            return micro_batch.positions
+        return packed_positions(seqlens, micro_batch.images, family=family)
+
+    def _placed(self, micro_batch: MicroBatch, chunk: slice) -> PlacedFeatures | None:
+        """Return the part of the images that is among this rank's tokens; None where the micro-batch has none.
+
+        A model that looks at pixels itself gets an empty part, so that its backward pass goes through the tower too.
+        """
+        distinct, features = micro_batch.distinct_images, micro_batch.image_features
+        if micro_batch.pixels is not None:
+            grids = [image.grid for image in distinct.values()] or [self.trunk.blank_image()[1]]
+            features = tuple(self.trunk.encode(micro_batch.pixels, grids))
+        if features is None:
+            assert not distinct, "nothing has looked at the images of this micro-batch"
+            return None
+        table = torch.cat([self._on_device(of_image) for of_image in features])
+        starts = accumulate((image.num_tokens for image in distinct.values()), initial=0)
+        start_of = dict(zip(distinct, starts, strict=False))
+        rows = placeholder_rows(micro_batch.images)
+        sources = placeholder_rows([replace(image, start=start_of[image.digest]) for image in micro_batch.images])
+        own = (rows >= chunk.start) & (rows < chunk.stop)
+        return PlacedFeatures(self._on_device(rows[own] - chunk.start), table[self._on_device(sources[own])])
 
     def _on_device(self, values: Tensor) -> Tensor:
         """Copy to where the model computes, which is not where FSDP keeps weights that are offloaded."""
@@ -123,7 +159,8 @@ class PackedModel(nn.Module):
         cu_seqlens = self._on_device(micro_batch.cu_seqlens)
         if self.context is None:
             sampled = self._on_device(micro_batch.loss_mask)
-            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled)
+            blocks = self.trunk.seen_whole(micro_batch.images)
+            return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled, blocks=blocks)
         return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=self.context_style)
 
 

@@ -25,14 +25,16 @@ from spmdrl.model.context import heads_for_tokens, tokens_for_heads
 
 
 class LayerStates(Protocol):
-    """What recurrent layers remember of each of S sequences, by layer."""
+    """Memory of recurrent layers between calls: of each of S sequences, by layer."""
 
     def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from; None:
-        from nothing."""
+        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from.
+
+        None is to start from nothing.
+        """
 
     def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
-        """What is left after the last token of each sequence, in the same shapes."""
+        """Take what is left after the last token of each sequence, in the same shapes."""
 
 
 class _Weights(NamedTuple):

@@ -7,7 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from spmdrl.data.families import family_of
 from spmdrl.model.recurrent import restartable_layers
+from spmdrl.model.trunk import Trunk
 
 # Settings of a model's config that change logits after the head, which the policy would miss, or attention scores in
 # ways that no kernel here implements.
@@ -15,21 +17,22 @@ _CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_LAYER = "linear_attention"
-_KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}
+_KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens see each other
 
 
 def refusal_of_config(config: Any) -> str | None:
     """Give the reason why a model with this config cannot be trained here; None when the config shows none."""
     text = config.get_text_config()
-    if text is not config:
+    if text is not config and family_of(config) is None:
         way_out = (
             "save its text model by itself with python -m spmdrl.tools.text_model, and train that"
             if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             else "transformers has no text model for it"
         )
-        return f"{config.model_type} is a model of more than text, and only text models can be trained here; {way_out}"
+        more = "hears sounds" if _hears(config) else "is a model of more than text"
+        return f"{config.model_type} {more}, and can be trained here only on text; {way_out}"
     try:
-        getattr(config, "head_dim", None)
+        getattr(text, "head_dim", None)
     except RuntimeError:  # transformers raises where layers differ
         return f"{config.model_type} has layers whose heads differ in size, which is not supported"
     if quantization := getattr(config, "quantization_config", None):
@@ -38,11 +41,17 @@ def refusal_of_config(config: Any) -> str | None:
             f"its weights are quantized ({method}), and quantized weights cannot be trained; "
             "save the model dequantized, as docs/models.md shows, and train that"
         )
-    changes = [key for key in _CAPS if getattr(config, key, None)]
-    changes += [key for key in _FACTORS if getattr(config, key, None) not in (None, 1)]
+    changes = [key for key in _CAPS if getattr(text, key, None)]
+    changes += [key for key in _FACTORS if getattr(text, key, None) not in (None, 1)]
     if changes:
-        return f"{config.model_type} with {changes[0]} = {getattr(config, changes[0])} is not supported"
+        return f"{config.model_type} with {changes[0]} = {getattr(text, changes[0])} is not supported"
     return None
+
+
+def _hears(config: Any) -> bool:
+    """True for a model with a tower for sounds."""
+    parts = (config, getattr(config, "thinker_config", None))
+    return any(getattr(part, "audio_config", None) is not None for part in parts)
 
 
 def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
@@ -50,9 +59,9 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
 
     The model may be on the meta device.
     """
-    name = type(model).__name__
-    num_layers = getattr(model.config, "num_hidden_layers", None)
-    layers = list(getattr(model.config, "layer_types", None) or ())[:num_layers]
+    name, text = type(model).__name__, model.config.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", None)
+    layers = list(getattr(text, "layer_types", None) or ())[:num_layers]
     if unknown := set(layers) - _ATTENTION_LAYERS - {_RECURRENT_LAYER}:
         return f"{name} has layers of type {', '.join(sorted(unknown))}, which are not supported"
     num_recurrent = layers.count(_RECURRENT_LAYER)
@@ -60,8 +69,14 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
         return f"{name} has recurrent layers whose state would leak from one packed sequence into the next"
     if not (model._supports_attention_backend or num_recurrent):
         return f"{name} does not support transformers' attention interface, so sequences cannot be packed"
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+    if any(getattr(module, "is_causal", True) is False for module in Trunk(model).decoder.modules()):
         return f"{name} lets tokens see those that come after them (bidirectional attention)"
+    family = family_of(model.config)
+    if attention not in _KERNELS_WITH_SINKS and family is not None and family.sees_whole_images:
+        return (
+            f'in {name} the tokens of an image see each other, which model.attention = "{attention}" does not support; '
+            'set it to "auto", "varlen" or "sdpa"'
+        )
     if attention not in _KERNELS_WITH_SINKS and any(hasattr(module, "sinks") for module in model.modules()):
         return (
             f'{name} has attention sinks, which model.attention = "{attention}" does not support; '

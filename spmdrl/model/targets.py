@@ -12,6 +12,7 @@ from spmdrl.model.adapters import Target
 from spmdrl.model.expert_adapters import ExpertsTarget
 from spmdrl.model.linear import linear
 from spmdrl.model.low_rank import LinearTarget, Product
+from spmdrl.model.trunk import Trunk
 
 ALL_LINEAR = "all-linear"
 Wanted = str | Sequence[str]  # "all-linear", or ends of names
@@ -73,9 +74,9 @@ def _ends(names: set[str], everyones: Sequence[str], num_parts: int) -> list[str
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    head = model.get_output_embeddings()
+    decoder = set(Trunk(model).decoder.modules())  # a tower stays as it is
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear) and module in decoder:
             yield name, module
 
 

@@ -11,6 +11,7 @@ from spmdrl.algo.packing import flop_coefficients
 from spmdrl.config import ModelConfig, PackConfig
 from spmdrl.config.plan import Plan
 from spmdrl.model.load import parameter_shapes
+from spmdrl.preflight.shapes import tower_names
 
 
 def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any) -> Plan:
@@ -32,15 +33,17 @@ def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> 
 def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """Return (linear, quadratic): a forward pass over T tokens takes linear T + quadratic T^2 FLOPs.
 
-    `shapes` are those of the model's parameters. Attention is counted as if every layer saw the whole sequence;
+    `shapes` are those of the model's parameters, of which those of a tower for images do nothing for tokens: a frozen
+    one looks at an image once, whatever the sequences. Attention is counted as if every layer saw the whole sequence;
     `flop_coefficients` has the formula.
     """
-    text = model_config.get_text_config()
+    text, in_tower = model_config.get_text_config(), tower_names(model_config, shapes)
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     parameters = 0
     for name, shape in shapes.items():
-        if len(shape) > 1 and ("embed_tokens" not in name or text.tie_word_embeddings):  # a tied one is also the head
+        is_product = "embed_tokens" not in name or model_config.tie_word_embeddings  # a tied one is also the head
+        if len(shape) > 1 and is_product and name not in in_tower:
             parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
     return flop_coefficients(
         matmul_parameters=parameters,

@@ -30,9 +30,9 @@ from spmdrl.memory.device import (
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
 from spmdrl.model.adapted import adapter_sizes
-from spmdrl.model.load import compute_dtype, critic_shapes, parameter_shapes
+from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
-from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp
+from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp, tower_names, tower_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class Model:
     layers: list[set[str]]  # the parameters of each decoder layer
     critic: Model | None = None  # trained together with it
     targets: Mapping[str, int] = field(default_factory=dict)  # weights with adapters, and the elements of these
+    frozen: frozenset[str] = frozenset()  # parameters that are not trained
 
     @classmethod
     def read(
@@ -51,18 +52,26 @@ class Model:
     ) -> Model:
         """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
         targets = {} if lora is None else adapter_sizes(config, cfg, lora)
-        return cls(config, *parameter_shapes(config, cfg), critic, targets)
+        return cls(config, *parameter_shapes(config, cfg), critic, targets, frozen_names(config, cfg))
+
+    @property
+    def looks_once(self) -> bool:
+        """True for a model whose tower is frozen, and looks at each image once a step."""
+        tower = tower_names(self.config, self.shapes)
+        return bool(tower) and (tower <= self.frozen or bool(self.targets))
 
     @classmethod
     def read_critic(cls, config: Any, cfg: ModelConfig) -> Model:
         """Derive a critic's shapes from transformers' `config`."""
-        return cls(config, *critic_shapes(config, cfg))
+        shapes, layers = critic_shapes(config, cfg)
+        return cls(config, shapes, layers, frozen=frozen_names(config, cfg) & shapes.keys())
 
     def size(self, parallel: ParallelConfig, *, num_training: int) -> ModelSize:
         """Count the parameters on one of `num_training` ranks."""
         in_layers = set().union(*self.layers)
         adapters, adapted = sum(self.targets.values()), self.targets.keys()
-        vocabulary = {name for name in self.shapes.keys() - in_layers if len(self.shapes[name]) == 2}
+        tower = tower_names(self.config, self.shapes)
+        vocabulary = {name for name in self.shapes.keys() - in_layers - tower if len(self.shapes[name]) == 2}
         layout = ShardLayout(
             copy_ranks=num_training // parallel.dp_replicate,
             tp=parallel.tp,
@@ -75,7 +84,7 @@ class Model:
             for layer in self.layers
         ]
         return dataclasses.replace(
-            model_size(self.shapes, self.layers, layout=layout),
+            model_size(self.shapes, self.layers, layout=layout, frozen=self.frozen, apart=tower),
             adapters=adapters,
             adapter_shard=math.ceil(adapters / num_training),
             adapted_experts=max(experts),
@@ -165,6 +174,8 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         overhead=overhead,
         engine_overhead=engine_overhead,
         on_gpu=on_gpu,
+        tower=tower_of(model.config, model.shapes),
+        looks_once=model.looks_once,
     )
 
 

@@ -17,10 +17,13 @@ from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.config.strict import shown
 from spmdrl.data.conversations import asked, imitated
+from spmdrl.data.families import family_of
+from spmdrl.data.image_store import ImageStore, open_image_store
 from spmdrl.data.sources import open_source
-from spmdrl.data.stream import Form, Pair, PromptStream, make_held_out, make_held_out_pairs, make_training_stream
+from spmdrl.data.stream import Form, HeldOutPrompts, Pair, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.vision import ImageReader, NoImages, PromptImages
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
@@ -30,6 +33,7 @@ from spmdrl.model.adapted import adapter_problems
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
     compute_dtype,
+    frozen_part_problems,
     load_critic_config,
     load_model_config,
     model_without_memory,
@@ -40,12 +44,14 @@ from spmdrl.model.weight_files import weight_file_problems
 from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
+from spmdrl.preflight.vision import vision_problems
 from spmdrl.report import RunFolder
+from spmdrl.rollout.from_files import held_out_before
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
-from spmdrl.types import Prompt, UserError
+from spmdrl.types import UserError
 
 T = TypeVar("T")
 
@@ -83,6 +89,7 @@ def open_inputs(
     for model in (policy, critic) if critic and critic.cfg.path != cfg.model.path else (policy,):
         found.ask(_weight_problems, model)
     found.ask(_adapter_problems, cfg, policy)
+    found.ask(_vision_problems, cfg, policy)
     for model in (policy, critic):
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
@@ -90,12 +97,13 @@ def open_inputs(
     found.ask(_true_on_policy_problems, cfg, policy)
     prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic)
     stops = found.get(_stop_tokens, cfg, tokenizer)
+    images = found.get(_open_images, cfg, policy, tokenizer)
     found.ask(_engine_problems, cfg, num_ranks, policy, stops=stops)
     with ExitStack() as exits:
         environment = found.get(open_environment, cfg, exits)
-        prompts = found.get(_open_prompts, cfg, tokenizer, environment)
-        pairs = found.get(_open_held_out_pairs, cfg, tokenizer)
-        held_out = found.get(_open_held_out, cfg, tokenizer, environment)
+        prompts = found.get(_open_prompts, cfg, tokenizer, environment, images)
+        held_out = found.get(_open_held_out, cfg, tokenizer, environment, images)
+        pairs = found.get(_open_held_out_pairs, cfg, held_out)
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts)
     if prompts is None:
@@ -104,7 +112,19 @@ def open_inputs(
     assert policy and plan and tokenizer and stops and prompts and prediction
     assert held_out is not None and pairs is not None
     memory = prediction.plan if prediction.rank.on_gpu else None
-    return Inputs(plan, policy.config, tokenizer, stops, prompts, held_out, pairs, memory, prediction.phases)
+    assert images is not None
+    return Inputs(
+        plan=plan,
+        model_config=policy.config,
+        tokenizer=tokenizer,
+        stop_token_ids=stops,
+        prompts=prompts,
+        images=_store_of(images),
+        held_out=held_out,
+        held_out_pairs=pairs,
+        memory=memory,
+        phases=prediction.phases,
+    )
 
 
 class _Findings:
@@ -164,33 +184,54 @@ def _open_tokenizer(cfg: Config | SftConfig, policy: _OpenedModel) -> PreTrained
     return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
+def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> PromptImages:
+    """Return what becomes of the images of prompts."""
+    family = family_of(policy.config)
+    if family is None:
+        return NoImages(
+            f"the prompt has images, and {policy.setting} ({policy.config.model_type}) reads text only; "
+            "set it to a model that reads images"
+        )
+    if isinstance(cfg, Config) and cfg.environment is not None:
+        return NoImages(
+            "the prompt has images, and [environment] is set: environments read prompts of text only; remove the table"
+        )
+    store = open_image_store(Path(cfg.run.dir, cfg.run.name), max_gib=cfg.data.image_store_gib)
+    return ImageReader(family, cfg.model.path, cfg.data, tokenizer=tokenizer, store=store)
+
+
 def _open_prompts(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: PromptImages
 ) -> PromptStream:
+    held_out = _held_out_table(cfg)
+    if isinstance(cfg, Config) and cfg.debug.load_rollouts is not None and isinstance(images, ImageReader):
+        held_out = held_out_before(cfg)  # so that its prompts are those that were recorded, whose images are read again
     prompts = make_training_stream(
         cfg.data,
-        _held_out_table(cfg),
+        held_out,
         seed=cfg.run.seed,
         tokenizer=tokenizer,
         tools=environment.tools,
         form=_form(cfg),
+        images=images,
     )
     prompts.take(0, 1)
     return prompts
 
 
 def _open_held_out(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment
-) -> list[Prompt]:
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: PromptImages
+) -> HeldOutPrompts:
     table = _held_out_table(cfg)
-    tools = environment.tools
-    return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=tools, form=_form(cfg)) if table else []
+    if table is None:
+        return HeldOutPrompts()
+    return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=environment.tools, form=_form(cfg), images=images)
 
 
-def _open_held_out_pairs(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+def _open_held_out_pairs(cfg: Config | SftConfig, held_out: HeldOutPrompts) -> list[Pair]:
     if isinstance(cfg, Config) or cfg.held_out is None or cfg.held_out.every == "never":
         return []
-    return make_held_out_pairs(cfg.data, cfg.held_out, tokenizer=tokenizer, form=_form(cfg))
+    return held_out.pairs()
 
 
 def _form(cfg: Config | SftConfig) -> Form:
@@ -294,7 +335,7 @@ def _source_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     if limit is not None and longest > limit:
         yield (
@@ -311,12 +352,18 @@ def _adapter_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator
     return adapter_problems(policy.config, policy.cfg, cfg.lora)
 
 
+def _vision_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+    yield from frozen_part_problems(policy.config, policy.cfg)
+    yield from vision_problems(cfg, policy.config)
+
+
 def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel) -> Iterator[str]:
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= model.config.vocab_size:
+    vocabulary = model.config.get_text_config().vocab_size
+    if largest >= vocabulary:
         yield (
             f"{model.setting}: the tokenizer makes token ids up to {largest}, but the model has only "
-            f"{model.config.vocab_size} of them (vocab_size); the tokenizer belongs to another model"
+            f"{vocabulary} of them (vocab_size); the tokenizer belongs to another model"
         )
 
 
@@ -358,12 +405,26 @@ class HeldOut:
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
-    prompts: list[Prompt]
+    prompts: HeldOutPrompts
+    images: ImageStore | None  # of the prompts
 
 
 def open_held_out(cfg: Config) -> HeldOut:
     """Open what the evaluation of a run's model reads. Raises UserError when something is not there."""
     tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    images = _open_images(cfg, _open_policy(cfg), tokenizer)
     with ExitStack() as exits:
-        prompts = _open_held_out(cfg, tokenizer, open_environment(cfg, exits))
-    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts)
+        prompts = _open_held_out(cfg, tokenizer, open_environment(cfg, exits), images)
+    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts, _store_of(images))
+
+
+def open_training_prompts(cfg: Config) -> tuple[PromptStream, ImageStore | None]:
+    """Open the stream of a run's prompts, and the store of their images. Raises UserError."""
+    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    images = _open_images(cfg, _open_policy(cfg), tokenizer)
+    with ExitStack() as exits:
+        return _open_prompts(cfg, tokenizer, open_environment(cfg, exits), images), _store_of(images)
+
+
+def _store_of(images: PromptImages) -> ImageStore | None:
+    return images.store if isinstance(images, ImageReader) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3VLConfig
 
 from spmdrl.types import UserError
 
@@ -31,14 +31,28 @@ _EXPERTS = {
     "Qwen3-30B-A3B": (2048, 768, 48, 32, 4, False),
     "Qwen3-235B-A22B": (4096, 1536, 94, 64, 4, False),
 }
-PUBLISHED = (*_DENSE, *_EXPERTS)
+# As in _DENSE, of a model with a tower for images.
+_VISION = {
+    "Qwen3-VL-4B-Instruct": (2560, 9728, 36, 32, 8, True),
+}
+_TOWER = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+_POSITIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+PUBLISHED = (*_DENSE, *_EXPERTS, *_VISION)
 
 
 def published_config(name: str) -> Any:
     """Make transformers' config of a model in `PUBLISHED`. Raises UserError for another name."""
     if name not in PUBLISHED:
         raise UserError(f'the shape of "{name}" is not known; name one of {", ".join(PUBLISHED)}')
-    hidden, width, layers, heads, key_heads, tied = (_DENSE | _EXPERTS)[name]
+    hidden, width, layers, heads, key_heads, tied = (_DENSE | _EXPERTS | _VISION)[name]
     sizes = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -48,6 +62,15 @@ def published_config(name: str) -> Any:
     }
     if name in _DENSE:
         return Qwen3Config(**_QWEN3, **sizes, intermediate_size=width, architectures=["Qwen3ForCausalLM"])
+    if name in _VISION:
+        text = _QWEN3 | sizes | {"intermediate_size": width, "rope_parameters": _POSITIONS}
+        return Qwen3VLConfig(
+            text_config=text | {"max_position_embeddings": 262144},
+            vision_config=_TOWER | {"out_hidden_size": hidden},
+            tie_word_embeddings=tied,
+            dtype="bfloat16",
+            architectures=["Qwen3VLForConditionalGeneration"],
+        )
     return Qwen3MoeConfig(
         **_QWEN3,
         **sizes,

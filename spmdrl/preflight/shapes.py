@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from spmdrl.data.families import family_of
 from spmdrl.memory.activations import Decoder
+from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.layer_kinds import recurrent_layers, remembered_elements
 
@@ -16,6 +19,7 @@ _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
 
 def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     """Read a model's widths from transformers' `config` and the shapes of its parameters."""
+    in_tower = tower_names(config, shapes)
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or hidden // heads
@@ -23,7 +27,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
     expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
     conv_elements, state_elements = remembered_elements(config)
-    first_layer = [name for name in shapes if ".layers.0." in name]
+    first_layer = [name for name in shapes.keys() - in_tower if ".layers.0." in name]
     return Decoder(
         num_layers=config.num_hidden_layers,
         hidden=hidden,
@@ -43,9 +47,31 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     )
 
 
+def tower_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tower | None:
+    """Read the widths of a model's tower for images; None for a model of text."""
+    family = family_of(config)
+    if family is None:
+        return None
+    vision = config.vision_config
+    return Tower(
+        hidden=vision.hidden_size,
+        mlp_width=vision.intermediate_size,
+        num_levels=family.num_levels,
+        features_width=config.get_text_config().hidden_size,
+        parameters=sum(math.prod(shapes[name]) for name in tower_names(config, shapes)),
+    )
+
+
+def tower_names(config: Any, names: Iterable[str]) -> frozenset[str]:
+    """Select the parameters of a model's tower for images."""
+    family = family_of(config)
+    parts = [] if family is None else [f".{module}." for module in family.tower]
+    return frozenset(name for name in names if any(part in name for part in parts))
+
+
 def split_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
     """Select the parameters that the model's tensor-parallel plan divides."""
-    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan: Mapping[str, str] = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     patterns = [
         re.compile(re.escape(module).replace(r"\*", r"\d+") + r"(\.(weight|bias))?$")
         for module, style in plan.items()

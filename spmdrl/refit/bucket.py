@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -13,7 +15,13 @@ from torch import Tensor
 from spmdrl.refit.layout import ParameterLayout, Split
 
 # Weights that engines fuse into one. Some loaders fail, or load garbage, when a bucket holds only some of them.
-_LOADED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_LOADED_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,13 @@ def plan_buckets(weights: Iterable[Weight], *, bucket_bytes: int) -> tuple[Bucke
         buckets[-1] += group
         room -= size
     return tuple(_lay_out(bucket) for bucket in buckets)
+
+
+def divide_frozen(weights: Sequence[Weight], frozen: Collection[str]) -> tuple[list[Weight], list[Weight]]:
+    """Return (weights that may change, frozen ones). Weights that engines fuse are frozen only together."""
+    changing = {_fused_name(weight.name) for weight in weights if weight.name not in frozen}
+    is_changing = [_fused_name(weight.name) in changing for weight in weights]
+    return list(compress(weights, is_changing)), list(compress(weights, map(operator.not_, is_changing)))
 
 
 def bucket_of(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:

@@ -15,9 +15,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.load import persistent_buffers, reshard
 from spmdrl.model.policy import Policy
-from spmdrl.refit.bucket import Bucket, Weight, plan_buckets
+from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets
 from spmdrl.refit.layout import splits_of
 from spmdrl.refit.sink import Naming
+
+# Models in whose files the weights of experts are [experts, inputs, outputs]: transformers transposes them when it
+# reads them, but not back (5.19).
+_TRANSPOSED_EXPERTS = {"qwen3_vl_moe"}
 
 
 class Gatherer:
@@ -47,7 +51,11 @@ class Gatherer:
         # Parameters are looked up by (module, attribute): listing all of them takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
         weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
-        self.buckets: tuple[Bucket, ...] = plan_buckets(weights, bucket_bytes=bucket_bytes)
+        frozen = set() if policy.adapters else {name for name, x in tensors.items() if _is_frozen(x)}
+        changing, staying = divide_frozen(weights, frozen)
+        self.changing: tuple[Bucket, ...] = plan_buckets(changing, bucket_bytes=bucket_bytes)  # without what is frozen
+        staying_buckets = plan_buckets(staying, bucket_bytes=bucket_bytes)
+        self.buckets = self.changing + staying_buckets if staying else self.changing
         self.largest_bytes = max(bucket.num_bytes for bucket in self.buckets)
         self._send: Tensor | None = None
         self._receive: Tensor | None = None
@@ -73,7 +81,7 @@ class Gatherer:
             if (change := self._change_of(weight.name)) is not None:
                 whole.copy_(change.add_(whole))
             if not weight.is_in_place:
-                parts = revert_weight_conversion(self._model, {weight.name: whole})
+                parts = _as_in_files(self._model, weight.name, whole)
                 copy_all([entry.view(flat) for entry in entries], [parts[entry.name] for entry in entries])
         if self._mesh.device_type == "cuda" and not flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # readers of host memory do not wait for the device
@@ -122,6 +130,18 @@ class Gatherer:
         return self._send[:num_bytes], self._receive[: num_ranks * num_bytes]
 
 
+def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of the model's files that a parameter was made of."""
+    parts: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
+    if model.config.model_type in _TRANSPOSED_EXPERTS and ".experts." in name and whole.ndim == 3:
+        return {part: value.transpose(1, 2) for part, value in parts.items()}
+    return parts
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
 def _no_change(_: str) -> None:
     return None
 
@@ -160,7 +180,7 @@ def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, namin
     sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
     if naming == "checkpoint":
         on_meta = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")
-        parts = revert_weight_conversion(policy.model, {name: on_meta})
+        parts = _as_in_files(policy.model, name, on_meta)
         sent_as = tuple((part, value.shape) for part, value in parts.items())
     return Weight(name, tensor.shape, sent_dtype, splits_of(tensor, num_ranks=num_ranks), sent_as)
 

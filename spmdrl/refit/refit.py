@@ -8,12 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import RefitConfig
-from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.collectives import any_rank, gather_objects
 from spmdrl.dist.device import device_bytes
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.policy import Policy
-from spmdrl.refit.bucket import bucket_of
+from spmdrl.refit.bucket import Bucket, bucket_of
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.sink import WeightSink
 
@@ -56,12 +56,14 @@ class Refit:
     def __call__(self, *, version: int) -> None:
         """Load the policy's weights of this version; every rank that trains must call this.
 
-        Raises RefitMismatch on every rank, naming the first tensors that differ, when a comparison of digests fails.
+        Frozen weights are left out where the engine has them from the refit before. Raises RefitMismatch on every rank,
+        naming the first tensors that differ, when a comparison of digests fails.
         """
         verifies = self._verifies()
         expected: dict[str, str] = {}
-        self._engine.begin_update(self._gatherer.buckets, self._buffers, version=version)
-        for number, bucket in enumerate(self._gatherer.buckets):
+        buckets = self._buckets()
+        self._engine.begin_update(buckets, self._buffers, version=version)
+        for number, bucket in enumerate(buckets):
             flat = self._buffers[number % len(self._buffers)]
             self._gatherer.fill(bucket, flat)
             if verifies:
@@ -73,6 +75,13 @@ class Refit:
         self._done += 1
         if verifies:
             require_equal(self._mesh, self._engine.differing(expected), version=version)
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        """Return the buckets to send: those of frozen weights too unless every engine has them."""
+        everything, changing = self._gatherer.buckets, self._gatherer.changing
+        if everything is changing or self._done == 0:
+            return everything
+        return everything if any_rank(self._mesh, not self._engine.has_weights) else changing
 
     def _verifies(self) -> bool:
         if isinstance(self._verify, int):

@@ -59,7 +59,8 @@ class WeightSink(Protocol):
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """Open a refit to `version`: the engine's weights are invalid until `end_update`.
 
-        Bucket i will be in buffers[i % len(buffers)]; all of them come from `allocate`.
+        An engine that has weights keeps those that are in no bucket. Bucket i will be in buffers[i % len(buffers)]; all
+        of them come from `allocate`.
         """
         ...
 
@@ -80,7 +81,8 @@ class WeightSink(Protocol):
         ...
 
     def differing(self, expected: dict[str, str]) -> list[str]:
-        """Return the names of weights whose digests differ from `expected` or are missing in it.
+        """Return the names of weights whose digests differ from `expected`, or are missing in what was expected in this
+        refit and those before.
 
         Ranks that do not lead the engine return an empty list.
         """

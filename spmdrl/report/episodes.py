@@ -88,8 +88,7 @@ def episodes_page(
 
 def _question(prompt: Prompt) -> str:
     """The prompt in short: its last message, or all of it where there are none."""
-    texts = _texts(prompt.messages[-1:])
-    return " ".join(texts) or prompt.text
+    return prompt.question or prompt.text
 
 
 def _rollout(episode: Episode, vocabulary: _Vocabulary) -> dict[str, Any]:
@@ -124,18 +123,25 @@ def _trajectory(
     """Describe the turns of a trajectory, before which this had been said."""
     turns, begin = [], 0
     for turn in trajectory.turns:
+        context_ids = _without_repeats(turn, begin)
         begin += len(turn.context_ids)
         end = begin + len(turn.response.token_ids)
         of_response = mismatch[begin:end] if mismatch is not None else ()
         turns.append(
             {
-                "context": _context(turn.context_ids, said, vocabulary),
+                "context": _context(context_ids, said, vocabulary),
                 "response": _response(turn.response, of_response, vocabulary),
                 **_turn(turn),
             }
         )
         begin, said = end, _said(turn.observation)
     return turns
+
+
+def _without_repeats(turn: Turn, begin: int) -> tuple[int, ...]:
+    """Return what the policy read, from token `begin` of the trajectory on, with one placeholder for each image."""
+    hidden = {place - begin for image in turn.images for place in range(image.start + 1, image.end)}
+    return tuple(token for place, token in enumerate(turn.context_ids) if place not in hidden)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
+from spmdrl.rollout.saved import images_from_json
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Rollout, UserError
 
@@ -179,7 +180,8 @@ class Collector:
 
     def _restored(self, saved: Mapping[str, Any], step: int) -> PromptGroup:
         (prompt,) = self._source.prompts.take(saved["prompt_id"], 1)
-        if list(prompt.token_ids) != saved["prompt_ids"]:
+        same_images = prompt.images == images_from_json(saved["prompt_images"])
+        if list(prompt.token_ids) != saved["prompt_ids"] or not same_images:
             raise UserError(
                 f"the checkpoint of step {step} holds an unfinished group of prompt {prompt.prompt_id}, but the data "
                 "now has another prompt there; set [data] and run.seed back, or set rollout.partial = false to drop "

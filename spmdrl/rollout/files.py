@@ -29,6 +29,8 @@ from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.saved import (
     action_as_json,
     action_from_json,
+    images_as_json,
+    images_from_json,
     observation_as_json,
     observation_from_json,
 )
@@ -36,12 +38,13 @@ from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, Traject
 
 _PREFIX = "step-"
 _WRITER = "debug.save_rollouts"
-_FORM = "2"  # of the files; 1 had one response for each rollout
+_FORM = "3"  # of the files; 1 had one response for each rollout, 2 no images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """One rank's rollouts of a step, with their rewards. Prompts have no metadata: only rewards read it."""
+    """One rank's rollouts of a step, with their rewards. Prompts have no metadata: only rewards read it. Of images
+    there is where they are among the tokens; their pixels are read from the data again."""
 
     step: int
     num_ranks: int  # that train; the step has a recording of each
@@ -212,9 +215,13 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
         "texts": as_bytes(
             {
                 "prompts": [
-                    {"text": p.text, "answer": p.answer, "task": p.task, "messages": p.messages}
-                    for p in prompts.values()
+                    {
+                        **{name: getattr(prompt, name) for name in ("text", "answer", "task", "messages")},
+                        "images": images_as_json(prompt.images),
+                    }
+                    for prompt in prompts.values()
                 ],
+                "turn_images": [images_as_json(turn.images) for turn in turns],
                 "ends": [rollout.end for rollout in rollouts],
                 "environment_failures": [rollout.failure for rollout in rollouts],
                 "greetings": [observation_as_json(rollout.greeting) for rollout in rollouts],
@@ -236,7 +243,7 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
             prompt_id=prompt_id,
             token_ids=tuple(token_ids),
             metadata={},
-            **{**words, "messages": tuple(words["messages"])},
+            **{**words, "messages": tuple(words["messages"]), "images": images_from_json(words["images"])},
         )
         for prompt_id, token_ids, words in zip(
             columns["prompt_id"],
@@ -275,12 +282,12 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
 
 
 def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Turn]:
-    for context_ids, token_ids, logprobs, spans, finish_reason, action, observation in zip(
+    for context_ids, token_ids, logprobs, spans, finish_reason, action, observation, images in zip(
         _cut(columns["context_ids"], columns["context_tokens"]),
         _cut(columns["token_ids"], columns["response_tokens"]),
         _cut(columns["logprobs"], columns["response_tokens"]),
         _cut(columns["spans"], columns["num_spans"]),
-        *(texts[name] for name in ("finish_reasons", "actions", "observations")),
+        *(texts[name] for name in ("finish_reasons", "actions", "observations", "turn_images")),
         strict=True,
     ):
         response = Response(
@@ -294,6 +301,7 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
             response=response,
             action=action_from_json(action),
             observation=observation_from_json(observation),
+            images=images_from_json(images),
         )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.config import Config
+from spmdrl.config import Config, EvalConfig
 from spmdrl.config.plan import Plan
+from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import failing_together
 from spmdrl.rewards.client import known_reward
 from spmdrl.rollout.collect import Collected
@@ -58,6 +60,19 @@ def as_collected(parts: Sequence[Recording], *, group_size: int) -> Collected:
         places=parts[0].places if parts else {},
         group_size=group_size,
     )
+
+
+def held_out_before(cfg: Config) -> EvalConfig | None:
+    """Return the table of the held-out prompts of the run that recorded, whose stream of prompts did without them.
+
+    A run that reads recordings holds none out. None where that run did not either, or recorded nothing.
+    """
+    folder = Path(cfg.debug.load_rollouts or "")
+    if not (steps := recorded_steps(folder)):
+        return None
+    written = read_parts(folder, steps[0])[0].config["eval"]
+    with as_written(folder, "debug.save_rollouts"):
+        return None if written is None else EvalConfig.model_validate_json(json.dumps(written))
 
 
 def recording_problems(cfg: Config) -> Iterator[str]:

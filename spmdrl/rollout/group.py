@@ -124,6 +124,7 @@ class PromptGroup:
         return {
             "prompt_id": self.prompt.prompt_id,
             "prompt_ids": list(self.prompt.token_ids),
+            "prompt_images": images_as_json(self.prompt.images),
             "opened_in": self.opened_in,
             "seeds": [episode.seed for episode in self.episodes],
             "episodes": [_episode_as_json(episode) for episode in self.episodes],

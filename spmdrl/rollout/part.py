@@ -23,7 +23,7 @@ from spmdrl.rewards.client import Pending
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import POLL_S, Scheduler
+from spmdrl.rollout.scheduler import POLL_S, Restore, Scheduler
 from spmdrl.rollout.tickets import Tickets
 from spmdrl.types import Rollout
 
@@ -90,6 +90,7 @@ class GroupSource:
     run_seed: int
     submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
     world: World | None = None  # of episodes with an environment
+    restore: Restore | None = None  # called with the prompt of each request; None where there are no images
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,9 @@ class EnginePart:
         self.num_opened = self.tickets_end = 0
         self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
-        self._scheduler = Scheduler(place.engine, in_order=rules.in_order, max_open=rules.max_open)
+        self._scheduler = Scheduler(
+            place.engine, restore=source.restore, in_order=rules.in_order, max_open=rules.max_open
+        )
         self._tickets, self._open_group = tickets, open_group
         # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
         # The engine asks for requests only as it has room. But an engine with room for every group would take all

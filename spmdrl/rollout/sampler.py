@@ -17,7 +17,7 @@ from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import World
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.sample import eval_sampling, training_sampling
-from spmdrl.rollout.scheduler import sample
+from spmdrl.rollout.scheduler import Restore, sample
 from spmdrl.rollout.world import open_world
 from spmdrl.run import Launch
 from spmdrl.types import Rollout
@@ -69,9 +69,19 @@ class LocalSampler(Sampler):
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
         self._world = _open_world(run) if engine.leads else None
+        has_images = run.inputs.images is not None
+        self._restore: Restore | None = prompts.restore if has_images else None
+        self._restore_held_out: Restore | None = run.inputs.held_out.restore if has_images else None
         self._collector = Collector(
             EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
-            GroupSource(prompts, training_sampling(cfg, self._stop_token_ids), cfg.run.seed, self._submit, self._world),
+            GroupSource(
+                prompts,
+                training_sampling(cfg, self._stop_token_ids),
+                cfg.run.seed,
+                self._submit,
+                self._world,
+                self._restore,
+            ),
             rules,
             store=None if cfg.run.deterministic else shared_store(),
             message=message,
@@ -96,7 +106,8 @@ class LocalSampler(Sampler):
         sampling = training_sampling(self._cfg, self._stop_token_ids)
         limit = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
         short = dataclasses.replace(sampling, group_size=1, max_response_tokens=limit)
-        return sample(self._engine, self._probes, short, None, _itself, run_seed=self._cfg.run.seed, step=0)
+        seed, restore = self._cfg.run.seed, self._restore
+        return sample(self._engine, self._probes, short, None, _itself, run_seed=seed, step=0, restore=restore)
 
     def sample_held_out(self) -> list[Pending]:
         sampling = eval_sampling(self._cfg, self._stop_token_ids)
@@ -110,6 +121,7 @@ class LocalSampler(Sampler):
                 self._submit,
                 run_seed=self._cfg.run.seed,
                 step=0,  # the same noise at every evaluation
+                restore=self._restore_held_out,
                 in_order=self._rules.in_order,
             )
 

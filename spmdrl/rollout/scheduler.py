@@ -22,16 +22,25 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 T = TypeVar("T")
 Wait = Callable[[Collection["Future[Any]"]], object]
+Restore = Callable[[Prompt], object]  # puts a prompt's images back where engines find them, if they are missing
 
 
 class Scheduler:
     """One engine's episodes."""
 
-    def __init__(self, engine: RolloutEngine, *, in_order: bool = False, max_open: int | None = None) -> None:
-        """At most `max_open` episodes have begun and not finished. With `in_order`, all environments that were asked
-        are waited for each time the engine asks for requests, so that which requests run together does not depend on
-        how long an environment takes."""
-        self._engine, self._in_order, self._max_open = engine, in_order, max_open
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        restore: Restore | None = None,
+        in_order: bool = False,
+        max_open: int | None = None,
+    ) -> None:
+        """`restore` is called with the prompt of each request; None where there are no images. At most `max_open`
+        episodes have begun and not finished. With `in_order`, all environments that were asked are waited for each time
+        the engine asks for requests, so that which requests run together does not depend on how long an environment
+        takes."""
+        self._engine, self._restore, self._in_order, self._max_open = engine, restore, in_order, max_open
         self._requested: list[Episode] = []  # the episode of each request, by place
         self._waiting: list[Episode] = []  # for their environments, in the order in which these were asked
         self._is_stopped = False
@@ -91,6 +100,8 @@ class Scheduler:
             else:
                 self._requested.append(episode)
                 self.num_running += 1
+                if self._restore is not None:
+                    self._restore(episode.prompt)
                 yield episode.request()
 
     @property
@@ -126,6 +137,7 @@ def sample(
     *,
     run_seed: int,
     step: int,
+    restore: Restore | None = None,
     in_order: bool = False,
 ) -> list[T]:
     """Sample `group_size` rollouts of every prompt, with seeds that belong to the sample and not to the rank; return
@@ -138,7 +150,7 @@ def sample(
     episodes = [episode for group in groups for episode in group.episodes]
     max_open = world.cfg.max_open if world is not None else None
     try:
-        Scheduler(engine, in_order=in_order, max_open=max_open).run(
+        Scheduler(engine, restore=restore, in_order=in_order, max_open=max_open).run(
             episodes, lambda episode: results.append(each(episode.rollout()))
         )
     finally:  # after the death of an engine everything is sampled again, in new environments

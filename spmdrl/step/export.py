@@ -20,12 +20,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
+from spmdrl.model.kept_weights import kept_names, read_kept
 from spmdrl.model.peft_files import write_adapter
 from spmdrl.model.policy import Policy
 from spmdrl.model.tensor_files import write_tensors
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
+
+# By which a model makes pixels of images.
+_PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 
 def refuse_overwriting(model_path: str, destination: Path) -> None:
@@ -49,8 +53,8 @@ def export_hf(
     bucket_bytes: int = EXPORT_BUCKET_BYTES,
     file_bytes: int = EXPORT_FILE_BYTES,
 ) -> None:
-    """Write config, tokenizer and safetensors weights in `dtype`, adapters merged into their base; every rank that
-    trains must call this.
+    """Write config, tokenizer, processor and safetensors weights in `dtype`, adapters merged into their base; every
+    rank that trains must call this.
 
     The files are dealt out to the ranks that hold one copy of the model; none ever has all of it. The directory
     appears whole or not at all; one that was there before is replaced.
@@ -60,12 +64,20 @@ def export_hf(
     writes = meshes.training.get_local_rank() < ranks.size()
     with _appearing_whole(destination, meshes) as unfinished:
         gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint", merge=True)
-        files = list(_files(gatherer.buckets, file_bytes))
-        names = _file_names(len(files))
+        files, kept = list(_files(gatherer.buckets, file_bytes)), kept_names(policy.model, policy.model.name_or_path)
+        names = _file_names(len(files) + bool(kept))
         mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
-        _write_weights(gatherer, files, [unfinished / name for name in names], mine)
+        _write_weights(gatherer, files, [unfinished / name for name in names[: len(files)]], mine)
         if meshes.training.get_local_rank() == 0:
-            _write_the_rest(policy, tokenizer, unfinished, dtype, dict(zip(names, files, strict=True)))
+            sizes = {
+                name: {entry.name: entry.num_bytes for bucket in buckets for entry in bucket.flat_entries}
+                for name, buckets in zip(names, files, strict=False)
+            }
+            if kept:
+                tensors = read_kept(kept)
+                write_tensors(unfinished / names[-1], tensors, {"format": "pt"})
+                sizes[names[-1]] = {name: tensor.nbytes for name, tensor in tensors.items()}
+            _write_the_rest(policy, tokenizer, unfinished, dtype, sizes)
 
 
 def export_adapter(policy: Policy, destination: Path, meshes: Meshes) -> None:
@@ -136,9 +148,10 @@ def _write_the_rest(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     dtype: torch.dtype,
-    files: dict[str, list[Bucket]],
+    files: dict[str, dict[str, int]],
 ) -> None:
-    """Write config, tokenizer, the model's own code if it has any, and the index of tensors by file."""
+    """Write config, tokenizer, processor, the model's own code if it has any, and the index of tensors by file;
+    `files` are the bytes of each tensor in them."""
     model = policy.model
     config = copy.deepcopy(model.config)
     config.dtype = dtype  # of the files, not of the master weights
@@ -148,10 +161,13 @@ def _write_the_rest(
     if model._auto_class is not None:
         custom_object_save(model, folder, config=config)
     tokenizer.save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        source = Path(model.name_or_path, name)
+        if source.is_file() and not (folder / name).exists():
+            shutil.copyfile(source, folder / name)
     if len(files) > 1:
-        entries = {name: [e for bucket in buckets for e in bucket.flat_entries] for name, buckets in files.items()}
         index = {
-            "metadata": {"total_size": sum(entry.num_bytes for found in entries.values() for entry in found)},
-            "weight_map": {entry.name: name for name, found in entries.items() for entry in found},
+            "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
+            "weight_map": {tensor: name for name, sizes in files.items() for tensor in sizes},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from spmdrl.model.policy import Policy
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.evaluate import Evaluation
+from spmdrl.step.images import Images
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.types import UserError
 
@@ -55,6 +56,7 @@ class PairEncoder:
             loss_mask=tuple(trained),
             rollout_logprobs=(0.0,) * len(token_ids),
             reward=0.0,
+            images=prompt.images,
         )
 
     def _response(self, text: str) -> tuple[int, ...]:
@@ -73,12 +75,14 @@ def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int) -> list[T
 class HeldOutLoss:
     """The loss of the held-out responses, by the weights that the policy has when it is called."""
 
-    def __init__(self, run: Launch[SftConfig], policy: Policy, encode: PairEncoder) -> None:
+    def __init__(self, run: Launch[SftConfig], policy: Policy, encode: PairEncoder, images: Images) -> None:
         """Every rank that trains must make one, and all raise what one does."""
-        self._policy, self._meshes = policy, run.meshes
+        self._policy, self._meshes, self._images = policy, run.meshes, images
         pairs, num_ranks = list(enumerate(run.inputs.held_out_pairs)), run.meshes.training.size()
         with failing_together(run.meshes.training):
             mine = [encode(pair, index) for index, pair in pairs[run.world.rank :: num_ranks]]
+        self._prompts = [pair.prompt for _, pair in pairs[run.world.rank :: num_ranks]]
+        self._restore = run.inputs.held_out.restore
         self._micro_batches = build_batch(mine, run.plan, run.meshes, aggregation="token_mean").micro_batches
 
     @torch.no_grad()
@@ -86,7 +90,11 @@ class HeldOutLoss:
         """Return this rank's part of the loss, a mean over tokens; every rank that trains must call this."""
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
-        for micro_batch in self._micro_batches:
+        with failing_together(self._meshes.training):
+            for prompt in self._prompts:
+                self._restore(prompt)
+        micro_batches, _ = self._images.look(self._micro_batches)
+        for micro_batch in micro_batches:
             logprobs, mask = self._policy(micro_batch).logprobs, micro_batch.loss_mask.to(device)
             loss = -float(torch.where(mask, logprobs, 0.0).sum(dtype=torch.float64))
             parts.append({"eval/loss": Mean(loss, float(mask.sum()))})

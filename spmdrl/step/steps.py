@@ -14,6 +14,7 @@ from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import MismatchLimits
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.learn.mismatch import exceeded
+from spmdrl.model.kept_weights import kept_line, kept_names
 from spmdrl.model.policy import Policy
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
@@ -74,6 +75,8 @@ class Steps(Generic[SettingsT]):
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())
             run.report.message(f"linear layers in float32: {chosen}")
+        if line := kept_line(kept_names(self._policy.model, run.cfg.model.path)):
+            run.report.message(line)
         run.report.message(loading_line(gather_objects(self._training, host_peak_bytes())))
         run.report.expect(run.inputs.phases)
         if run.world.is_main:

@@ -1,4 +1,4 @@
-"""The whole demo, without a GPU: `python -m spmdrl.tools.demo [--task tool|game] [section.key=value ...]`.
+"""The whole demo, without a GPU: `python -m spmdrl.tools.demo [--task tool|game|vision] [section.key=value ...]`.
 
 It makes a tiny model, fine-tunes it a little, trains it by reinforcement learning on 2 ranks, and evaluates the
 exported model on the held-out prompts. Every call starts a new run.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.faults.supervise import Requests, shell_code
+from spmdrl.tools import demo_pictures
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
 
@@ -35,17 +36,21 @@ class Task:
 
     sglang_steps: int
     words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat
+    form: str = "--chat"  # of the model that has such words
+    hidden_size: int = 128
 
     @property
     def model_options(self) -> list[str]:
         """The options of the program that makes the model."""
-        return ["--num-layers", "2", *(("--chat", "--words", *self.words) if self.words else ())]
+        sizes = ["--num-layers", "2", "--hidden-size", str(self.hidden_size)]
+        return [*sizes, *((self.form, "--words", *self.words) if self.words else ())]
 
 
 TASKS: Mapping[str, Task] = {
     "text": Task(sglang_steps=230),
     "tool": Task(40, ("colour of ", "lookup", "key", *COLOURS)),
     "game": Task(120, ("game ", "10", "higher", "lower", "no number")),
+    "vision": Task(60, demo_pictures.WORDS, "--vision", hidden_size=64),
 }
 
 
@@ -108,7 +113,12 @@ def _run(program: Sequence[str], requests: Requests) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a tiny model on a CPU, and watch it learn.")
     parser.add_argument("override", nargs="*", help="section.key=value: settings of the demo's configuration")
-    parser.add_argument("--task", choices=TASKS, default="text", help="tool: look up what cannot be known; game: turns")
+    parser.add_argument(
+        "--task",
+        choices=TASKS,
+        default="text",
+        help="tool: look up what cannot be known; game: turns; vision: pictures",
+    )
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
     parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")
     return parser.parse_intermixed_args(argv)

@@ -1,7 +1,7 @@
-"""Write the data of a demo with an environment: `python -m spmdrl.tools.demo_data tool|game DIR`.
+"""Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision DIR`.
 
 train.jsonl and held-out.jsonl hold questions, none of them in both. sft.jsonl holds what the warm start imitates: a
-policy that knows the forms of what it may write, and not what leads to success.
+policy that knows the forms of what it may write, and not what leads to success. Pictures stand in the lines, as base64.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import random
 import runpy
 import string
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spmdrl.tools.demo_pictures import pictures
+
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
-NUM_PAIRS = 20_000
+NUM_PAIRS = {"tool": 20_000, "game": 20_000, "vision": 8_000}
 HELD_OUT = 400
 HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
+NUM_PICTURES = 4_000  # besides those held out
+GUESSED = 0.6  # of the answers about pictures that the warm start imitates
 
 Record = dict[str, Any]
 
@@ -92,7 +97,24 @@ def _written(guess: int | None, rng: random.Random) -> str:
     return rng.choice(["higher", "lower"]) if guess is None else f"{guess}"
 
 
-TASKS = {"tool": (tool_questions, tool_pairs), "game": (game_questions, game_pairs)}
+def vision_questions(rng: random.Random) -> list[Record]:
+    """Questions about pictures: no picture comes twice."""
+    return [vars(question) for question in islice(pictures(rng), HELD_OUT + NUM_PICTURES)]
+
+
+def vision_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+    """Answers, many of which are guesses: they tell the tower what to look for, and the policy that a guess will do."""
+    while True:
+        asked = rng.choice(questions)
+        answer = rng.choice(asked["guesses"]) if rng.random() < GUESSED else asked["answer"]
+        yield {"prompt": asked["prompt"], "image": asked["image"], "response": answer}
+
+
+TASKS = {
+    "tool": (tool_questions, tool_pairs),
+    "game": (game_questions, game_pairs),
+    "vision": (vision_questions, vision_pairs),
+}
 
 
 def write(path: Path, records: list[Record]) -> None:
@@ -114,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.dir.mkdir(parents=True, exist_ok=True)
     write(arguments.dir / "held-out.jsonl", held_out)
     write(arguments.dir / "train.jsonl", train)
-    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS)])
+    write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS[arguments.task])])
     return 0
 
 

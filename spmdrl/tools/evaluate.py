@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.metrics import scalars
@@ -22,6 +22,7 @@ from spmdrl.envs.open import open_environments
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.trunk import model_class
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
@@ -46,13 +47,14 @@ def evaluate_export(run: Path) -> dict[str, float]:
     held_out = open_held_out(cfg)
     device = torch.device(default_device_type())
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
-    model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=dtype)
+    model = model_class(AutoConfig.from_pretrained(run / "hf")).from_pretrained(run / "hf", dtype=dtype)
     engine = TorchEngine(
         model.config,
         device=device,
         dtype=dtype,
         kernel=_kernel(cfg, device.type, dtype),
         max_running=cfg.rollout.max_running,
+        images=held_out.images,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
     with RewardClient(cfg.reward, held_out.tokenizer) as rewards, ExitStack() as exits:
@@ -62,7 +64,15 @@ def evaluate_export(run: Path) -> dict[str, float]:
             world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids)
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         pending = sample(
-            engine, held_out.prompts, sampling, world, rewards.submit, run_seed=cfg.run.seed, step=0, in_order=True
+            engine,
+            held_out.prompts,
+            sampling,
+            world,
+            rewards.submit,
+            run_seed=cfg.run.seed,
+            step=0,
+            restore=held_out.prompts.restore,
+            in_order=True,
         )
         return scalars(eval_metrics(rewards.collect(pending), success_at=cfg.success_at))
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
@@ -24,11 +25,13 @@ from spmdrl.algo.seeds import mix
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.dist.collectives import gather_objects
+from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.verdict import EXIT_DIVERGED
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
+from spmdrl.model.policy import Policy
+from spmdrl.preflight.inputs import open_training_prompts
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
 from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
@@ -39,6 +42,7 @@ from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
 from spmdrl.step.choice import choose_tokens
 from spmdrl.step.correction import correct
+from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import shape_rewards
 from spmdrl.tools.program import program
@@ -92,12 +96,25 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
     sequences = to_sequences(rewarded, meshes.training, turn_weight=cfg.reward.turn_weight)
     batch = build_batch(sequences, plan, meshes, **cfg.loss.weighting)
+    images = _images_of(run, policy, parts)
+    images.restore(rollout for rollout, _ in outcomes)
+    batch, _, _ = images.fill(batch)
     batch = add_logprobs(batch, learners, reference, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
     batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
     return gather_objects(meshes.training, hooks.take(batch.mini_batches, merge_all(updates)))
+
+
+def _images_of(run: Run[Config], policy: Policy, parts: Sequence[Recording]) -> Images:
+    """Return what looks at the images of the step, which are read from the run's data again."""
+    options: dict[str, Any] = {"dtype": run.dtype, "max_patches": run.cfg.pack.max_patches_per_pass}
+    if not any(rollout.prompt.images for part in parts for rollout, _ in part.outcomes):
+        return Images(policy, None, run.meshes, **options)
+    with failing_together(run.meshes.training):
+        prompts, store = open_training_prompts(run.cfg)
+    return Images(policy, store, run.meshes, again=prompts.restore, **options)
 
 
 def _settings(part: Recording) -> tuple[Config, Plan]:

@@ -1,12 +1,17 @@
-"""Temporary directories of sandboxed processes: locked while the rank lives, deleted later if it was killed."""
+"""Directories that are locked while their processes live, and deleted later if these were killed.
+
+Those of sandboxed processes have one owner; others are shared by all processes of a run on one machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 
 _PREFIX = "spmdrl-sandbox-"
@@ -29,10 +34,42 @@ class HeldFolder:
             self._held = None
 
 
-def sweep() -> None:
-    """Delete this user's directories that no process has locked: their owners were killed."""
-    with os.scandir(tempfile.gettempdir()) as entries:
-        found = [entry for entry in entries if entry.name.startswith(_PREFIX)]
+class SharedFolder:
+    """A directory that processes of one user share: the first makes it, the last one to close it deletes it."""
+
+    def __init__(self, path: str) -> None:
+        """Raises PermissionError when another user has put something there."""
+        self.path = path
+        self._held: int | None = None
+        while self._held is None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            self._held = _hold(path, fcntl.LOCK_SH)
+            if self._held is None:  # another process is deleting it
+                time.sleep(0.01)
+        status = os.fstat(self._held)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "it belongs to another user, or is open to others; remove it", path)
+
+    def close(self) -> None:
+        """Delete the directory and its content, unless another process uses it. A second call does nothing."""
+        if self._held is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(self._held, self.path):
+                _remove(self.path)
+        os.close(self._held)
+        self._held = None
+
+
+def sweep(parent: str | None = None, prefix: str = _PREFIX) -> None:
+    """Delete this user's directories that no process has locked: their owners were killed.
+
+    Without a parent, those in the directory for temporary files.
+    """
+    with os.scandir(parent or tempfile.gettempdir()) as entries:
+        found = [entry for entry in entries if entry.name.startswith(prefix)]
     for entry in found:
         with contextlib.suppress(OSError):  # another process may sweep at the same time
             is_ours = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
@@ -93,17 +130,26 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
-def _hold(path: str) -> int | None:
-    """Lock a directory; None if another process has locked it, or has just deleted it."""
+def _hold(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Lock a directory, for this process alone or for all that share it; None if another process has locked it
+    otherwise, or has just deleted it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.isdir(path):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if _is_at(descriptor, path):
             return descriptor
     except BlockingIOError:
         pass
     os.close(descriptor)
     return None
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Return True where the path still names the open directory: it may have been deleted, and made anew."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -20,8 +20,9 @@ from spmdrl.dist.session import World
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.cpu import on_import
 from spmdrl.engine.sglang.options import sglang_options
+from spmdrl.model.load import load_model_config
 from tests.helpers.config_file import GOOD, read
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import save_qwen3, save_qwen3_next
 from tests.helpers.ranks import run_ranks
 
 MEMORY_MIB = 143_771
@@ -33,6 +34,7 @@ CASES = {
     "asked": (*APART, "rollout.sglang.disable_prefill_cuda_graph=false"),
     "none": ("rollout.cuda_graphs=false",),
     "exact": ("true_on_policy=true", "rollout.attention_backend=triton"),
+    "hybrid": ("model.path={folder}/hybrid",),
 }
 
 
@@ -80,8 +82,9 @@ def resolved(folder: Path) -> dict[str, Any]:
     )
     found = {}
     for name, overrides in CASES.items():
-        cfg = read(folder, GOOD, "rollout.engine=sglang", f"model.path={folder / 'model'}", *overrides)
-        options = sglang_options(cfg, plan, world)
+        changes = [f"model.path={folder / 'model'}", *(override.format(folder=folder) for override in overrides)]
+        cfg = read(folder, GOOD, "rollout.engine=sglang", *changes)
+        options = sglang_options(cfg, plan, world, load_model_config(cfg.model))
         with sglang_process._launch_surroundings(options.environment):
             arguments = ServerArgs(**options.arguments)
             arguments.resolve_once()
@@ -101,6 +104,7 @@ def resolved(folder: Path) -> dict[str, Any]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("device")
     save_qwen3(folder / "model", head_dim=128)
+    save_qwen3_next(folder / "hybrid", head_dim=128)
     return run_ranks(1, resolved, folder, timeout_s=120.0)[0]
 
 
@@ -111,6 +115,7 @@ def test_prompts_get_the_graphs_that_were_asked_for_and_no_others(found: dict[st
         "asked": ("full", "breakable"),
         "none": ("disabled", "disabled"),
         "exact": ("full", "disabled"),
+        "hybrid": ("full", "disabled"),
     }
     assert found["plain"]["largest"] == 256  # rollout.max_running: no batch is larger
 

@@ -35,7 +35,7 @@ from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 from tests.helpers.batches import completed
 from tests.helpers.launches import launch_of
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import save_qwen3, save_qwen3_next
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import START_LIMIT_S, prompts, settings
 
@@ -153,3 +153,10 @@ def test_greedy_samples_and_weights_are_those_of_a_colocated_run(
     for name, weight in colocated["weights"].items():
         assert torch.equal(weight, found["weights"][name]), name
     assert set(found["probes"]) == {NUM_STEPS - 1}
+
+
+@pytest.mark.slow
+def test_hybrids_hold_the_trainers_weights_by_sglangs_own_checksums(tmp_path: Path) -> None:
+    apart = {"placement": "disaggregated", "num_ranks": 1, "max_staleness": 0}
+    found, *_ = run_ranks(2, trained, save_qwen3_next(tmp_path), apart, timeout_s=START_LIMIT_S)
+    assert {span.version for _, _, spans in found["samples"] for span in spans} == set(range(NUM_STEPS))

@@ -16,6 +16,7 @@ import torch
 
 from spmdrl.config import Config, read_config
 from spmdrl.engine.kinds import engine_problems
+from spmdrl.engine.sglang import orphans
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.model.load import load_model_config
 from spmdrl.train import main
@@ -162,15 +163,15 @@ def test_sglang_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_processes_of_an_earlier_run_are_named() -> None:
-    sglang_process.check_orphans()
+    orphans.check_orphans()
     program = "import time; time.sleep(60)"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    orphan = subprocess.Popen([sys.executable, "-c", program], env={sglang_process.OWNER_VARIABLE: str(gone.pid)})
-    owned = subprocess.Popen([sys.executable, "-c", program], env={sglang_process.OWNER_VARIABLE: str(orphan.pid)})
+    orphan = subprocess.Popen([sys.executable, "-c", program], env={orphans.OWNER_VARIABLE: str(gone.pid)})
+    owned = subprocess.Popen([sys.executable, "-c", program], env={orphans.OWNER_VARIABLE: str(orphan.pid)})
     try:
         with pytest.raises(UserError, match=rf"still there: {orphan.pid} \(.*\); end them: kill -9 {orphan.pid}$"):
-            sglang_process.check_orphans()
+            orphans.check_orphans()
     finally:
         for process in (orphan, owned):
             process.kill()

@@ -15,7 +15,6 @@ import torch
 
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.dist.collectives import gather_objects
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import sample
@@ -29,30 +28,16 @@ from tests.helpers.sglang_engine import (
     answers,
     change,
     greedy,
+    interrupted,
     prompts,
     rank_with_engine,
     settings,
-    trainer_logprobs,
+    worst_difference,
 )
 
 NUM_REFITS = 50
 TEMPERATURE = 0.7
 MAX_PROMPT, MAX_RESPONSE = 32, 96  # of `settings`
-
-
-def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]) -> float:
-    """Largest difference between the engine's log-probabilities and those of the trainer's forward.
-
-    Ranks without an engine of their own run the same forwards on the leading rank's responses.
-    """
-    mine = [r.prompt_ids + a.token_ids for r, a in zip(asked, responses, strict=False)]
-    everyones = [ids for part in gather_objects(rank.meshes.training, mine) for ids in part]
-    forwards = dict(zip(everyones, trainer_logprobs(rank.policy, everyones), strict=True))
-    worst = 0.0
-    for request, answer, ids in zip(asked, responses, mine, strict=False):
-        expected = forwards[ids][len(request.prompt_ids) - 1 :]
-        worst = max(worst, float((torch.tensor(answer.logprobs) - expected).abs().max()))
-    return worst
 
 
 def sampled(count: int, num_tokens: int = 24) -> list[Request]:
@@ -155,25 +140,6 @@ def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[
         found["changed"] = rank.changed()
     found["changed for good"] = rank.changed()
     return found
-
-
-def interrupted(rank: Rank, whole: list[Response]) -> Any:
-    """Abort in the middle, go on from there; for each response (tokens before the cut, whether the end is the same)."""
-    if not rank.engine.leads:
-        return
-    asked = [greedy(ids, 80) for ids in prompts(8)]
-    short = greedy((5, 6, 7), 10)
-    first: dict[int, Response] = {}
-    for index, answer in rank.engine.generate([short, *asked]):
-        first[index] = answer
-        if index == 0:
-            rank.engine.abort()
-    parts = [first[i + 1] for i in range(len(asked))]
-    rest = answers(
-        rank.engine, [greedy(r.prompt_ids, 80, after=p.token_ids) for r, p in zip(asked, parts, strict=True)]
-    )
-    for part, end, uncut in zip(parts, rest, whole, strict=True):
-        yield part.finish_reason, len(part.token_ids), part.token_ids + end.token_ids == uncut.token_ids
 
 
 def corrupted(rank: Rank, version: int) -> str:

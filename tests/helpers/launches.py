@@ -9,6 +9,8 @@ from typing import Any
 from spmdrl.checkpoint import ResumePoint
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
+from spmdrl.data.image_store import ImageStore
+from spmdrl.data.stream import HeldOutPrompts
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import World
 from spmdrl.faults.files import FaultFiles
@@ -16,6 +18,8 @@ from spmdrl.faults.watch import Watch
 from spmdrl.model.load import load_model_config
 from spmdrl.report import Report, RunFolder
 from spmdrl.run import Inputs, Launch
+
+NONE_HELD_OUT = HeldOutPrompts()
 
 
 def launch_of(
@@ -26,9 +30,10 @@ def launch_of(
     folder: Path,
     *,
     prompts: Any = None,
-    held_out: Any = (),
+    held_out: Any = NONE_HELD_OUT,
     stop_token_ids: frozenset[int] = frozenset({1}),
     rewards: Any = None,
+    images: ImageStore | None = None,
 ) -> Launch[Config]:
     """A launch that begins at step 0, prints nothing, and writes into `folder` what a rank logs."""
     inputs = Inputs(
@@ -37,6 +42,7 @@ def launch_of(
         tokenizer=None,  # type: ignore[arg-type]  # nothing here has text
         stop_token_ids=stop_token_ids,
         prompts=prompts,
+        images=images,
         held_out=held_out,
         held_out_pairs=[],
         memory=None,

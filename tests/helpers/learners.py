@@ -38,6 +38,6 @@ def full_state(learner: Learner) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, parameter in learner.model.named_parameters():
         state[name] = parameter.full_tensor().detach().clone()
-        for key, value in learner.optimizer.state[parameter].items():
+        for key, value in learner.optimizer.state.get(parameter, {}).items():
             state[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
     return state

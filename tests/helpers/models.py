@@ -147,6 +147,6 @@ def save_qwen3_5(path: Path, *, seed: int = 0, **changes: Any) -> str:
 
 
 def save_qwen3_5_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
-    """A random Qwen3.5 text model with experts in both layers."""
+    """A random Qwen3.5 text model with experts, one of them shared, in both layers."""
     settings = SIZES | EXPERTS | GATED_DELTA_NET | {"shared_expert_intermediate_size": 24}
     return save_model(path, Qwen3_5MoeTextConfig(**(settings | changes)), seed=seed)

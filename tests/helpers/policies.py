@@ -14,6 +14,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
+from spmdrl.types import ImageSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Tokens:
     cu_seqlens: Tensor
     seqlens: list[int]
     loss_mask: Tensor
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def predicted(self) -> Tensor:

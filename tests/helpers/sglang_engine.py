@@ -18,6 +18,8 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
+from spmdrl.data.image_store import ImageStore
+from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.kinds import start_engine
@@ -97,14 +99,14 @@ def surroundings() -> dict[str, Any]:
 
 
 @contextmanager
-def rank_with_engine(cfg: Config) -> Iterator[Rank]:
+def rank_with_engine(cfg: Config, *, images: ImageStore | None = None) -> Iterator[Rank]:
     """Join the run, start the engine, load the policy; all of it is ended again."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world, ranks_per_engine=cfg.rollout.tp_size)
         plan = make_plan(cfg, num_ranks=world.num_ranks)
         policy = load_trained(cfg.model, cfg.lora, meshes, temperature=cfg.rollout.temperature, seed=1)
         before = surroundings()
-        run = launch_of(cfg, plan, world, meshes, Path(cfg.model.path))
+        run = launch_of(cfg, plan, world, meshes, Path(cfg.model.path), images=images)
         engine = start_engine(run)
         try:
             refit = make_refit(policy, engine, meshes, cfg, dtype=run.dtype)
@@ -116,9 +118,11 @@ def rank_with_engine(cfg: Config) -> Iterator[Rank]:
 
 @torch.no_grad()
 def change(policy: Policy, amount: float) -> None:
-    """Change every weight, as an update would."""
+    """Change every weight that is trained, as an update would."""
     reshard(policy)
     for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            continue
         local = parameter.to_local()
         local.mul_(1 + amount).add_(amount * local.roll(1))
 
@@ -159,3 +163,38 @@ def trainer_logprobs(policy: Policy, sequences: list[tuple[int, ...]]) -> list[t
         )
         found.append(policy(batch).logprobs[1:])
     return found
+
+
+def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]) -> float:
+    """Largest difference between the engine's log-probabilities and those of the trainer's forward.
+
+    Ranks without an engine of their own run the same forwards on the leading rank's responses.
+    """
+    mine = [r.prompt_ids + a.token_ids for r, a in zip(asked, responses, strict=False)]
+    everyones = [ids for part in gather_objects(rank.meshes.training, mine) for ids in part]
+    forwards = dict(zip(everyones, trainer_logprobs(rank.policy, everyones), strict=True))
+    worst = 0.0
+    for request, answer, ids in zip(asked, responses, mine, strict=False):
+        expected = forwards[ids][len(request.prompt_ids) - 1 :]
+        worst = max(worst, float((torch.tensor(answer.logprobs) - expected).abs().max()))
+    return worst
+
+
+def interrupted(rank: Rank, whole: list[Response]) -> Iterator[tuple[str, int, bool]]:
+    """Abort in the middle, go on from there; for each response how it was cut, the tokens before the cut, and whether
+    the tokens are those of the `whole` one, which were asked for as `greedy(ids, 80)`."""
+    if not rank.engine.leads:
+        return
+    asked = [greedy(ids, 80) for ids in prompts(8)]
+    short = greedy((5, 6, 7), 10)
+    first: dict[int, Response] = {}
+    for index, answer in rank.engine.generate([short, *asked]):
+        first[index] = answer
+        if index == 0:
+            rank.engine.abort()
+    parts = [first[i + 1] for i in range(len(asked))]
+    rest = answers(
+        rank.engine, [greedy(r.prompt_ids, 80, after=p.token_ids) for r, p in zip(asked, parts, strict=True)]
+    )
+    for part, end, uncut in zip(parts, rest, whole, strict=True):
+        yield part.finish_reason, len(part.token_ids), part.token_ids + end.token_ids == uncut.token_ids

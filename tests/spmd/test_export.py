@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.config import ParallelConfig
 from spmdrl.dist.mesh import build_meshes
@@ -20,8 +20,16 @@ from spmdrl.model.load import load_policy
 from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
-from tests.helpers.models import needs_expert_plans, save_gemma3, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.models import (
+    needs_expert_plans,
+    save_gemma3,
+    save_gpt_oss,
+    save_qwen3,
+    save_qwen3_5,
+    save_qwen3_moe,
+)
 from tests.helpers.ranks import run_ranks
+from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
 
 
 def _export(model: str, destination: Path, parallel: dict[str, Any], dtype: torch.dtype, sizes: dict[str, int]) -> None:
@@ -33,6 +41,14 @@ def _export(model: str, destination: Path, parallel: dict[str, Any], dtype: torc
 
 def _files(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def _with_more_layers(path: Path) -> str:
+    """A model in whose files there are layers for multi-token prediction, in a dtype of their own."""
+    file = Path(save_qwen3_5(path), "model.safetensors")
+    more = {"mtp.layers.0.mlp.up_proj.weight": torch.randn(8, 4).double(), "mtp.norm.weight": torch.randn(4)}
+    save_file(load_file(file) | more, file, {"format": "pt"})
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +64,24 @@ def _files(folder: Path) -> dict[str, Tensor]:
         ),
         pytest.param(save_gpt_oss, {}, id="packed-experts"),
         pytest.param(save_gemma3, {}, id="tied"),
+        pytest.param(save_qwen3_vl_moe, {}, id="tower-and-experts"),
+        pytest.param(save_gemma3_vl, {}, id="tower"),
+        pytest.param(_with_more_layers, {}, id="more-layers"),
     ],
 )
 def test_the_files_are_those_the_model_came_from(
     tmp_path: Path, save: Callable[..., str], parallel: dict[str, Any]
 ) -> None:
     model = save(tmp_path / "model")
+    processor = Path("preprocessor_config.json")
+    (model / processor).write_text('{"image_processor_type": "any"}')
     sizes = {"bucket_bytes": 2**12, "file_bytes": 2**14}
     run_ranks(4, _export, model, tmp_path / "hf", parallel, torch.float32, sizes)
     expected, found = _files(Path(model)), _files(tmp_path / "hf")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    AutoModel.from_pretrained(tmp_path / "hf")  # by the index
+    assert (tmp_path / "hf" / processor).read_text() == (model / processor).read_text()
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1, "dealt out to the ranks"
     assert not (tmp_path / "hf.unfinished").exists()
 

@@ -24,6 +24,7 @@ from spmdrl.preflight.forecast import Model
 from spmdrl.types import UserError
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe, save_qwen3_next
+from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
 
 
 def _model(path: str) -> Any:
@@ -46,6 +47,18 @@ def test_all_linear_layers_but_the_head_get_adapters(tmp_path: Path, save: Any) 
     for target in targets:
         (rank, _), (_, same) = target.shapes(2)
         assert rank == same
+
+
+@pytest.mark.parametrize("save", [save_gemma3_vl, save_qwen3_vl_moe])
+def test_a_tower_gets_no_adapters(tmp_path: Path, save: Any) -> None:
+    model = _model(save(tmp_path))
+    for wanted in (ALL_LINEAR, ["q_proj", "fc1", "up_proj", "gate_up_proj"]):
+        targets = targets_of(model, wanted)
+        assert targets and all(".language_model." in target.weight for target in targets)
+        layers, _ = short_names(model, targets)
+        modules = [name for name, _ in model.named_modules()]
+        named = {name for name in modules for layer in layers if name == layer or name.endswith(f".{layer}")}
+        assert not any("vision" in name or "visual" in name for name in named)
 
 
 def test_names_are_short_where_they_name_nothing_else(tmp_path: Path) -> None:

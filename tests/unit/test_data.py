@@ -20,7 +20,15 @@ from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, FileData, HeldOutConfig, ReasoningGymData
 from spmdrl.data import rows, sources, stream
 from spmdrl.data.sources import FileSource, ReasoningGymSource, open_source
-from spmdrl.data.stream import PromptStream, Turns, held_out_prompts, make_held_out, make_training_stream, question_key
+from spmdrl.data.stream import (
+    HeldOutPrompts,
+    PromptStream,
+    Turns,
+    held_out_rows,
+    make_held_out,
+    make_training_stream,
+    question_key,
+)
 from spmdrl.data.tokenizer import decode, encode_prompt, encode_text, load_tokenizer, stop_token_ids
 from spmdrl.types import UserError
 from tests.helpers.broken_library import break_library
@@ -459,10 +467,9 @@ def test_too_few_questions_are_explained(tmp_path: Path) -> None:
 
 def test_duplicate_questions_are_held_out_once(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "twice.jsonl", [{"prompt": f"q{i % 5}", "answer": "a"} for i in range(10)])
-    encoder = stream._encoder_of(data(file), byte_tokenizer(), ())
-    held_out = [
-        prompt for _, prompt in held_out_prompts([FileSource(file, seed=0)], weights=[1.0], encoder=encoder, count=5)
-    ]
+    encoder = stream._encoder_of(data(file), byte_tokenizer(), (), stream.NO_IMAGES)
+    rows = held_out_rows([FileSource(file, seed=0)], weights=[1.0], encoder=encoder, count=5)
+    held_out = HeldOutPrompts(rows, encoder)
     assert sorted(prompt.text for prompt in held_out) == [f"q{i}" for i in range(5)]
 
 

@@ -6,6 +6,7 @@ time; `make test-long` tries many, different ones.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import PIL.Image
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -32,8 +34,12 @@ from spmdrl.config import Config, DataConfig, FileData, read_draft
 from spmdrl.config.names import all_keys
 from spmdrl.config.plan import plan_problems
 from spmdrl.config.strict import parse_json
+from spmdrl.data.families import VisionFamily
+from spmdrl.data.image_store import ImageStore
+from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.stream import make_training_stream
 from spmdrl.data.tokenizer import encode_prompt, stop_token_ids
+from spmdrl.data.vision import ImageReader
 from spmdrl.dist.launcher import Network, launch_problems
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import read_statuses
@@ -46,6 +52,8 @@ from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import RewardOutcome, UserError
 from tests.helpers.config_file import GOOD
 from tests.helpers.rollouts import RECORDING, byte_tokenizer, chat_prompt, tool_episode
+from tests.helpers.vision import as_file, photo, save_processor, vision_tokenizer
+from tests.helpers.vision_models import IMAGE
 
 # The wrong kinds of values, and those at the edges of the right ones.
 VALUES = st.one_of(
@@ -135,6 +143,9 @@ OVERRIDES = st.lists(
 )
 
 
+FAMILY = VisionFamily(
+    model_type="qwen2_5_vl", tower=("visual",), image_token_id=IMAGE, merge=2, pixels=(96,), has_grid_positions=True
+)
 ROWS = [{"prompt": "1 + 1 =", "answer": "2", "level": 3}, {"prompt": [{"role": "user", "content": "a"}], "answer": 7}]
 
 
@@ -191,6 +202,57 @@ def parquet_file(columns: dict[str, list[Any]], special: int, cuts: list[tuple[i
         (folder / "rows.parquet").write_bytes(damaged((folder / "rows.parquet").read_bytes(), cuts))
         with refusal():
             open_stream("parquet", folder / "rows.parquet")
+
+
+def image_files() -> list[bytes]:
+    """Small pictures in each format, with and without what only some of them have."""
+    pictures = [photo(9, 7), photo(9, 7, mode="RGBA"), photo(9, 7, mode="L").convert("P")]
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    files = [as_file(picture) for picture in pictures]
+    files += [as_file(pictures[0], kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP")]
+    files += [as_file(pictures[2], "GIF"), as_file(pictures[0], "BMP"), as_file(pictures[0], "JPEG", progressive=True)]
+    frames = {"save_all": True, "append_images": [photo(9, 7, seed=1)]}
+    return [*files, *(as_file(pictures[0], kind, **frames) for kind in ("PNG", "GIF", "WEBP"))]
+
+
+IMAGE_FILES = image_files()
+
+
+def image_file(kind: int, cuts: list[tuple[int, int, bytes]]) -> None:
+    image = ImageFile(damaged(IMAGE_FILES[kind], cuts))
+    with refusal():
+        picture = decode(image, max_pixels=10_000)
+        assert picture.mode == "RGB" and 0 < picture.width * picture.height <= 10_000
+        assert size_of(image, max_pixels=10_000) == (picture.height, picture.width)
+
+
+IMAGE_TEXT = f"data:image/png;base64,{base64.b64encode(IMAGE_FILES[0]).decode()}"
+IMAGE_PARTS = [
+    {"type": "text", "text": "a"},
+    {"type": "image"},
+    {"type": "image_url", "image_url": {"url": IMAGE_TEXT}},
+]
+IMAGE_ROWS = [
+    {"prompt": "<image> and <image>", "images": [IMAGE_TEXT, {"path": "a.png", "bytes": None}], "answer": "b"},
+    {"prompt": [{"role": "user", "content": IMAGE_PARTS}], "images": "a.png", "answer": "b"},
+]
+
+
+def image_row(number: int, path: list[int], put: Any) -> None:
+    with a_folder() as folder:
+        (folder / "rows.jsonl").write_text(json.dumps(changed(IMAGE_ROWS[number], path, put)))
+        (folder / "a.png").write_bytes(IMAGE_FILES[1])
+        source = FileData(kind="jsonl", path=str(folder / "rows.jsonl"), image_column="images")
+        cfg = DataConfig(sources=(source,), max_prompt_tokens=100)
+        tokenizer, store = vision_tokenizer(), ImageStore(folder / "store", max_bytes=2**20)
+        save_processor(folder)
+        reader = ImageReader(FAMILY, str(folder), cfg, tokenizer=tokenizer, store=store)
+        with refusal():
+            (prompt,) = make_training_stream(cfg, None, seed=0, tokenizer=tokenizer, images=reader).take(0, 1)
+            assert prompt.token_ids.count(IMAGE) == sum(image.num_tokens for image in prompt.images)
+            assert all(image.digest in store for image in prompt.images)
+        store.close()
 
 
 FRAGMENTS = st.sampled_from(
@@ -391,6 +453,8 @@ ALL = {
     "toml": Fuzz(toml_file, (CUTS, OVERRIDES), 80),
     "jsonl": Fuzz(jsonl_file, (PATHS, NESTED, CUTS), 80),
     "parquet": Fuzz(parquet_file, (COLUMNS, st.integers(0, 4), CUTS), 60),
+    "image": Fuzz(image_file, (st.integers(0, len(IMAGE_FILES) - 1), CUTS), 200),
+    "row with images": Fuzz(image_row, (st.integers(0, 1), PATHS, NESTED), 80),
     "chat template": Fuzz(chat_template, (st.lists(FRAGMENTS, max_size=3), st.text(max_size=9)), 60),
     "checkpoint": Fuzz(checkpoint_files, (PATHS, NESTED, CUTS), 80),
     "recording": Fuzz(

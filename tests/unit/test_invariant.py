@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3VLConfig
 
 from spmdrl.engine import torch_engine
 from spmdrl.engine.sampling import sample_tokens
@@ -238,6 +238,7 @@ def test_models_that_nobody_compared_are_refused(model: PreTrainedModel) -> None
     other = copy.deepcopy(model.config)
     other.model_type = "gemma3_text"
     assert "not for gemma3_text" in next(invariant.model_problems(other))
+    assert "not for qwen3_vl;" in next(invariant.model_problems(Qwen3VLConfig()))
     other = copy.deepcopy(model.config)
     other.hidden_act = "gelu"
     assert "uses gelu" in next(invariant.model_problems(other))

@@ -9,9 +9,13 @@ import socket
 import subprocess
 import sys
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 
+import pyarrow
 import pytest
+from PIL import Image
+from pyarrow import parquet
 from transformers import AutoConfig, Qwen3MoeConfig
 
 import spmdrl
@@ -185,6 +189,7 @@ QWEN = {
     "qwen3-32b-math-lora-1node": 8,
     "qwen3-4b-math-4node": 32,
     "qwen3-30b-a3b-math-4node": 32,
+    "qwen3-vl-4b-geo3k-1node": 8,
 }
 
 
@@ -214,7 +219,22 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for i in rows
             )
         )
+    save_tiny_model(folder / "models/Qwen3-VL-4B-Instruct", hidden_size=32, num_layers=1, max_tokens=40960, vision=True)
+    problems = folder / "datasets/geometry3k/data"
+    problems.mkdir(parents=True)
+    for name, rows in (("train", range(40)), ("validation", range(100, 400))):
+        records = [
+            {"images": [{"bytes": png(i), "path": None}], "problem": f"<image>{i}?", "answer": "1"} for i in rows
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(records), problems / f"{name}-00000-of-00001.parquet")
     return folder
+
+
+def png(number: int) -> bytes:
+    """A picture of one colour, which differs from others by its number."""
+    file = BytesIO()
+    Image.new("RGB", (32, 32), (number % 256, number // 256, 0)).save(file, format="PNG")
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), QWEN.items())
@@ -231,4 +251,4 @@ def test_shipped_configuration_passes_its_dry_run(
     assert code == 0, printed.err
     assert f"num_ranks = {num_ranks}" in printed.out
     assert "reward of its reference answer: 1 " in printed.out
-    assert "30 held-out prompts" in printed.out
+    assert ("300 held-out prompts" if "geo3k" in name else "30 held-out prompts") in printed.out

@@ -30,6 +30,7 @@ BILLIONS = {
     "Qwen3-32B": 32.8,
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235.1,
+    "Qwen3-VL-4B-Instruct": 4.4,
 }
 
 

@@ -69,6 +69,28 @@ class Reads(Model):
         self.scale.data.copy_(self.scale / self.scale.norm())
 
 
+class Derives(Model):
+    """Keeps one more than its scale, as Gemma's norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("more", torch.full((6,), float("nan")), persistent=False)
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        super().load(name, tensor)
+        if name == "scale":
+            self.more.copy_(self.scale.data).add_(1.0)
+
+
+class Accumulates(Derives):
+    """Adds to what it kept before."""
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        super().load(name, tensor)
+        if name == "q":
+            self.more.add_(1.0)
+
+
 class WritesOver(Model):
     """Clears the fused weight before it is loaded."""
 
@@ -97,7 +119,7 @@ def filled(seed: int) -> tuple[Bucket, Tensor]:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +128,8 @@ def held(model: nn.Module) -> dict[str, Tensor]:
         (Model, {"skipped"}),
         (Computes, {"k", "skipped"}),
         (Reads, set(tensors(0))),
+        (Derives, {"skipped"}),
+        (Accumulates, set(tensors(0))),
         (WritesOver, set(tensors(0))),
         (Counts, set(tensors(0))),
     ],
@@ -116,8 +140,8 @@ def test_copies_equal_the_loader(kind: Callable[[], Model], loaded: set[str]) ->
     copies = Copies.noted(model, bucket.flat_entries, flat)
     for seed in (1, 2):
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))  # what a released memory may hold, padding included
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(float("nan"))  # what a released memory may hold, padding included
         bucket, flat = filled(seed)  # in other memory
         model.asked.clear()
         copies.repeat(model, flat)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
 from spmdrl.engine.sglang.layout import Share, held_weights, padded_adapters
+from tests.helpers.models import GATED_DELTA_NET, SIZES
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
 
@@ -107,3 +109,52 @@ def test_adapters_are_padded_as_the_weights_that_they_change() -> None:
         (expected,) = held_weights({f"{name}.weight": whole}, share).values()
         torch.testing.assert_close(padded[f"{stem}B.weight"] @ padded[f"{stem}A.weight"], expected)
         assert (expected.shape != whole.shape) == name.startswith("mlp")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gated_delta_nets_are_cut_by_heads(size: int) -> None:
+    """Queries, keys and values lie end to end in one weight, and a device holds its heads of each."""
+    model = Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET))
+    keys, values, hidden, value_heads = 2 * 8, 4 * 8, model.hidden_size, 4
+    layer = "model.layers.0.linear_attn"
+    shapes = {
+        "in_proj_qkv.weight": (2 * keys + values, hidden),
+        "in_proj_z.weight": (values, hidden),
+        "in_proj_b.weight": (value_heads, hidden),
+        "in_proj_a.weight": (value_heads, hidden),
+        "conv1d.weight": (2 * keys + values, 1, 4),
+        "A_log": (value_heads,),
+        "dt_bias": (value_heads,),
+        "norm.weight": (8,),
+        "out_proj.weight": (hidden, values),
+    }
+    torch.manual_seed(0)
+    weights = {f"{layer}.{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    attention = {"model.layers.1.self_attn.o_proj.weight": torch.randn(hidden, 64)}
+    devices = [
+        held_weights(weights | attention, Share.of(model, rank=rank, size=size, device_type="cuda"))
+        for rank in range(size)
+    ]
+    whole = {name.removeprefix(f"{layer}."): weight for name, weight in weights.items()}
+    rows = [keys // size] * 2 + [values // size] * 2
+    for fused, names in (("in_proj_qkvz.weight", ("in_proj_qkv.weight", "in_proj_z.weight")), ("conv1d.weight", ())):
+        parts = [device[f"{layer}.{fused}"].split(rows[: 4 if names else 3]) for device in devices]
+        joined = torch.cat([torch.cat(parts_of_devices) for parts_of_devices in zip(*parts, strict=True)])
+        assert torch.equal(joined, torch.cat([whole[name] for name in names or (fused,)]))
+    both = [device[f"{layer}.in_proj_ba.weight"].chunk(2) for device in devices]
+    for number, name in enumerate(("in_proj_b.weight", "in_proj_a.weight")):
+        assert torch.equal(torch.cat([part[number] for part in both]), whole[name])
+    for name in ("A_log", "dt_bias"):
+        assert torch.equal(torch.cat([device[f"{layer}.{name}"] for device in devices]), whole[name].to(torch.float32))
+    assert devices[0][f"{layer}.A_log"].dtype == torch.float32
+    columns = torch.cat([device[f"{layer}.out_proj.weight"] for device in devices], dim=1)
+    assert torch.equal(columns, whole["out_proj.weight"])
+    assert all(torch.equal(device[f"{layer}.norm.weight"], whole["norm.weight"]) for device in devices)
+    assert all("model.layers.1.o_proj.weight" in device for device in devices)
+
+
+def test_the_gated_norms_of_qwen3_next_have_the_dtype_of_its_config() -> None:
+    name = "model.layers.0.linear_attn.norm.weight"
+    for dtype, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)):
+        share = Share.of(Qwen3NextConfig(dtype=dtype), rank=0, size=1, device_type="cuda")
+        assert held_weights({name: torch.ones(8).bfloat16()}, share)[name].dtype == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang.layout import Share, held_weights
@@ -190,7 +190,7 @@ def test_what_an_engine_is_started_with_on_a_device(tmp_path: Path, released: st
         patience=timedelta(minutes=1),
         device=torch.device("cuda", 0),
     )
-    launch = sglang_options(cfg, plan, world)
+    launch = sglang_options(cfg, plan, world, Qwen3Config())
     chosen = {"rl_on_policy_target": "fsdp", "attention_backend": "fa3", "dtype": "bfloat16"}
     assert {name: launch.arguments[name] for name in chosen} == chosen
     assert launch.environment.items() >= sglang_kernels.ENVIRONMENT.items()

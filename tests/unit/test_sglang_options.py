@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from datetime import timedelta
@@ -11,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 
 from spmdrl.config import Config
 from spmdrl.dist.session import World
 from spmdrl.engine.adapters import expert_problems
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
+from spmdrl.engine.sglang.hybrids import hybrid_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
-from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.models import GATED_DELTA_NET, SIZES, save_gpt_oss, save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -47,7 +50,7 @@ def config(folder: Path, *overrides: str) -> Config:
     return read(folder, GOOD, "rollout.engine=sglang", *overrides)
 
 
-def started(cfg: Config, device: str) -> SGLangOptions:
+def started(cfg: Config, device: str, model_config: PreTrainedConfig | None = None) -> SGLangOptions:
     plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
     world = World(
         rank=0,
@@ -57,7 +60,7 @@ def started(cfg: Config, device: str) -> SGLangOptions:
         patience=timedelta(minutes=1),
         device=torch.device(device, 0),
     )
-    return sglang_options(cfg, plan, world)
+    return sglang_options(cfg, plan, world, model_config or Qwen3Config())
 
 
 def test_the_loader_is_told_of_the_runtime_where_the_memory_saver_is_on(
@@ -234,3 +237,57 @@ def test_engines_take_adapters_of_experts_as_merged_weights(tmp_path: Path) -> N
         assert said.endswith("q_proj, k_proj, v_proj, o_proj")
     assert problems("lora.merge=true") == [[], []]
     assert problems('lora.targets=["q_proj", "v_proj"]') == [[], []]
+
+
+def hybrid(**changes: Any) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | changes))
+
+
+@pytest.mark.parametrize(("compute", "dtype"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_the_state_of_a_convolution_keeps_its_inputs_as_they_are(tmp_path: Path, compute: str, dtype: str) -> None:
+    cfg = config(tmp_path, f'model.compute_dtype="{compute}"')
+    options = started(cfg, "cuda", hybrid())
+    assert options.environment["SGLANG_MAMBA_CONV_DTYPE"] == options.arguments["dtype"] == dtype
+    assert options.arguments["mamba_ssm_dtype"] == "float32"
+    plain = started(cfg, "cuda")
+    assert "SGLANG_MAMBA_CONV_DTYPE" not in plain.environment and "mamba_ssm_dtype" not in plain.arguments
+
+
+def test_overlapping_schedules_are_for_devices(tmp_path: Path) -> None:
+    on_cpu = started(config(tmp_path, "rollout.max_running=5"), "cpu", hybrid()).arguments
+    assert on_cpu["disable_overlap_schedule"] and on_cpu["mamba_radix_cache_strategy"] == "no_buffer"
+    assert on_cpu["max_mamba_cache_size"] == 20
+    on_device = started(config(tmp_path), "cuda", hybrid()).arguments
+    assert not on_device.keys() & {"disable_overlap_schedule", "mamba_radix_cache_strategy", "max_mamba_cache_size"}
+
+
+def test_a_hybrid_config_is_told_by_the_names_that_sglang_knows(tmp_path: Path) -> None:
+    rotary = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    model = hybrid(rope_parameters=rotary, num_hidden_layers=6, layer_types=[*GATED_DELTA_NET["layer_types"]] * 3)
+    mine = "rollout.sglang.json_model_override_args='{\"rope_theta\": 7.0}'"
+    for overrides, theta in (((), 500.0), ((mine,), 7.0)):
+        told = json.loads(started(config(tmp_path, *overrides), "cuda", model).arguments["json_model_override_args"])
+        assert (told["full_attention_interval"], told["rope_theta"], told["partial_rotary_factor"]) == (2, theta, 0.5)
+        assert told["rope_parameters"] == rotary
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "sentences"),
+    [
+        (hybrid(), (), []),
+        (Qwen3Config(), (), []),
+        (hybrid(), ("rollout.tp_size=2",), []),
+        (hybrid(), ("rollout.tp_size=4",), ["does not divide the 2 key heads of the model's gated delta nets"]),
+        (hybrid(layer_types=["full_attention", "linear_attention"]), (), ["in which every n-th layer is one of full"]),
+        (hybrid(layer_types=["linear_attention"] * 2), (), ["in which every n-th layer is one of full"]),
+        (hybrid(), LORA, ["set lora.merge = true"]),
+        (hybrid(), (*LORA, "lora.merge=true"), []),
+        (Qwen3NextConfig(mlp_only_layers=[1]), (), ["has layers without experts beside layers with them"]),
+    ],
+)
+def test_hybrids_that_sglang_does_not_know_are_told(
+    tmp_path: Path, model: PreTrainedConfig, overrides: tuple[str, ...], sentences: list[str]
+) -> None:
+    said = list(hybrid_problems(config(tmp_path, *overrides), model))
+    assert len(said) == len(sentences)
+    assert all(sentence in problem for sentence, problem in zip(sentences, said, strict=True))

@@ -18,14 +18,17 @@ from transformers import (
     DiffLlamaConfig,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nConfig,
+    InternVLConfig,
     JambaConfig,
     MiniMaxConfig,
     NemotronConfig,
     PreTrainedConfig,
-    Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3OmniMoeConfig,
     Qwen3VLConfig,
     RecurrentGemmaConfig,
+    SmolVLMConfig,
 )
 
 from spmdrl.engine.torch_engine import TorchEngine, model_problems
@@ -41,11 +44,19 @@ from tests.helpers.models import GATED_DELTA_NET, SIZES, SLIDING, save_gemma3, s
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 
+
+def _capped(config: Qwen3VLConfig) -> Qwen3VLConfig:
+    """The same, with a cap on logits in the part about text."""
+    config.text_config.final_logit_softcapping = 30.0
+    return config
+
+
 CONFIGS: dict[str, tuple[PreTrainedConfig, str]] = {
-    "Qwen3-VL": (Qwen3VLConfig(), "qwen3_vl is a model of more than text.*has no text model for it"),
-    "Qwen2.5-VL": (Qwen2_5_VLConfig(), "qwen2_5_vl is a model of more than text.*has no text model for it"),
-    "Gemma 3 with images": (Gemma3Config(), "gemma3 is a model of more than text.*spmdrl.tools.text_model"),
-    "Qwen3.5 with images": (Qwen3_5Config(), "qwen3_5 is a model of more than text.*spmdrl.tools.text_model"),
+    "SmolVLM": (SmolVLMConfig(), "smolvlm is a model of more than text.*has no text model for it|text_model"),
+    "InternVL": (InternVLConfig(), "internvl is a model of more than text.*spmdrl.tools.text_model"),
+    "Qwen3-Omni": (Qwen3OmniMoeConfig(), "qwen3_omni_moe hears sounds.*has no text model for it"),
+    "Gemma 3n": (Gemma3nConfig(), "gemma3n hears sounds.*spmdrl.tools.text_model"),
+    "Qwen3-VL with a cap": (_capped(Qwen3VLConfig()), "qwen3_vl with final_logit_softcapping = 30.0"),
     "Gemma 2": (Gemma2Config(**LAYERS), "gemma2 with final_logit_softcapping = 30.0"),
     "Gemma 2 without a cap on logits": (
         Gemma2Config(**LAYERS, final_logit_softcapping=None, attn_logit_softcapping=1.0),

@@ -5,7 +5,8 @@ where is the same at each refit. So the first time it is watched: every copy fro
 noted, and from then on they are all done by one call.
 
 Weights of which anything else is done (computed from, skipped, loaded by another thread) keep to the loader, by name.
-If the loader reads the model's own memory, or writes to it what does not come from the bucket, all weights do.
+If the loader reads the model's own memory, or writes to it what does not come from the bucket, all weights do. The
+exception is what norms keep beside their weight, one more than it: such sums are noted too.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from spmdrl.refit.bucket import Entry
 
 _COPY = torch.ops.aten.copy_.default
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
+_ADD = torch.ops.aten.add_.Tensor
 
 Interval = tuple[int, int]  # first byte, end
+Derivation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments, of which every tensor is the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,14 @@ class Copies:
         self,
         fills: Sequence[tuple[Tensor, float]],
         copies: Sequence[tuple[Tensor, _Source]],
+        derivations: Sequence[Derivation],
         loaded: Sequence[Entry],
         held: Sequence[_Held],
     ) -> None:
-        """`fills` and `copies` write to disjoint parts of the memory of `held`; `loaded` are left to the loader."""
+        """`fills`, `copies` and then `derivations` write to disjoint parts of the memory of `held`; `loaded` are left
+        to the loader."""
         self.loaded = tuple(loaded)
-        self._fills, self._held = fills, held
+        self._fills, self._derivations, self._held = fills, derivations, held
         # A device does a list of contiguous tensors, of one dtype on each side, in few launches.
         self._groups: dict[tuple[Any, ...], list[tuple[Tensor, _Source]]] = {}
         for target, source in copies:
@@ -92,9 +97,9 @@ class Copies:
         watch = _Watch(flat, [one.tensors[one.name] for one in held])
         with watch:
             model.load_weights([(entry.name, entry.view(flat)) for entry in entries])
-        targets = [target for target, _ in (*watch.fills, *watch.copies)]
+        targets = [target for target, _ in (*watch.fills, *watch.copies)] + watch.derived
         if not watch.can_be_repeated or not _are_disjoint(map(_memory_of, targets)):
-            return cls([], [], entries, [])
+            return cls([], [], [], entries, [])
         places = [source.place for _, source in watch.copies]
         loaded = [entry for entry in entries if _meet(_place(entry), watch.used) or not _meet(_place(entry), places)]
         kept = [_place(entry) for entry in loaded]
@@ -103,6 +108,7 @@ class Copies:
         return cls(
             watch.fills,
             copies,
+            watch.derivations,
             loaded,
             [one for one in held if one.tensors[one.name].untyped_storage().data_ptr() in written],
         )
@@ -118,6 +124,8 @@ class Copies:
             target.fill_(value)
         for copies in self._groups.values():
             torch._foreach_copy_([target for target, _ in copies], [source.view(flat) for _, source in copies])
+        for operator, arguments in self._derivations:
+            operator(*arguments)
         if self.loaded:
             model.load_weights([(entry.name, entry.view(flat)) for entry in self.loaded])
 
@@ -133,12 +141,16 @@ class _Watch(TorchDispatchMode):
         self._computed: dict[int, Tensor] = {}  # from the bucket, by storage; kept, so that no other takes its place
         self.copies: list[tuple[Tensor, _Source]] = []
         self.fills: list[tuple[Tensor, float]] = []
+        self.derivations: list[Derivation] = []
+        self.derived: list[Tensor] = []  # what they write, each once
         self.used: list[Interval] = []  # bytes of the bucket of which something else was done
         self.can_be_repeated = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is _COPY and self._is_models(args[0]):
+        if not kwargs and self._derives(func, args):
+            self.derivations.append((func, tuple(x.detach() if isinstance(x, Tensor) else x for x in args)))
+        elif func is _COPY and self._is_models(args[0]):
             if self._is_buckets(args[1]):
                 self.copies.append((args[0].detach(), self._source(args[1])))
             elif not self._is_computed(args[1]):
@@ -148,6 +160,14 @@ class _Watch(TorchDispatchMode):
         elif not _only_views(func):
             self._use([x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)], result)
         return result
+
+    def _derives(self, func: Any, args: Sequence[Any]) -> bool:
+        """Return True for a copy of what was loaded, and for a number that is added to such a copy."""
+        if func is _COPY and self._is_models(args[0]) and self._is_models(args[1]):
+            is_loaded = _look(args[1]) in (_look(target) for target, _ in self.copies)
+            self.derived += [args[0].detach()] if is_loaded else []
+            return is_loaded
+        return func is _ADD and not isinstance(args[1], Tensor) and _look(args[0]) in map(_look, self.derived)
 
     def _use(self, tensors: Sequence[Tensor], result: Any) -> None:
         if any(map(self._is_models, tensors)):

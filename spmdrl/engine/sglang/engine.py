@@ -19,12 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
 from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
+from spmdrl.data.families import family_of
+from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import AdapterSlots
+from spmdrl.engine.sglang.images import image_data
 from spmdrl.engine.sglang.layout import Share, held_parts, held_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
@@ -46,9 +49,17 @@ class SGLangEngine(RolloutEngine):
     facts = ENGINES["sglang"][1]
     naming: Naming = "checkpoint"
 
-    def __init__(self, options: SGLangOptions, mesh: DeviceMesh, *, model_config: Any, transport: Transport) -> None:
-        """Start the engine, and return on every rank of the mesh when it is ready. Raises EngineDied on the first rank
-        when it did not start."""
+    def __init__(
+        self,
+        options: SGLangOptions,
+        mesh: DeviceMesh,
+        *,
+        model_config: Any,
+        transport: Transport,
+        images: ImageStore | None = None,
+    ) -> None:
+        """Start the engine, and return on every rank of the mesh when it is ready. `images` holds the pixels of the
+        images in requests. Raises EngineDied on the first rank when it did not start."""
         super().__init__(torch.device(mesh.device_type if transport == "cuda_ipc" else "cpu"))
         self.leads = mesh.get_local_rank() == 0
         self._options = options
@@ -60,12 +71,15 @@ class SGLangEngine(RolloutEngine):
             device_type=mesh.device_type,
             on_policy=options.arguments.get("rl_on_policy_target") is not None,
         )
+        self._family, self._images = family_of(model_config), images
         self._released: set[str] = set()
         self._adapters = AdapterSlots(self._share)
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
         self._questions = sglang_loader.Questions(Path(self._folder.name))
+        self._expected: dict[str, str] = {}  # digests, of all refits
+        self._asked: set[str] = set()  # weights of this refit whose digests are asked for
         self._loading: Future[Any] | None = None
         self._abort = False
         self._is_idle = True
@@ -90,16 +104,19 @@ class SGLangEngine(RolloutEngine):
     @classmethod
     def start(cls, run: Launch[Config]) -> RolloutEngine:
         cfg, model_config = run.cfg, run.inputs.model_config
-        options = sglang_options(cfg, run.plan, run.world)
+        options = sglang_options(cfg, run.plan, run.world, model_config)
         transport = choose_transport(cfg, model_config, run.device, run.meshes.training, message=run.report.message)
-        return cls(options, run.meshes.engine, model_config=model_config, transport=transport)
+        images = run.inputs.images
+        return cls(options, run.meshes.engine, model_config=model_config, transport=transport, images=images)
 
     @classmethod
     def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
         from spmdrl.engine.sglang.receive import ListeningSGLangEngine  # which is made of this class
 
-        options = sglang_options(run.cfg, run.plan, run.world)
-        return ListeningSGLangEngine(options, run.meshes, model_config=run.inputs.model_config)
+        options = sglang_options(run.cfg, run.plan, run.world, run.inputs.model_config)
+        return ListeningSGLangEngine(
+            options, run.meshes, model_config=run.inputs.model_config, images=run.inputs.images
+        )
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
@@ -177,9 +194,10 @@ class SGLangEngine(RolloutEngine):
     def _submit(self, index: int, request: Request, finished: _Finished) -> None:
         assert self._process is not None
         token_ids = request.prompt_ids + request.response_ids
+        images = image_data(request, self._family, self._images)
         adapters = self._adapters.begin(self.version)
         answer = self._process.start(
-            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters)
+            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters, images)
         )
         answer.add_done_callback(lambda done: finished.put((index, done)))
 
@@ -226,6 +244,7 @@ class SGLangEngine(RolloutEngine):
         with _death_reported_later():
             self._settle()
             self._resume(self._released & {"weights"})
+        self._asked.clear()
         are_known = buckets is self._buckets and buffers is self._buffers
         super().begin_update(buckets, buffers, version=version)
         if not are_known:
@@ -292,14 +311,19 @@ class SGLangEngine(RolloutEngine):
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         """Ask this rank's process for its digests too; it answers when it has loaded the bucket."""
         expected = digests(held_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._share))
-        self._questions.ask(self._buckets.index(bucket), expected)
+        number = self._buckets.index(bucket)
+        self._asked |= expected.keys()
+        is_last = number == len(self._buckets) - 1
+        left_out = self._expected.keys() - self._asked if is_last else set()
+        self._questions.ask(number, [*expected, *left_out])
         return expected
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare what each device of the engine holds with what its rank expects."""
         host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
         held = self._questions.take_answers()
-        mine = [name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)]
+        self._expected |= expected  # what a refit leaves out must stay as it was
+        mine = [name for name in self._expected.keys() | held.keys() if self._expected.get(name) != held.get(name)]
         everyones = gather_objects(self._mesh, mine)
         if self._process is None or self._process.is_dead():  # `require_alive` says so
             return []

@@ -7,7 +7,7 @@ that is not listed here are kept whole, under their own name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +15,47 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from spmdrl.engine.sglang.hybrids import is_hybrid
+
 # SGLang pads with zeros: embeddings and heads to a multiple of so many rows, and on a CPU also the MLP's inner size, to
 # a multiple of so many for each device.
 _VOCABULARY_MULTIPLE = 64
 _CPU_INNER_MULTIPLE = 32
 
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _NO_EXPERT = -1  # the number of what is not an expert's
-_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj"}
-_CUT_BY_COLUMNS = {"o_proj", "down_proj"}  # their biases are whole
-_INNER = {"gate_proj", "up_proj", "down_proj"}
+_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a"} | {
+    "linear_fc1",
+    "to merge",
+}
+_CUT_BY_COLUMNS = {"o_proj", "down_proj", "out_proj", "linear_fc2", "merged", "attended"}  # their biases are whole
+_INNER = {"gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2"}
 _CUT_BY_KEY_HEADS = {"k_proj", "v_proj"}
 _VOCABULARY = {"embed_tokens", "lm_head"}
+# Rows of queries, keys and values, each cut by itself; and parameters of gated delta nets.
+_CUT_BY_PARTS = {"in_proj_qkv", "conv1d", "qkv"}
+_OF_HEADS = {"A_log", "dt_bias"}
+_ALWAYS_WIDE = "A_log"  # float32 in SGLang
+# Of towers: modules whose own names do not say how they are cut.
+_TOWER = {
+    re.compile(r"visual\..*merger.*\.(linear_fc1|mlp\.0)\."): "to merge",
+    re.compile(r"visual\..*merger.*\.(linear_fc2|mlp\.2)\."): "merged",
+    re.compile(r"visual\..*\.attn\.proj\."): "attended",
+    re.compile(r"visual\..*\.attn\.qkv\."): "qkv",
+}
+# Prefixes and modules in checkpoints that have other names in SGLang.
+_RENAMED = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +67,24 @@ class Share:
     num_key_value_heads: int
     inner_multiple: int  # that the inner size of MLPs is padded to
     widens: bool = False  # embedding and norms are float32, as under `rl_on_policy_target`
+    delta_net_rows: tuple[int, ...] = ()  # of queries, keys and values, in models with gated delta nets
+    delta_net_norm: torch.dtype | None = None  # of their norms, where that is another one than that of all weights
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
         """Read the sizes from a transformers config; `on_policy` means with `rl_on_policy_target`."""
+        model_config = model_config.get_text_config()
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-        return cls(rank, size, heads, _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size, on_policy)
+        multiple = _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size
+        # That of config.json, whatever the engine computes in.
+        norm = model_config.dtype if getattr(model_config, "model_type", None) == "qwen3_next" else None
+        return cls(rank, size, heads, multiple, on_policy, tuple(_delta_net_rows(model_config)), norm)
+
+
+def _delta_net_rows(model_config: Any) -> Iterator[int]:
+    if is_hybrid(model_config):
+        keys = model_config.linear_num_key_heads * model_config.linear_key_head_dim
+        yield from (keys, keys, model_config.linear_num_value_heads * model_config.linear_value_head_dim)
 
 
 def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
@@ -93,19 +130,35 @@ def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, l
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
             number, held_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
-        fused.setdefault(held_name, {}).setdefault(number, []).append(_cut(module, kind, tensor, share))
+        if share.delta_net_norm is not None and ".linear_attn.norm." in name:
+            tensor = tensor.to(share.delta_net_norm)
+        for before, after in _RENAMED.items():
+            held_name = held_name.replace(before, after)
+        if share.delta_net_rows:  # SGLang's layers have their attention's weights directly
+            held_name = held_name.replace(".self_attn.", ".")
+        module = next((named for pattern, named in _TOWER.items() if pattern.search(name)), module)
+        cut = [_cut(module, kind, part, share) for part in _parts(module, tensor, share)]
+        fused.setdefault(held_name, {}).setdefault(number, []).extend(cut)
     return fused
 
 
+def _parts(module: str, tensor: Tensor, share: Share) -> Sequence[Tensor]:
+    """Return the parts of a weight that are cut one by one."""
+    if module not in _CUT_BY_PARTS:
+        return (tensor,)
+    return tensor.chunk(3) if module == "qkv" else tensor.split(share.delta_net_rows)
+
+
 def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:
-    if share.widens and (module == "embed_tokens" or module.endswith("norm")):
+    if (share.widens and (module == "embed_tokens" or module.endswith("norm"))) or kind == _ALWAYS_WIDE:
         tensor = tensor.float()
     if module in _VOCABULARY:
         return _padded(tensor, 0, _VOCABULARY_MULTIPLE).chunk(share.size)[share.rank]
     if module in _CUT_BY_KEY_HEADS:
         pieces = min(share.size, share.num_key_value_heads)  # with more devices than heads, several have the same head
         return tensor.chunk(pieces)[share.rank * pieces // share.size]
-    dim = 0 if module in _CUT_BY_ROWS else 1 if module in _CUT_BY_COLUMNS and kind == "weight" else None
+    by_rows = module in _CUT_BY_ROWS or module in _CUT_BY_PARTS or kind in _OF_HEADS
+    dim = 0 if by_rows else 1 if module in _CUT_BY_COLUMNS and kind == "weight" else None
     if dim is None:
         return tensor
     multiple = share.inner_multiple if module in _INNER else share.size

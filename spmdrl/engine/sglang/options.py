@@ -23,7 +23,9 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
+from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, hybrid_overrides, hybrid_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
+from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
@@ -97,7 +99,7 @@ def sglang_problems(
     if device_type == "cuda" and (problem := kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
-        sglang_process.check_orphans()
+        check_orphans()
     if device_type == "cuda":
         yield from _device_problems(cfg)
     yield from _argument_problems(cfg.rollout.sglang)
@@ -115,6 +117,7 @@ def sglang_problems(
         yield problem
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
     yield from adapter_problems(cfg, model_config, device_type=device_type)
+    yield from hybrid_problems(cfg, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
@@ -214,6 +217,7 @@ def _architecture_problems(path: str, architectures: Sequence[str] | None) -> It
 def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
     if num_ranks % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the {num_ranks} ranks; {_divisors(num_ranks)}"
+    model_config = model_config.get_text_config()
     heads = model_config.num_attention_heads
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp_size:
@@ -248,16 +252,17 @@ def _own_end_tokens(cfg: Config, model_config: Any) -> set[int]:
     return {*listed_end_tokens(cfg.model.path), *((own,) if isinstance(own, int) else own or ())}
 
 
-def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
+def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> SGLangOptions:
     """Translate the settings for the engine of this rank's engine mesh; `world` is that of the rank that leads it."""
     on_cpu = world.device.type == "cpu"
     rollout, release = cfg.rollout, frozenset(cfg.offload.engine)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     kv_tokens = rollout.max_kv_tokens or (rollout.max_running * longest + _ROOM_TOKENS if on_cpu else None)
+    dtype = f"{compute_dtype(cfg.model.compute_dtype, world.device.type)}".removeprefix("torch.")
     arguments = {
         "model_path": cfg.model.path,
         "trust_remote_code": cfg.model.trust_remote_code,
-        "dtype": str(compute_dtype(cfg.model.compute_dtype, world.device.type)).removeprefix("torch."),
+        "dtype": dtype,
         "load_format": "dummy",  # the first refit brings the weights
         "custom_weight_loader": [sglang_loader.PATH],
         "device": world.device.type,
@@ -285,6 +290,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         grammar_backend="none" if on_cpu else None,
     )
     arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
+    arguments |= hybrid_arguments(cfg, model_config, device_type=world.device.type)
     if cfg.true_on_policy:
         arguments |= {
             "rl_on_policy_target": "fsdp",
@@ -299,6 +305,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
         # The room beyond the longest sequence may be more than the model was made for; no token is ever put there.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
+    environment |= hybrid_environment(model_config, dtype=dtype)
     if on_cpu:
         environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     if arguments["enable_memory_saver"]:
@@ -308,7 +315,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World) -> SGLangOptions:
     if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
     return SGLangOptions(
-        arguments=arguments | rollout.sglang,
+        arguments=arguments | rollout.sglang | hybrid_overrides(cfg, model_config),
         environment=environment,
         owner=f"{os.getpid()}",
         release=release,

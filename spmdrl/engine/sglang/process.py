@@ -34,13 +34,14 @@ from spmdrl.dist.session import apart_from_the_run
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import kernels
+from spmdrl.engine.sglang.cpu.processor import without_torchvision
+from spmdrl.engine.sglang.orphans import OWNER_VARIABLE
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
 
 T = TypeVar("T")
 
 SUPPORTED_VERSION = "0.5.23"
-ORPHAN_GRACE_S = 3.0
 CLOSE_LIMIT_S = 10.0
 POLL_S = 0.5  # how soon the death of a process is noticed
 
@@ -49,9 +50,6 @@ POLL_S = 0.5  # how soon the death of a process is noticed
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-OWNER_VARIABLE = "SPMDRL_ENGINE_OF"  # set in the engine's processes: the id of the rank that started them
-
-
 _child_failed = threading.Event()  # a rank has one engine
 
 
@@ -90,6 +88,8 @@ def import_sglang() -> None:
     with _process_wide_settings_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a page about kernels that are not for this device
         import sglang.srt.entrypoints.engine  # noqa: F401
+    if not torch.cuda.is_available():
+        without_torchvision(sys.modules["sglang.srt.managers.tokenizer_manager"])
     asyncio.set_event_loop_policy(policy)
 
 
@@ -124,44 +124,6 @@ def knows_architecture(name: str) -> bool:
     assert spec is not None and spec.submodule_search_locations
     models = Path(spec.submodule_search_locations[0], "srt", "models")
     return any(f"class {name}(" in path.read_text(encoding="utf-8") for path in models.rglob("*.py"))
-
-
-def orphans() -> dict[int, str]:
-    """Find processes of engines whose rank is gone, by id with their names; they may hold the memory of a device."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            name = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            continue  # it has ended, or belongs to someone else
-        mark = OWNER_VARIABLE.encode() + b"="
-        if not _shares_our_processes(folder):
-            continue
-        owner = next((value.removeprefix(mark).decode() for value in variables if value.startswith(mark)), None)
-        if owner is not None and not Path("/proc", owner).exists():
-            found[int(folder.name)] = name
-    return found
-
-
-def _shares_our_processes(folder: Path) -> bool:
-    """Return True when a process has the same id namespace as this one; processes in a container have another."""
-    try:
-        return os.readlink(folder / "ns/pid") == os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return False
-
-
-def check_orphans() -> None:
-    """Raise UserError when engines of an earlier run are still there after a short wait."""
-    if orphans():
-        time.sleep(ORPHAN_GRACE_S)
-    if found := orphans():
-        named = ", ".join(f"{number} ({name})" for number, name in sorted(found.items()))
-        numbers = " ".join(map(str, sorted(found)))
-        raise UserError(
-            f"SGLang processes of a run that has ended are still there: {named}; end them: kill -9 {numbers}"
-        )
 
 
 def share_tensors(device_type: str) -> None:
@@ -300,9 +262,15 @@ class SGLangProcess:
         return reply
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str, adapters: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        request_id: str,
+        adapters: str | None = None,
+        images: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Sample one response, with the adapters of this name; returns sglang's answer: output_ids and meta_info."""
+        """Sample one response, with the adapters of this name, and with images in sglang's form; returns its answer:
+        output_ids and meta_info."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -311,6 +279,7 @@ class SGLangProcess:
             return_logprob=True,
             rid=request_id,
             lora_path=adapters,
+            image_data=None if images is None else [dict(images)],
         )
         return await anext(self._manager.generate_request(request, None))
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config.plan import Plan
+from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.link import Link
 from spmdrl.dist.mesh import Meshes
@@ -22,6 +23,7 @@ from spmdrl.engine.sglang.options import SGLangOptions
 from spmdrl.refit.bucket import Bucket
 
 GROUP_NAME = "spmdrl_weights"
+_DERIVED = ".gemma_weight"  # what norms compute from their weight, which has a checksum of its own
 
 
 def backend_for(device_type: str) -> str:
@@ -32,10 +34,14 @@ def backend_for(device_type: str) -> str:
 class ListeningSGLangEngine(SGLangEngine):
     """An `SGLangEngine` whose `load` lets its processes receive the bucket by broadcast."""
 
-    def __init__(self, options: SGLangOptions, meshes: Meshes, *, model_config: Any) -> None:
+    def __init__(
+        self, options: SGLangOptions, meshes: Meshes, *, model_config: Any, images: ImageStore | None
+    ) -> None:
         """Start the engine, then join the group for weights: the sender is its rank 0, and every engine's devices
         follow in order."""
-        super().__init__(options, meshes.engine, model_config=model_config, transport="shared_memory")
+        super().__init__(
+            options, meshes.engine, model_config=model_config, transport="shared_memory", images=images
+        )
         address, port = Link(meshes.world, ORDERS).receive(source=FIRST)
         if self._process is not None:
             self._process.ask(
@@ -77,7 +83,8 @@ class ListeningSGLangEngine(SGLangEngine):
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare SGLang's own checksums of what each device of the engine holds with what its rank expects."""
-        expectations = gather_objects(self._mesh, expected)
+        self._expected |= expected  # what a refit leaves out must stay as it was
+        expectations = gather_objects(self._mesh, self._expected)
         if self._process is None:
             return []
         try:
@@ -89,7 +96,7 @@ class ListeningSGLangEngine(SGLangEngine):
             name
             for rank, expectation in enumerate(expectations)
             for name in expectation.keys() | held[rank].keys()
-            if expectation.get(name) != held[rank].get(name)
+            if expectation.get(name) != held[rank].get(name) and not name.endswith(_DERIVED)
         )
 
 

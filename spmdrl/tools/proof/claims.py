@@ -73,6 +73,15 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             tests=("attention::test_packed_logprobs_equal_those_of_transformers_on_the_cpu",),
         ),
         Claim(
+            "Gated delta nets on packed sequences equal the CPU, by plain products.",
+            tests=("gated_delta::test_plain_products_equal_the_cpu",),
+        ),
+        Claim(
+            "Gated delta nets on packed sequences equal the CPU, by the kernels of flash-linear-attention and "
+            "causal-conv1d.",
+            tests=("gated_delta::test_the_packages_kernels_equal_the_cpu",),
+        ),
+        Claim(
             "Fused norms, rotary embeddings and SwiGLU equal plain functions, and are no further from the truth than "
             "transformers' operations.",
             tests=(

@@ -1,0 +1,182 @@
+"""Images as data has them: a file, bytes, or base64 in a message. They are opened and decoded here and nowhere else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import PIL.Image
+
+from spmdrl.config.strict import open_file, shown
+from spmdrl.types import UserError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_IMAGE_BYTES = 64 * 2**20  # as a file
+_NETWORK = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_BASE64 = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+_ORIENTATION = 0x0112  # of EXIF
+_TURNS = {
+    2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
+    3: PIL.Image.Transpose.ROTATE_180,
+    4: PIL.Image.Transpose.FLIP_TOP_BOTTOM,
+    5: PIL.Image.Transpose.TRANSPOSE,
+    6: PIL.Image.Transpose.ROTATE_270,
+    7: PIL.Image.Transpose.TRANSVERSE,
+    8: PIL.Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An image that is not decoded yet: the path of its file, or the file's bytes."""
+
+    content: Path | bytes
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+        if isinstance(self.content, bytes):
+            return f"the image of {len(self.content)} bytes"
+        return f"the image {shown(self.content)}"
+
+    @property
+    def identity(self) -> str:
+        """A text that differs between images: a file's path, or a hash of the bytes."""
+        if isinstance(self.content, bytes):
+            return hashlib.blake2b(self.content, digest_size=16).hexdigest()
+        return str(self.content)
+
+
+def image_file(value: Any, root: Path) -> ImageFile:
+    """Return the image that a value of the data stands for; paths are relative to `root` and stay inside.
+
+    A value is a path, base64 with `data:image/...;base64,` before it, bytes, or {"bytes": ..., "path": ...}. Raises
+    UserError.
+    """
+    if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
+        value = value["bytes"] if value.get("bytes") is not None else value["path"]
+    if isinstance(value, bytes):
+        return ImageFile(value)
+    if not isinstance(value, str) or not value:
+        raise UserError(
+            'an image must be a path, base64 as "data:image/png;base64,...", bytes or {"bytes": ..., "path": ...}, but '
+            f"it is {type(value).__name__}: {str(value)[:80]!r}"
+        )
+    if found := _BASE64.match(value):
+        try:
+            return ImageFile(base64.b64decode(value[found.end() :], validate=True))
+        except ValueError as error:
+            raise UserError(f"an image is not valid base64: {error}") from error
+    if value.startswith("data:"):
+        raise UserError(f'an image as text begins with "data:image/...;base64,", but one does with {value[:40]!r}')
+    if _NETWORK.match(value):
+        raise UserError(
+            f"the image {value[:100]!r} is not a path: nothing is fetched over a network; copy the images beside the "
+            "data, and give their paths"
+        )
+    return ImageFile(_inside(value, root))
+
+
+def _inside(path: str, root: Path) -> Path:
+    """Return the file of a path, without links. Raises UserError when it lies outside of the root."""
+    try:
+        real, top = os.path.realpath(root / path), os.path.realpath(root)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the image {shown(path)} is not a path: {error}") from error
+    if not Path(real).is_relative_to(top):
+        raise UserError(
+            f"the image {shown(path)} lies outside of {shown(root)}, where the images of this data are; set image_root "
+            "to a folder that holds all of them"
+        )
+    return Path(real)
+
+
+def size_of(image: ImageFile, *, max_pixels: int) -> tuple[int, int]:
+    """Return an image's (height, width) as it is shown, from its first bytes. Raises UserError as `decode` does."""
+    with _opened(image, max_pixels) as opened:
+        width, height = opened.size
+        return (width, height) if _orientation(opened) >= 5 else (height, width)
+
+
+def decode(image: ImageFile, *, max_pixels: int) -> PIL.Image.Image:
+    """Return an image in RGB, turned as its EXIF says, on white where it is transparent.
+
+    Raises UserError when it cannot be read, has no pixels or more than `max_pixels`, or is an animation.
+    """
+    with _opened(image, max_pixels) as opened:
+        turn = _TURNS.get(_orientation(opened))
+        opened.load()
+        return _in_rgb(opened if turn is None else opened.transpose(turn))
+
+
+@contextmanager
+def _opened(image: ImageFile, max_pixels: int) -> Iterator[PIL.Image.Image]:
+    """Open an image whose pixels are still to be decoded."""
+    with open_file(image.content) if isinstance(image.content, Path) else io.BytesIO(image.content) as file:
+        num_bytes = os.fstat(file.fileno()).st_size if isinstance(image.content, Path) else len(image.content)
+        if not 0 < num_bytes <= MAX_IMAGE_BYTES:
+            found = f"has more than {MAX_IMAGE_BYTES >> 20} MiB" if num_bytes else "is empty"
+            raise UserError(f"{image.name} {found}")
+        with _errors_explained(image.name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata
+            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            opened = PIL.Image.open(file, formats=FORMATS)
+            _require_usual(image.name, opened, max_pixels)
+            yield opened
+
+
+def _require_usual(name: str, opened: PIL.Image.Image, max_pixels: int) -> None:
+    width, height = opened.size
+    if width * height > max_pixels:
+        raise UserError(
+            f"{name} has {width} x {height} pixels, more than data.max_image_pixels = {max_pixels}; raise it, or make "
+            "the image smaller"
+        )
+    # The JPEGs of some cameras hold more pictures behind the first, which is the photo.
+    if opened.format != "MPO" and getattr(opened, "is_animated", False):
+        raise UserError(f"{name} is an animation ({opened.format}); take one frame of it")
+
+
+@contextmanager
+def _errors_explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
+        raise UserError(f"{name} has more pixels than any picture: {_one_line(error)}") from error
+    except PIL.UnidentifiedImageError as error:
+        raise UserError(f"{name} is damaged, has no pixels, or is none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # decoders raise many types for bytes that nobody thought of
+        raise UserError(f"{name} is damaged: {_one_line(error) or type(error).__name__}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _orientation(opened: PIL.Image.Image) -> int:
+    """Return which way up an image is, as said before its pixels: 1 to 8, and 1 where nothing is."""
+    exif = PIL.Image.Exif()
+    exif.load(opened.info.get("exif") or b"")
+    found = exif.get(_ORIENTATION, 1)
+    return found if found in _TURNS else 1
+
+
+def _in_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    if image.mode.startswith("I"):  # gray in 16 bits
+        return PIL.Image.fromarray((numpy.asarray(image) >> 8).astype(numpy.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        white = PIL.Image.new("RGBA", image.size, "white")
+        return PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")

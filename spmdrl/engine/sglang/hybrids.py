@@ -1,0 +1,105 @@
+"""Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from spmdrl.config import Config
+
+_RECURRENT, _ATTENTION = "linear_attention", "full_attention"
+_SLOTS_OF_A_REQUEST = 4  # states: its own, and of prefixes that are kept; with fewer than 3 fewer requests run at once
+
+
+def is_hybrid(model_config: Any) -> bool:
+    """Return True when some layers of the model have a state."""
+    return _RECURRENT in (getattr(model_config.get_text_config(), "layer_types", None) or ())
+
+
+def hybrid_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+    """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
+    if not is_hybrid(model_config):
+        return
+    model_config = model_config.get_text_config()
+    if attention_interval(model_config) is None:
+        yield (
+            f'model.path = "{cfg.model.path}" has the layers {", ".join(model_config.layer_types)}, but SGLang knows '
+            'only models in which every n-th layer is one of full attention; set rollout.engine = "torch"'
+        )
+    if getattr(model_config, "mlp_only_layers", None) or getattr(model_config, "decoder_sparse_step", 1) != 1:
+        yield (
+            f'model.path = "{cfg.model.path}" has layers without experts beside layers with them, and SGLang\'s '
+            f'{model_config.model_type} has experts in every layer; set rollout.engine = "torch"'
+        )
+    heads = model_config.linear_num_key_heads
+    if heads % cfg.rollout.tp_size:
+        possible = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        yield (
+            f"rollout.tp_size = {cfg.rollout.tp_size} does not divide the {heads} key heads of the model's gated delta "
+            f"nets; set it to one of {possible}"
+        )
+    if cfg.sends_adapters:
+        yield (
+            f"adapters of {model_config.model_type} were not tried with SGLang; set lora.merge = true, which sends "
+            "merged weights"
+        )
+
+
+def attention_interval(model_config: Any) -> int | None:
+    """Return n where every n-th layer, and no other, is one of full attention; None when there is no such n."""
+    layers = list(model_config.layer_types)
+    if _ATTENTION not in layers:
+        return None
+    interval = layers.index(_ATTENTION) + 1
+    expected = [_RECURRENT if (number + 1) % interval else _ATTENTION for number in range(len(layers))]
+    return interval if layers == expected else None
+
+
+def hybrid_arguments(cfg: Config, model_config: Any, *, device_type: str) -> dict[str, Any]:
+    """Return SGLang's arguments for such a model, on top of which the user's come; none for other models."""
+    if not is_hybrid(model_config):
+        return {}
+    arguments: dict[str, Any] = {
+        "mamba_ssm_dtype": "float32",  # that of transformers' recurrence
+        "disable_shared_experts_fusion": True,  # they stay apart, as on a CPU: `layout.py` knows one layout
+    }
+    if device_type == "cpu":
+        arguments |= {
+            "disable_overlap_schedule": True,
+            "mamba_radix_cache_strategy": "no_buffer",
+            # On a device it is a part of rollout.memory_fraction; here it would be one of the machine's memory.
+            "max_mamba_cache_size": _SLOTS_OF_A_REQUEST * cfg.rollout.max_running,
+        }
+    return arguments
+
+
+def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
+    """Return the argument by which SGLang reads such a model's config as transformers does; none for other models.
+
+    SGLang's own classes for these configs know the names of older checkpoints, which transformers no longer writes.
+    """
+    if not is_hybrid(model_config):
+        return {}
+    text = model_config.get_text_config()
+    # Where transformers gives these models positions of three kinds, they always alternate.
+    rotary = text.rope_parameters | ({"mrope_interleaved": True} if "mrope_section" in text.rope_parameters else {})
+    known: dict[str, Any] = {
+        "full_attention_interval": attention_interval(text),
+        "rope_parameters": rotary,
+        "rope_theta": rotary["rope_theta"],
+        "partial_rotary_factor": rotary.get("partial_rotary_factor", 1.0),
+    }
+    if text is not model_config:  # it looks at images, and its tower is that of Qwen3-VL without levels
+        known = {"text_config": known, "vision_config": {"deepstack_visual_indexes": []}}
+    given = json.loads(cfg.rollout.sglang.get("json_model_override_args", "{}"))
+    return {"json_model_override_args": json.dumps(known | given)}
+
+
+def hybrid_environment(model_config: Any, *, dtype: str) -> dict[str, str]:
+    """Return the variables of the engine's processes for such a model, which computes in `dtype`; none for others.
+
+    The state of a convolution is its last inputs. SGLang rounds them to bfloat16 whatever they are: in float32 that
+    costs 1e-4 nats of every token.
+    """
+    return {"SGLANG_MAMBA_CONV_DTYPE": dtype} if is_hybrid(model_config) else {}

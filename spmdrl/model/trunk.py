@@ -1,0 +1,124 @@
+"""The decoder of a model, and its tower for images where it has one, behind one call for trainer and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from spmdrl.data.families import family_of
+from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.types import ImageSpan
+
+Grid = tuple[int, int, int]  # patches of an image: frames, rows, columns
+
+TOWER_ATTENTION = "sdpa"  # transformers' own: a tower's tokens see those that come after them, and it splits images
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFeatures:
+    """Features that a tower made of images, and the places among the tokens where they belong."""
+
+    rows: Tensor  # [N] int64, ascending: places of image placeholders among the tokens
+    values: Tensor  # [N, L, D]: level 0 takes the place of the embedding, the others are added after the first layers
+
+
+class Trunk:
+    """The decoder of a model, with or without a tower for images: token ids and positions in, hidden states out."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """`model` may be sharded afterwards."""
+        self.family = family_of(model.config)
+        self._model = model
+        self._base: Any = model.base_model
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The language half: embedding, decoder layers and final norm."""
+        decoder: nn.Module = self._base if self.family is None else self._base.language_model
+        return decoder
+
+    @property
+    def towers(self) -> list[nn.Module]:
+        """The modules that only images go through; none of a model of text."""
+        return [] if self.family is None else [self._base.get_submodule(name) for name in self.family.tower]
+
+    @property
+    def tower_blocks(self) -> list[nn.Module]:
+        """The blocks of the towers, which are alike."""
+        modules = (module for tower in self.towers for module in tower.modules())
+        return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+    def seen_whole(self, images: Sequence[ImageSpan]) -> list[tuple[int, int]]:
+        """Return the images whose tokens see each other, each as its first token and the first after it."""
+        if self.family is None or not self.family.sees_whole_images:
+            return []
+        return [(image.start, image.end) for image in images]
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, *, images: PlacedFeatures | None = None, **attention: Any
+    ) -> Tensor:
+        """Run the decoder over T tokens.
+
+        Takes token_ids [T] and positions [T] or [3, T], both int64; returns hidden states [T, D]. `attention` goes to
+        the layers: `attend`, `seqlens`. A placeholder that is not among the rows of `images` is text.
+        """
+        inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
+        if images is not None:
+            inputs = self._embedded(token_ids, images)
+        output = self.decoder(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **attention)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _embedded(self, token_ids: Tensor, images: PlacedFeatures) -> dict[str, Any]:
+        """Return the arguments with which the decoder sees images: its first inputs, and what its layers add."""
+        # A placeholder's own number may be beyond the vocabulary.
+        embedded = self._model.get_input_embeddings()(token_ids.index_fill(0, images.rows, 0))
+        levels = images.values.to(embedded.dtype).unbind(1)
+        inputs: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, images.rows, levels[0]).unsqueeze(0)}
+        if len(levels) > 1:
+            mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.rows, True)
+            inputs |= {"visual_pos_masks": mask.unsqueeze(0), "deepstack_visual_embeds": list(levels[1:])}
+        return inputs
+
+    def encode(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Look at images: returns [num_tokens, L, D] for each, in the dtype of the tower.
+
+        pixels are as the model's processor left them: [P, C] for the P patches of a grid, or [1, 3, H, W].
+        """
+        assert self.family is not None, "a model of text has no tower"
+        device = self._model.get_input_embeddings().weight.device  # FSDP may keep a tower's own weights elsewhere
+        dtype = next(self.towers[0].parameters()).dtype
+        inputs: dict[str, Any] = {"pixel_values": torch.cat([x.to(device, dtype) for x in pixels])}
+        if self.family.tokens_per_image is None:
+            inputs["image_grid_thw"] = torch.tensor(grids, device=device)
+        output = self._base.get_image_features(**inputs, return_dict=True)
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return [torch.stack(of_image, dim=1) for of_image in zip(*levels, strict=True)]
+
+    def blank_image(self) -> tuple[Tensor, Grid]:
+        """Return the pixels and the grid of the smallest image, all 0."""
+        assert self.family is not None, "a model of text has no tower"
+        vision, merge = self._model.config.vision_config, self.family.merge
+        if self.family.tokens_per_image is not None:
+            side = vision.image_size // vision.patch_size
+            return torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size), (1, side, side)
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return torch.zeros(merge**2, width), (1, merge, merge)
+
+
+def model_class(config: Any) -> Any:
+    """Return the class of transformers that builds a model from its config."""
+    return AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
+
+
+def attention_of(config: Any) -> str | dict[str, str]:
+    """Return transformers' `attn_implementation`: ours for the decoder; a tower keeps one of transformers' own."""
+    if family_of(config) is None:
+        return IMPLEMENTATION
+    return {"": IMPLEMENTATION, "text_config": IMPLEMENTATION, "vision_config": TOWER_ATTENTION}

@@ -1,0 +1,33 @@
+"""Checks of what a model that looks at images can be trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from spmdrl.config import Config, SftConfig
+from spmdrl.data.families import family_of
+
+
+def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]:
+    """Yield a sentence for each setting that a model with a tower does not support."""
+    family = family_of(model_config)
+    if family is None:
+        return
+    if family.sees_whole_images and cfg.parallel.cp > 1:
+        yield (
+            f"parallel.cp = {cfg.parallel.cp}, but the tokens of an image of {family.model_type} see each other, and "
+            "chunks could divide them; set cp = 1"
+        )
+    if isinstance(cfg, SftConfig):
+        return
+    if cfg.true_on_policy:
+        yield (
+            f"true_on_policy = true, but the tower of {family.model_type} does not compute the same bits for images "
+            "alone and together; set it to false"
+        )
+    if cfg.has_critic and cfg.critic.path not in (None, cfg.model.path):
+        yield (
+            f'critic.path = "{cfg.critic.path}", but the critic sees images as the tower of model.path does; remove '
+            "critic.path"
+        )

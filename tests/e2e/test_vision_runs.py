@@ -1,0 +1,180 @@
+"""Whole runs of a model that looks at images, sampled by the torch engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from transformers import AutoModelForImageTextToText
+
+from spmdrl.data.image_store import ImageStore
+from spmdrl.tools.evaluate import evaluate_export
+from spmdrl.train import main
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import (
+    assert_same_weights,
+    launch,
+    rows,
+    sample_rows,
+    steady_rows,
+    weights,
+    without_curves,
+    write_config,
+)
+from tests.helpers.vision import photo, save_vision_files
+from tests.helpers.vision_models import save_qwen3_vl
+
+EXACT = 1e-5  # nats between engine and trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Qwen3-VL, questions with 0 to 3 pictures, and the configuration of a small run."""
+    path = tmp_path_factory.mktemp("vision")
+    save_qwen3_vl(path / "model", eos_token_id=1, pad_token_id=0)
+    save_vision_files(path / "model")
+    write_config(
+        path,
+        data=sources(path, "train", first=0, count=30) | {"max_prompt_tokens": 64},
+        eval=sources(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 1},
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 6},
+        report={"samples_per_step": 100},
+    )
+    return path
+
+
+def sources(folder: Path, name: str, *, first: int, count: int) -> dict[str, Any]:
+    """Write questions about random pictures of many sizes; return the table that reads them."""
+    lines = []
+    for number in range(first, first + count):
+        rng = random.Random(number)
+        images = []
+        for place in range(number % 4):
+            images.append(f"{name}-{number}-{place}.png")
+            photo(rng.randint(8, 30), rng.randint(8, 30), seed=10 * number + place).save(folder / images[-1])
+        lines.append({"prompt": "<image>and" * len(images) + f" {number}", "answer": "7", "images": images})
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"sources": [{"kind": "jsonl", "path": f"{folder}/{name}.jsonl", "image_column": "images"}]}
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> Path:
+    """Four steps on two ranks that nothing stopped."""
+    launch(folder, 2, "run.name=straight")
+    return folder / "runs/straight"
+
+
+def test_engine_and_trainer_agree_in_every_step_and_the_policy_learns(straight: Path) -> None:
+    steps = rows(straight)[1:]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"]
+    assert "eval/accuracy" in steps[-1]
+    AutoModelForImageTextToText.from_pretrained(straight / "hf")
+
+
+def test_the_tower_stays_as_it_was(folder: Path, straight: Path) -> None:
+    before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()
+    after = weights(straight)
+    is_equal = {name: bool((before[name] == tensor).all()) for name, tensor in after.items() if name in before}
+    assert all(equal == ("visual" in name) for name, equal in is_equal.items())
+
+
+def test_a_tower_that_is_trained_moves_and_the_engine_sees_by_it(folder: Path) -> None:
+    launch(folder, 2, "run.name=trained", "run.num_steps=2", "model.freeze=[]")
+    before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()
+    run = folder / "runs/trained"
+    after = weights(run)
+    tower = [name for name in after if "visual" in name]
+    assert tower and not any(bool((before[name] == after[name]).all()) for name in tower)
+    assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in rows(run)[1:])
+    assert all(row["images/tower_passes"] == 0 < row["images/patches"] for row in rows(run)[1:])
+
+
+def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path) -> None:
+    launch(folder, 2, "run.name=adapters", "run.num_steps=2", "lora.rank=4")
+    launch(folder, 2, "run.name=critic", "run.num_steps=2", "advantage.estimator=gae", "rollout.group_size=1")
+    for name in ("adapters", "critic"):
+        steps = rows(folder / "runs" / name)[1:]
+        assert len(steps) == 2
+        assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
+        assert all(row["images/tower_passes"] > 0 for row in steps)
+
+
+def test_four_steps_are_two_and_a_new_process_and_two(folder: Path, straight: Path) -> None:
+    launch(folder, 2, "run.name=halves", "run.num_steps=2")
+    launch(folder, 2, "run.name=halves")
+    halves = folder / "runs/halves"
+    assert_same_weights(halves, straight)
+    assert sample_rows(halves) == sample_rows(straight)
+    assert steady_rows(halves) == steady_rows(straight)
+
+
+def test_apart_is_the_colocated_run_bit_for_bit(folder: Path) -> None:
+    """The ranks that train look at images that only others have sampled from."""
+    launch(folder, 1, "run.name=alone", "run.num_steps=2")
+    apart = ('rollout.placement="disaggregated"', "rollout.num_ranks=1", "rollout.max_staleness=0")
+    launch(folder, 2, "run.name=apart", "run.num_steps=2", *apart)
+    one, other = folder / "runs/alone", folder / "runs/apart"
+    assert sample_rows(one) == sample_rows(other)
+    assert_same_weights(one, other)
+    assert rows(other)[-1]["eval/reward"] == rows(one)[-1]["eval/reward"]
+
+
+def test_images_that_found_no_room_are_read_again(folder: Path, straight: Path) -> None:
+    kept, settings = folder / "kept", ["run.name=cramped", "data.image_store_gib=9e-5"]
+    assert set(run_ranks(2, noting_images, kept, [str(folder / "c.toml"), *settings])) == {0}
+    # Two ranks may keep an image at the same moment.
+    assert max(Counter(kept.read_text().split()).values()) > 2, "no image was removed and kept again"
+    cramped = folder / "runs/cramped"
+    assert sample_rows(cramped) == sample_rows(straight)
+    assert_same_weights(cramped, straight)
+
+
+def noting_images(notes: Path, argv: list[str]) -> int:
+    """Run one rank, and note the digest of each image when it is written into the store."""
+    write = ImageStore._write
+
+    def noted(self: ImageStore, file: Path, *content: Any) -> None:
+        with notes.open("a") as lines:
+            lines.write(f"{file.name}\n")
+        write(self, file, *content)
+
+    with mock.patch.object(ImageStore, "_write", noted):
+        return without_curves(main, argv)
+
+
+def test_an_export_is_evaluated(straight: Path) -> None:
+    """Beside a run whose images are no longer anywhere."""
+    found, last = evaluate_export(straight), rows(straight)[-1]
+    assert {name: found[name] for name in ("eval/reward", "eval/response_tokens")} == pytest.approx(
+        {name: last[name] for name in ("eval/reward", "eval/response_tokens")}
+    )
+
+
+def test_unfinished_groups_go_on(folder: Path) -> None:
+    """Groups with images that a step interrupts, also when it is a second process that goes on with them."""
+    settings = (
+        "run.name=partial",
+        "run.deterministic=false",
+        "rollout.partial=true",
+        "rollout.oversample_fraction=0.5",
+        "rollout.max_response_tokens=48",  # so long that some are always unfinished when the step has enough
+        "rollout.max_running=6",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=4",
+        "eval.every=4",
+    )
+    launch(folder, 2, *settings, "run.num_steps=2")
+    launch(folder, 2, *settings, "run.num_steps=3")
+    run = folder / "runs/partial"
+    assert sum(row["rollout/continued_count"] for row in rows(run)[1:]) > 0
+    saved = json.loads(next(run.glob("checkpoints/*2/collector.json")).read_text())
+    assert any(group["prompt_images"] for group in saved["carried"]), "no interrupted group has an image"
+    fresh = [row for row in rows(run)[1:] if not row["rollout/max_staleness_steps"]]
+    assert all(row["mismatch/max_abs_nats"] < EXACT for row in fresh)

@@ -1,0 +1,72 @@
+"""SGLang with models of which some layers have a state: they say what the trainer says, from every start of a request.
+
+A state can begin empty, in a slot that another request has used, or where a cached prefix or an aborted response ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.models import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sglang_engine import (
+    START_LIMIT_S,
+    answers,
+    change,
+    greedy,
+    interrupted,
+    prompts,
+    rank_with_engine,
+    settings,
+    trainer_logprobs,
+    worst_difference,
+)
+
+# Other than what SGLang takes where it does not know where to look.
+ROTARY = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+LONGER_THAN_A_CHUNK = 80  # tokens of a response, where the delta rule reads prompts 64 at a time
+
+
+def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
+    """What one engine for all ranks is asked, on one rank."""
+    found: dict[str, Any] = {"differences": []}
+    with rank_with_engine(settings(path, num_ranks, tp_size=num_ranks, max_running=10)) as rank:
+        asked = [greedy(ids, 24) for ids in prompts(14)]
+        (before,) = trainer_logprobs(rank.policy, [tuple(range(2, 40))])
+        for version in range(3):  # the second and third repeat the copies of the first
+            change(rank.policy, 0.02)
+            rank.refit(version=version)  # compares every weight by digest
+        (after,) = trainer_logprobs(rank.policy, [tuple(range(2, 40))])
+        found["change"] = float((before - after).abs().max())
+        rank.engine.wake()
+        found["differences"].append(worst_difference(rank, asked, answers(rank.engine, asked)))
+        whole = answers(rank.engine, [greedy(ids, LONGER_THAN_A_CHUNK) for ids in prompts(8)])
+        found["cuts"] = list(interrupted(rank, whole))
+        again = [greedy(ids + answer.token_ids, 8) for ids, answer in zip(prompts(8), whole, strict=False)]
+        found["differences"].append(worst_difference(rank, again, answers(rank.engine, again)))
+        found["leads"] = rank.engine.leads
+    return found
+
+
+@pytest.mark.parametrize(
+    ("save", "num_ranks"),
+    [
+        (save_qwen3_next, 1),
+        (save_qwen3_5, 1),
+        pytest.param(save_qwen3_5_moe, 1, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_next, 2, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_5, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_hybrids_say_what_the_trainer_says(tmp_path: Path, save: Callable[..., str], num_ranks: int) -> None:
+    ranks = run_ranks(num_ranks, all_of_it, save(tmp_path, rope_parameters=ROTARY), num_ranks, timeout_s=START_LIMIT_S)
+    for rank in ranks:
+        assert rank["change"] > 0.01  # the weights that were refitted are not those that were there
+        assert max(rank["differences"]) < 1e-5
+    (cuts,) = [rank["cuts"] for rank in ranks if rank["leads"]]
+    assert all(same for _, _, same in cuts)
+    assert any(reason == "abort" and length > 0 for reason, length, _ in cuts)

@@ -1,0 +1,77 @@
+"""What a tiny vision model's directory holds beside its weights: a tokenizer with tokens of images, and a processor."""
+
+from __future__ import annotations
+
+import io
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tests.helpers.vision_models import END, IMAGE, START, VIDEO, VISION, VOCABULARY
+
+PAD, EOS, UNKNOWN, USER, ASSISTANT, SYSTEM = "<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>"
+TOKENS = {START: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
+PIXELS_PER_TOKEN = (VISION["patch_size"] * VISION["spatial_merge_size"]) ** 2
+_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}PLACE{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def vision_tokenizer(*, is_gemma: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of characters for the models of `vision_models`, whose tokens of images it has, and a template.
+
+    Gemma's template writes only the first of the tokens around an image.
+    """
+    names = {0: PAD, 1: EOS, 2: UNKNOWN, 3: USER, 8: ASSISTANT, 9: SYSTEM} | TOKENS
+    letters = iter(string.ascii_letters + string.digits + " \n" + string.punctuation)
+    vocabulary = {names.get(number) or next(letters): number for number in range(VOCABULARY)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names.values()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
+    place = TOKENS[START] if is_gemma else TOKENS[START] + TOKENS[IMAGE] + TOKENS[END]
+    tokenizer.chat_template = _TEMPLATE.replace("PLACE", place)
+    return tokenizer
+
+
+def save_vision_files(path: Path | str, **changes: Any) -> None:
+    """Write a tokenizer and a processor beside a model of `vision_models`; images have 1 to 9 tokens."""
+    is_gemma = '"gemma3"' in Path(path, "config.json").read_text()
+    vision_tokenizer(is_gemma=is_gemma).save_pretrained(path)
+    if is_gemma:
+        Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, **changes).save_pretrained(path)
+    else:
+        save_processor(path, **changes)
+
+
+def save_processor(path: Path | str, **changes: Any) -> None:
+    """Write a processor that makes 1 to 9 tokens of an image, whatever its size, as Qwen's do."""
+    patches = {name: VISION[name] for name in ("patch_size", "temporal_patch_size")}
+    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": 9 * PIXELS_PER_TOKEN}
+    settings = {"size": size, "merge_size": VISION["spatial_merge_size"]} | patches | changes
+    Qwen2VLImageProcessorPil(**settings).save_pretrained(path)
+
+
+def photo(width: int, height: int, *, seed: int = 0, mode: str = "RGB") -> PIL.Image.Image:
+    """A picture of random pixels."""
+    bands = len(PIL.Image.new(mode, (1, 1)).getbands())
+    return PIL.Image.frombytes(mode, (width, height), random.Random(seed).randbytes(width * height * bands))
+
+
+def as_file(image: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """A picture as the bytes of a file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

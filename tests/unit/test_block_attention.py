@@ -1,0 +1,64 @@
+"""Attention in which the tokens of images see each other equals a softmax with that mask, forward and backward."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.block_attention import Block
+from spmdrl.model.kernels import Kernel
+from spmdrl.types import UserError
+from tests.helpers import flash_on_cpu  # gives torch's varlen kernel an implementation on a CPU
+
+SEQLENS = [3, 12, 1, 20]
+CU_SEQLENS = torch.tensor([0, *SEQLENS]).cumsum(0).int()
+BLOCKS: list[Block] = [(4, 8), (8, 10), (20, 29), (33, 36)]  # the first two are neighbours, the last is at the end
+SCALE = 0.3
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    total = sum(SEQLENS)
+    return [torch.randn(1, heads, total, 8, dtype=torch.float32, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """One softmax over all tokens, with a mask that says who sees whom."""
+    token = torch.arange(sum(SEQLENS))
+    sees = token[:, None] >= token
+    for start, end in BLOCKS:
+        sees[start:end, start:end] = True
+    if window is not None:
+        sees &= token > token[:, None] - window
+    within = torch.zeros_like(sees)
+    for start, end in pairwise(CU_SEQLENS.tolist()):
+        within[start:end, start:end] = True
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    scores = (SCALE * q @ k.transpose(-1, -2)).masked_fill(~(sees & within), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+def test_blocks_are_seen_whole(kernel: Kernel, window: int | None) -> None:
+    assert flash_on_cpu
+    layer = AttentionLayer(index=0, scale=SCALE, window=window)
+    attend = packed_attention(CU_SEQLENS, SEQLENS, kernel, blocks=BLOCKS)
+    mine, others = inputs(), inputs()
+    found, expected = attend(*mine, layer), written_out(*others, window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    weights = torch.randn_like(expected)
+    for out in (found, expected):
+        (out * weights).sum().backward()
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5)
+
+
+def test_a_kernel_that_is_only_causal_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot let the tokens of an image see each other"):
+        packed_attention(CU_SEQLENS, SEQLENS, "invariant", blocks=BLOCKS)

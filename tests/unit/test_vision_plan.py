@@ -1,0 +1,81 @@
+"""The plan of a run whose model looks at images: what is frozen has no state, and tokens do not go through a tower."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from spmdrl.config import ModelConfig
+from spmdrl.memory.device import GIB
+from spmdrl.memory.images import engine_bytes, pass_bytes
+from spmdrl.preflight.flops import forward_flops
+from spmdrl.preflight.forecast import Model, predict
+from spmdrl.preflight.vision import vision_problems
+from tests.helpers.configs import minimal_config
+from tests.helpers.models import save_gemma3
+from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl
+
+TOWER = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+@pytest.mark.parametrize("save", [save_qwen3_vl, save_gemma3_vl])
+def test_a_frozen_tower_has_weights_and_nothing_more(tmp_path: Path, save) -> None:
+    path = save(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    cfg, predictions = minimal_config(model={"path": path}), {}
+    for name, freeze in (("frozen", None), ("trained", ())):
+        model = Model.read(config, ModelConfig(path=path, freeze=freeze))
+        predictions[name] = predict(cfg, model, num_ranks=1, device_bytes=80 * GIB, on_gpu=True)
+    in_tower = sum(math.prod(shape) for name, shape in model.shapes.items() if name.startswith(TOWER))
+    whole = sum(map(math.prod, model.shapes.values()))
+    frozen, trained = predictions["frozen"].rank, predictions["trained"].rank
+    assert (frozen.size.stepped, trained.size.stepped) == (whole - in_tower, whole)
+    assert frozen.memory.weights == trained.memory.weights == 4 * whole
+    assert (frozen.memory.optimizer, frozen.memory.gradients) == (8 * (whole - in_tower), 4 * (whole - in_tower))
+    assert frozen.size.root == whole - in_tower - frozen.size.num_layers * frozen.size.largest_layer
+    phases = {phase.name: phase for phase in predictions["frozen"].phases}
+    assert phases["images"].device["gathered"] == 2 * (frozen.size.root + in_tower)
+    levels, text = 3 if save is save_qwen3_vl else 1, config.text_config.hidden_size
+    assert phases["save"].host["features of images"] == 2 * 8 * 8 * levels * text  # of 8 prompts with 8 tokens
+    assert "images" not in {phase.name for phase in predictions["trained"].phases}
+
+
+@pytest.mark.parametrize("freeze", [None, ()])
+def test_the_torch_engine_holds_features_and_looks(tmp_path: Path, freeze: tuple[str, ...] | None) -> None:
+    """Also where the trainer's tower is trained: 16 rollouts of prompts with 8 tokens."""
+    path = save_qwen3_vl(tmp_path)
+    config, found = AutoConfig.from_pretrained(path), {}
+    for patches in (100, 300):
+        cfg = minimal_config(model={"path": path}, rollout={"engine": "torch"}, pack={"max_patches_per_pass": patches})
+        predicted = predict(
+            cfg, Model.read(config, ModelConfig(path=path, freeze=freeze)), num_ranks=1, device_bytes=GIB, on_gpu=True
+        )
+        (rollout,) = [phase for phase in predicted.phases if phase.name == "rollout"]
+        assert predicted.rank.tower is not None
+        one_pass = pass_bytes(predicted.rank.tower, num_patches=patches, compute_bytes=2)
+        found[patches] = one_pass, rollout.device["engine"]
+        features = engine_bytes(predicted.rank.tower, cfg, num_rows=16, compute_bytes=2) - one_pass
+        assert features == 2 * 16 * 8 * 3 * config.text_config.hidden_size
+    assert found[300][1] - found[100][1] == found[300][0] - found[100][0] > 0
+
+
+def test_tokens_cost_what_they_cost_the_model_of_text(tmp_path: Path) -> None:
+    found = []
+    for path in (save_gemma3_vl(tmp_path / "vl"), save_gemma3(tmp_path / "text", vocab_size=98)):
+        config = AutoConfig.from_pretrained(path)
+        found.append(forward_flops(config, Model.read(config, ModelConfig(path=path)).shapes))
+    assert found[0] == found[1]
+
+
+def test_what_a_tower_does_not_allow_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(save_gemma3_vl(tmp_path / "vl"))
+    cfg = minimal_config(parallel={"cp": 2}, critic={"path": "other"}, advantage={"estimator": "gae"})
+    cp, critic = vision_problems(cfg, config)
+    assert cp.startswith("parallel.cp = 2, but the tokens of an image of gemma3 see each other")
+    assert critic.startswith('critic.path = "other", but the critic sees images as the tower of model.path does')
+    exact = minimal_config().model_copy(update={"true_on_policy": True})
+    assert "the tower of gemma3 does not compute the same bits" in next(vision_problems(exact, config))
+    assert not list(vision_problems(exact, AutoConfig.from_pretrained(save_gemma3(tmp_path / "text"))))
