@@ -126,6 +126,7 @@ def test_apart_is_the_colocated_run_bit_for_bit(folder: Path) -> None:
     assert rows(other)[-1]["eval/reward"] == rows(one)[-1]["eval/reward"]
 
 
+@pytest.mark.slow
 def test_images_that_found_no_room_are_read_again(folder: Path, straight: Path) -> None:
     kept, settings = folder / "kept", ["run.name=cramped", "data.image_store_gib=9e-5"]
     assert set(run_ranks(2, noting_images, kept, [str(folder / "c.toml"), *settings])) == {0}
@@ -157,6 +158,7 @@ def test_an_export_is_evaluated(straight: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_unfinished_groups_go_on(folder: Path) -> None:
     """Groups with images that a step interrupts, also when it is a second process that goes on with them."""
     settings = (
