@@ -19,15 +19,16 @@ def causal_conv(
     """
     if before is not None and max(seqlens) == 1:
         return _one_token_each(x, weight, bias, before)
-    num_before = weight.shape[1] - 1
-    places = _places_after_gaps(tuple(seqlens), num_before, x.device)
-    padded = x.new_zeros(len(x) + len(seqlens) * num_before, x.shape[1])
+    width = weight.shape[1]
+    places = _places(tuple(seqlens), width - 1, x.device)
+    rows = x.new_zeros(len(x) + len(seqlens) * (width - 1), x.shape[1])
     if before is not None:
-        padded = padded.index_copy(0, places.gaps, before.to(x.dtype).transpose(1, 2).flatten(0, 1))
-    padded = padded.index_copy(0, places.tokens, x)
-    out = F.conv1d(padded.t().unsqueeze(0).to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
-    left = padded[places.last].unflatten(0, (-1, num_before)).transpose(1, 2)
-    return out[places.tokens - num_before].to(x.dtype), left
+        rows = rows.index_copy(0, places.gaps, before.to(x.dtype).transpose(1, 2).flatten(0, 1))
+    rows = rows.index_copy(0, places.tokens, x)
+    # Some results are of windows that reach over a boundary; they are not read.
+    out = F.conv1d(rows.t().unsqueeze(0).to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
+    left = rows.index_select(0, places.ends).unflatten(0, (-1, width - 1)).transpose(1, 2)
+    return out.index_select(0, places.windows).to(x.dtype), left
 
 
 def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,22 +38,20 @@ def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tens
 
 
 @dataclass(frozen=True, slots=True)
-class _Gaps:
-    """Places of rows when there is a gap before every sequence."""
+class _Places:
+    """The places of rows where every sequence has a gap before it."""
 
     tokens: Tensor  # [T] int64
+    windows: Tensor  # [T] int64, the first row of each token's window
     gaps: Tensor  # [S * gap] int64
-    last: Tensor  # [S * gap] int64, the last rows of each sequence with its gap
+    ends: Tensor  # [S * gap] int64, as many rows at the end of each sequence
 
 
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)  # an engine may ask first, and autograd later
-def _places_after_gaps(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Gaps:
+@functools.lru_cache(maxsize=8)  # all layers ask for the same
+@torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
+def _places(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Places:
     lengths = torch.tensor(seqlens)
-    index = torch.arange(len(lengths))
+    windows = torch.arange(sum(seqlens)) + torch.arange(len(lengths)).repeat_interleave(lengths) * gap
     ends = (lengths + gap).cumsum(0)
-    tokens = torch.arange(sum(seqlens)) + (index.repeat_interleave(lengths) + 1) * gap
-    window = torch.arange(gap)
-    gaps = ((ends - lengths - gap).unsqueeze(1) + window).flatten()
-    last = ((ends - gap).unsqueeze(1) + window).flatten()
-    return _Gaps(tokens.to(device), gaps.to(device), last.to(device))
+    gaps, last = ((starts.unsqueeze(1) + torch.arange(gap)).flatten() for starts in (ends - lengths - gap, ends - gap))
+    return _Places(*(places.to(device) for places in (windows + gap, windows, gaps, last)))

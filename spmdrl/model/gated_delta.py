@@ -27,7 +27,7 @@ from torch import Tensor
 _CHUNK_TOKENS, _CHUNK_TOKENS_OF_LARGE_HEADS, _LARGE_HEAD = 16, 32, 128
 _CHUNK_STEP = 8  # chunks are shorter where all sequences are, in multiples of this
 _CPU_BLOCK_BYTES = 2**20  # of one value of each token in the heads that are computed together: what fits a core's cache
-_CUDA_BLOCK_BYTES = 2**28
+_CUDA_BLOCK_BYTES = 2**26  # enough to keep a device busy; some twenty-five times as much exists at a time
 _EPS = 1e-6
 
 
@@ -73,10 +73,6 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * factor, factor
 
 
-def _through_unit(grad: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
-    return (grad - unit * (grad * unit).sum(-1, keepdim=True)) * factor
-
-
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +102,7 @@ class _Chunks:
 
 
 @functools.lru_cache(maxsize=8)  # all layers ask for the same
+@torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
 def _cut(seqlens: tuple[int, ...], head_dim: int, device: torch.device) -> _Chunks:
     lengths = torch.tensor(seqlens)
     most = _CHUNK_TOKENS_OF_LARGE_HEADS if head_dim >= _LARGE_HEAD else _CHUNK_TOKENS

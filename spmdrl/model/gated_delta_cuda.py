@@ -89,13 +89,13 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str,
 
 
 @functools.lru_cache(maxsize=8)  # all layers ask for the same; fla, too, remembers what it made of this very tensor
-@torch.inference_mode(False)  # an engine may ask first, and autograd later
+@torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
 def _offsets(seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([*accumulate(seqlens, initial=0)]).to(device)
 
 
 @functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)
+@torch.inference_mode(mode=False)
 def _sequence_of_token(seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     index = torch.arange(len(seqlens), dtype=torch.int32).repeat_interleave(torch.tensor(seqlens))
     return index.unsqueeze(0).to(device)

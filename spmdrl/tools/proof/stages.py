@@ -59,6 +59,7 @@ STAGES: Mapping[str, Stage] = {
             gpu_tests("memory", limit_s=90.0),
             gpu_tests("memory_plan", limit_s=90.0),
             gpu_tests("attention", limit_s=120.0),
+            gpu_tests("gated_delta", limit_s=120.0),
             gpu_tests("fused", limit_s=120.0),
             gpu_tests("head", limit_s=90.0),
             gpu_tests("correction", limit_s=60.0),
