@@ -65,6 +65,7 @@ class SGLangEngine(RolloutEngine):
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
+        self._expected: dict[str, str] = {}  # digests, of all refits
         self._questions = sglang_loader.Questions(Path(self._folder.name))
         self._loading: Future[Any] | None = None
         self._abort = False
@@ -299,7 +300,10 @@ class SGLangEngine(RolloutEngine):
         """Compare what each device of the engine holds with what its rank expects."""
         host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
         held = self._questions.take_answers()
-        mine = [name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)]
+        left_out = self._expected.keys() - expected.keys()  # of this refit: they were compared in one before
+        self._expected |= expected
+        asked = (expected.keys() | held.keys()) - left_out
+        mine = [name for name in asked if expected.get(name) != held.get(name)]
         everyones = gather_objects(self._mesh, mine)
         if self._process is None or self._process.is_dead():  # `require_alive` says so
             return []

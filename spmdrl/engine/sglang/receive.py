@@ -36,7 +36,6 @@ class ListeningSGLangEngine(SGLangEngine):
         """Start the engine, then join the group for weights: the sender is its rank 0, and every engine's devices
         follow in order."""
         super().__init__(options, meshes.engine, model_config=model_config, transport="shared_memory")
-        self._expected: dict[str, str] = {}  # digests, of all refits
         address, port = Link(meshes.world, ORDERS).receive(source=FIRST)
         if self._process is not None:
             self._process.ask(
