@@ -35,7 +35,16 @@ _FUSED = {
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _NO_EXPERT = -1  # the number of what is not an expert's
-_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "in_proj_qkvz", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a"} | {
+_CUT_BY_ROWS = {
+    "q_proj",
+    "gate_proj",
+    "up_proj",
+    "in_proj_qkvz",
+    "in_proj_z",
+    "in_proj_ba",
+    "in_proj_b",
+    "in_proj_a",
+} | {
     "linear_fc1",
     "to merge",
 }

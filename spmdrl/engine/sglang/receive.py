@@ -34,14 +34,10 @@ def backend_for(device_type: str) -> str:
 class ListeningSGLangEngine(SGLangEngine):
     """An `SGLangEngine` whose `load` lets its processes receive the bucket by broadcast."""
 
-    def __init__(
-        self, options: SGLangOptions, meshes: Meshes, *, model_config: Any, images: ImageStore | None
-    ) -> None:
+    def __init__(self, options: SGLangOptions, meshes: Meshes, *, model_config: Any, images: ImageStore | None) -> None:
         """Start the engine, then join the group for weights: the sender is its rank 0, and every engine's devices
         follow in order."""
-        super().__init__(
-            options, meshes.engine, model_config=model_config, transport="shared_memory", images=images
-        )
+        super().__init__(options, meshes.engine, model_config=model_config, transport="shared_memory", images=images)
         address, port = Link(meshes.world, ORDERS).receive(source=FIRST)
         if self._process is not None:
             self._process.ask(
