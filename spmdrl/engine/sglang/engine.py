@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
-from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
 from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
+from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue

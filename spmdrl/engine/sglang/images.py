@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from spmdrl.data.families import VisionFamily
+from spmdrl.config import Config
+from spmdrl.data.families import VisionFamily, family_of
 from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.image_features import pixels_of
 from spmdrl.model.positions import position_shift, token_positions
 from spmdrl.types import Request
+
+_COMPARED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+_QWEN2_5_NUMBERS = 1176  # of a patch; SGLang takes anything else for what a tower has made already
+
+
+def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+    """Yield a sentence for each reason why SGLang could not look at images with this model."""
+    family = family_of(model_config)
+    if family is None:
+        return
+    if family.model_type not in _COMPARED:
+        yield (
+            f'rollout.engine = "sglang" with {family.model_type}: the layout of its weights in SGLang is not known here, '
+            f'only those of {", ".join(_COMPARED)}; set rollout.engine = "torch"'
+        )
+    vision = model_config.vision_config
+    if (
+        family.model_type == "qwen2_5_vl"
+        and (numbers := vision.in_channels * vision.temporal_patch_size * vision.patch_size**2) != _QWEN2_5_NUMBERS
+    ):
+        yield (
+            f"SGLang's Qwen2.5-VL reads patches of {_QWEN2_5_NUMBERS} numbers, and this model's have {numbers}; set "
+            'rollout.engine = "torch"'
+        )
+    if cfg.sends_adapters:
+        yield (
+            f"adapters of {family.model_type} were not tried with SGLang; set lora.merge = true, which sends merged "
+            "weights"
+        )
 
 
 def image_data(request: Request, family: VisionFamily | None, store: ImageStore | None) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, hybrid_overrides, hybrid_problems
+from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
@@ -118,6 +119,7 @@ def sglang_problems(
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
     yield from adapter_problems(cfg, model_config, device_type=device_type)
     yield from hybrid_problems(cfg, model_config)
+    yield from image_problems(cfg, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '

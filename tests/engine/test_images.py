@@ -1,0 +1,129 @@
+"""SGLang with images: it sees the pixels that the trainer sees, at the positions that the trainer gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from spmdrl.types import Request, Response
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sglang_engine import START_LIMIT_S, Rank, answers, change, rank_with_engine, settings
+from tests.helpers.vision import save_vision_files
+from tests.helpers.vision_models import (
+    IMAGE,
+    START,
+    Picture,
+    inputs_of,
+    mixed_sequences,
+    save_qwen2_5_vl,
+    save_qwen3_5_vl,
+    save_qwen3_vl,
+    stored,
+)
+from tests.helpers.vision_models import Sequence as Tokens
+
+TEMPERATURE = 0.8
+
+
+def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
+    """What one engine for all ranks is asked about images, on one rank."""
+    sequences, pictures = mixed_sequences(path)
+    sequences, store = stored(sequences, pictures, Path(images))
+    found: dict[str, Any] = {"differences": {}}
+    cfg = settings(path, num_ranks, tp_size=num_ranks, temperature=TEMPERATURE)
+    with rank_with_engine(cfg, images=store) as rank:
+        sent = []
+        for version in range(3):  # the tower, which is frozen, is in the first alone
+            change(rank.policy, 0.02)
+            rank.refit(version=version)  # compares every weight by digest
+            buckets = rank.refit._buckets()
+            sent.append({entry.name for bucket in buckets for entry in bucket.flat_entries})
+        found["sends"] = sorted(sent[-1])
+        rank.engine.wake()
+        plain = of_policy(path, rank)
+        asked = [request_of(sequence) for sequence in sequences * 2]
+        responses = answers(rank.engine, asked)
+        if rank.engine.leads:
+            for request, response in zip(asked, responses, strict=True):
+                number = len(request.images)
+                if (worst := difference(path, plain, pictures, request, response)) is not None:
+                    found["differences"][number] = max(worst, found["differences"].get(number, 0.0))
+        found["sampled"] = sampled_placeholder(rank, asked[0])
+        found["leads"] = rank.engine.leads
+    return found
+
+
+def request_of(sequence: Tokens) -> Request:
+    ids = tuple(token for token, chosen in zip(sequence.token_ids, sequence.loss_mask, strict=True) if not chosen)
+    return Request(prompt_ids=ids, images=sequence.images, seed=0, max_response_tokens=16, temperature=TEMPERATURE)
+
+
+def of_policy(path: str, rank: Rank) -> Any:
+    """Transformers' own model with the weights of the policy."""
+    plain = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    weights = {name: parameter.full_tensor() for name, parameter in rank.policy.model.named_parameters()}
+    plain.load_state_dict(weights, strict=False)
+    return plain.eval()
+
+
+@torch.no_grad()
+def difference(
+    path: str, plain: Any, pictures: dict[str, Picture], request: Request, response: Response
+) -> float | None:
+    """Largest difference of a response's log-probabilities from those of transformers' own forward.
+
+    Transformers takes a token of images that was sampled for an image: the response is read up to there. None where
+    that is its first token.
+    """
+    sampled = response.token_ids[: (*response.token_ids, IMAGE).index(IMAGE)]
+    if not sampled:
+        return None
+    ids = request.prompt_ids + sampled
+    whole = Tokens(index=0, token_ids=ids, loss_mask=(True,) * len(ids), rollout_logprobs=(0.0,) * len(ids), reward=0.0)
+    logits = plain(**inputs_of(path, replace(whole, images=request.images), pictures)).logits[0] / TEMPERATURE
+    of_response = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+    expected = of_response.gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+    return float((torch.tensor(response.logprobs[: len(sampled)]) - expected).abs().max())
+
+
+def sampled_placeholder(rank: Rank, request: Request) -> list[bool]:
+    """Go on after tokens of images that the policy has sampled: whether the tokens are those of an engine that has
+    gone on by itself."""
+    greedy = replace(request, temperature=0.0, max_response_tokens=12)
+    forced = replace(greedy, response_ids=(START, IMAGE, IMAGE, 9))
+    (whole,) = answers(rank.engine, [forced]) or [None]
+    if whole is None:
+        return []
+    first = replace(forced, response_ids=forced.response_ids + whole.token_ids[:3])
+    (rest,) = answers(rank.engine, [first])
+    return [whole.token_ids[3:] == rest.token_ids, len(whole.token_ids) == 8]
+
+
+@pytest.mark.parametrize(
+    ("save", "patch_size", "num_ranks"),
+    [
+        pytest.param(save_qwen3_vl, 4, 1, id="qwen3-vl"),
+        pytest.param(partial(save_qwen2_5_vl, patch_size=14), 14, 1, id="qwen2.5-vl", marks=pytest.mark.slow),
+        pytest.param(save_qwen3_5_vl, 4, 1, id="qwen3.5", marks=pytest.mark.slow),
+        pytest.param(save_qwen3_vl, 4, 2, id="qwen3-vl-on-two-devices", marks=pytest.mark.slow),
+    ],
+)
+def test_images_are_seen_as_the_trainer_sees_them(
+    tmp_path: Path, save: Callable[[Path], str], patch_size: int, num_ranks: int
+) -> None:
+    path = save(tmp_path / "model")
+    save_vision_files(path, patch_size=patch_size)
+    ranks = run_ranks(num_ranks, all_of_it, path, str(tmp_path / "images"), num_ranks, timeout_s=START_LIMIT_S)
+    (leader,) = [rank for rank in ranks if rank["leads"]]
+    assert leader["differences"].keys() >= {0, 1, 3}  # images of a prompt
+    assert max(leader["differences"].values()) < 1e-5
+    assert leader["sampled"] == [True, True]
+    for rank in ranks:
+        assert rank["sends"] and not any("visual" in name for name in rank["sends"])
