@@ -11,7 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+
+# The name at the top asks for torchvision before 5.19, which the class does not need.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from spmdrl.config import DataConfig
 from spmdrl.config.strict import shown

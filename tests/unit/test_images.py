@@ -20,7 +20,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoImageProcessor, Gemma3Processor
+from transformers import AutoConfig, Gemma3Processor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from spmdrl.config import DataConfig, FileData, HeldOutConfig
 from spmdrl.data import vision
@@ -569,7 +570,7 @@ def test_images_are_put_again(bench: Bench) -> None:
     emptied(bench.store)
     for number in range(4):
         photo(16, 16, seed=9).save(bench.folder / f"{number}.png")
-    with pytest.raises(UserError, match=r"the images of prompt 1 \(.*\) are not those any more"):
+    with pytest.raises(UserError, match=r"the images of prompt 1 \(.*\) are not those that it had before"):
         held.restore(prompt)
 
 
