@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
 
 from spmdrl.conversation import Action, ToolCall
 from spmdrl.data.tool_calls import parse
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.tools.tiny_model import character_tokenizer
+from spmdrl.tools.tiny_model import IMAGE_TOKENS, character_tokenizer, save_tiny_model
 
 TOOL = {
     "type": "function",
@@ -63,3 +65,17 @@ def test_its_calls_are_what_parsers_read(chat: PreTrainedTokenizerBase) -> None:
     assert parse(chat.decode(chat.encode(CALL))) == Action(
         text="", tool_calls=(ToolCall(name="lookup", arguments={"key": "qx7"}),)
     )
+
+
+def test_a_model_with_a_tower_has_its_processor_and_places_for_images(tmp_path: Path) -> None:
+    count = save_tiny_model(tmp_path, hidden_size=32, num_layers=1, words=["where"], vision=True)
+    model, tokenizer = AutoModelForImageTextToText.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert model.num_parameters() == count and len(tokenizer) == model.config.text_config.vocab_size
+    assert model.config.image_token_id == tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[2])
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "where?"}]}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|><|vision_start|><|image_pad|><|vision_end|>where?<eos><|assistant|>"
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "where?"}], tokenize=False)
+    assert plain == "<|user|>where?<eos>"
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    assert [processor.get_number_of_image_patches(*size) for size in ((32, 32), (32, 48))] == [16, 24]
