@@ -80,7 +80,7 @@ PROGRAMS = {
     "logprob_memory.py": Program(
         options="--tokens 64 --vocabulary 512 --repeats 1", keys="memory times tiled_peak_mib plain_peak_mib versions"
     ),
-    "gated_delta.py": Program(options="--tokens 200 --repeats 1", keys="cases headline versions"),
+    "gated_delta.py": Program(options="--cases short --tokens 200 --repeats 1", keys="cases headline versions"),
     "start.py": Program(options="--repeats 1", keys="first_step_s floor_s import_s median_first_step_s load_average"),
     "bench.py": Program(options="engine-natural --repeats 1 --threads 1 --results {folder}/results"),
     "scale.py": Program(options="--ranks 8 --layouts fsdp --hidden-size 128", keys="commit code_digest machine rows"),
