@@ -35,18 +35,12 @@ _FUSED = {
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _NO_EXPERT = -1  # the number of what is not an expert's
-_CUT_BY_ROWS = {
-    "q_proj",
-    "gate_proj",
-    "up_proj",
+_CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "linear_fc1", "to merge"} | {
     "in_proj_qkvz",
     "in_proj_z",
     "in_proj_ba",
     "in_proj_b",
     "in_proj_a",
-} | {
-    "linear_fc1",
-    "to merge",
 }
 _CUT_BY_COLUMNS = {"o_proj", "down_proj", "out_proj", "linear_fc2", "merged", "attended"}  # their biases are whole
 _INNER = {"gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2"}
