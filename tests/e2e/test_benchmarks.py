@@ -80,15 +80,11 @@ PROGRAMS = {
     "logprob_memory.py": Program(
         options="--tokens 64 --vocabulary 512 --repeats 1", keys="memory times tiled_peak_mib plain_peak_mib versions"
     ),
-<<<<<<< HEAD
     "tower.py": Program(
         options="--prompts 1 --group-size 2 --repeats 1 --threads 1",
         keys="spmdrl_s peer_s spmdrl_patches peer_patches features_mib ratio versions",
     ),
-    "gated_delta.py": Program(options="--tokens 200 --repeats 1", keys="cases headline versions"),
-=======
     "gated_delta.py": Program(options="--cases short --tokens 200 --repeats 1", keys="cases headline versions"),
->>>>>>> g-gdn
     "start.py": Program(options="--repeats 1", keys="first_step_s floor_s import_s median_first_step_s load_average"),
     "bench.py": Program(options="engine-natural --repeats 1 --threads 1 --results {folder}/results"),
     "scale.py": Program(options="--ranks 8 --layouts fsdp --hidden-size 128", keys="commit code_digest machine rows"),
