@@ -44,7 +44,6 @@ _CUT_BY_ROWS = {
     "in_proj_ba",
     "in_proj_b",
     "in_proj_a",
-} | {
     "linear_fc1",
     "to merge",
 }
