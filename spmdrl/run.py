@@ -6,7 +6,7 @@ A `Run` goes into constructors. Phases and maths get the values they need, so th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
@@ -192,6 +192,8 @@ def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[L
         ) as watch,
         ExitStack() as exits,
     ):
+        if inputs.images is not None:
+            exits.enter_context(closing(inputs.images))
         resume_point = checkpoint.find_resume_point(cfg, folder.checkpoints, run.meshes.world)
         report = exits.enter_context(
             Report(
