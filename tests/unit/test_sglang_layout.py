@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
 from spmdrl.engine.sglang.layout import Share, held_weights, padded_adapters
 from tests.helpers.models import GATED_DELTA_NET, SIZES
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
+MODEL = Qwen3Config(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
 
 
 def checkpoint() -> dict[str, torch.Tensor]:
@@ -40,11 +41,8 @@ def checkpoint() -> dict[str, torch.Tensor]:
 
 
 def held(size: int, device_type: str = "cuda") -> list[dict[str, torch.Tensor]]:
-    class Model:
-        num_attention_heads, num_key_value_heads = HEADS, KEY_HEADS
-
     weights = checkpoint()
-    shares = [Share.of(Model, rank=rank, size=size, device_type=device_type) for rank in range(size)]
+    shares = [Share.of(MODEL, rank=rank, size=size, device_type=device_type) for rank in range(size)]
     return [held_weights(weights, share) for share in shares]
 
 
@@ -91,10 +89,7 @@ def test_on_a_cpu_the_inner_size_is_padded_with_zeros() -> None:
 def test_adapters_are_padded_as_the_weights_that_they_change() -> None:
     """On a CPU, whose inner sizes are padded: the change that SGLang computes is that of the whole weight, padded."""
 
-    class Model:
-        num_attention_heads, num_key_value_heads = HEADS, KEY_HEADS
-
-    share = Share.of(Model, rank=0, size=1, device_type="cpu")
+    share = Share.of(MODEL, rank=0, size=1, device_type="cpu")
     names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     weights = {name: checkpoint()[f"model.layers.0.{name}.weight"] for name in names}
     adapters = {
@@ -158,3 +153,34 @@ def test_the_gated_norms_of_qwen3_next_have_the_dtype_of_its_config() -> None:
     for dtype, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)):
         share = Share.of(Qwen3NextConfig(dtype=dtype), rank=0, size=1, device_type="cuda")
         assert held_weights({name: torch.ones(8).bfloat16()}, share)[name].dtype == expected
+
+
+def test_towers_are_cut_by_heads_and_have_sglangs_names() -> None:
+    model = Qwen3VLConfig()
+    hidden, inner = 8, 12
+    shapes = {
+        "blocks.0.attn.qkv.weight": (3 * hidden, hidden),
+        "blocks.0.attn.qkv.bias": (3 * hidden,),
+        "blocks.0.attn.proj.weight": (hidden, hidden),
+        "blocks.0.attn.proj.bias": (hidden,),
+        "blocks.0.mlp.linear_fc1.weight": (inner, hidden),
+        "blocks.0.mlp.linear_fc2.weight": (hidden, inner),
+        "merger.linear_fc1.weight": (hidden, hidden),
+        "merger.linear_fc2.weight": (hidden, hidden),
+        "patch_embed.proj.weight": (hidden, 3, 2, 4, 4),
+    }
+    torch.manual_seed(0)
+    weights = {f"model.visual.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    first, second = (held_weights(weights, Share.of(model, rank=rank, size=2, device_type="cuda")) for rank in range(2))
+    for kind in ("weight", "bias"):
+        name = f"visual.blocks.0.attn.qkv_proj.{kind}"
+        joined = [torch.cat(halves) for halves in zip(first[name].chunk(3), second[name].chunk(3), strict=True)]
+        assert torch.equal(torch.cat(joined), weights[f"model.visual.blocks.0.attn.qkv.{kind}"])
+    for name, dim in {"attn.proj": 1, "mlp.linear_fc1": 0, "mlp.linear_fc2": 1}.items():
+        halves = [device[f"visual.blocks.0.{name}.weight"] for device in (first, second)]
+        assert torch.equal(torch.cat(halves, dim), weights[f"model.visual.blocks.0.{name}.weight"])
+    for name, dim in {"linear_fc1": 0, "linear_fc2": 1}.items():
+        halves = [device[f"visual.merger.{name}.weight"] for device in (first, second)]
+        assert torch.equal(torch.cat(halves, dim), weights[f"model.visual.merger.{name}.weight"])
+    for name in ("blocks.0.attn.proj.bias", "patch_embed.proj.weight"):
+        assert torch.equal(first[f"visual.{name}"], weights[f"model.visual.{name}"])

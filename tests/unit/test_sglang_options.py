@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    Gemma3Config,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    Qwen3VLConfig,
+)
 
 from spmdrl.config import Config
 from spmdrl.dist.session import World
@@ -20,6 +28,7 @@ from spmdrl.engine.adapters import expert_problems
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.hybrids import hybrid_problems
+from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
 from spmdrl.model.load import load_model_config
@@ -290,3 +299,20 @@ def test_hybrids_that_sglang_does_not_know_are_told(
     said = list(hybrid_problems(config(tmp_path, *overrides), model))
     assert len(said) == len(sentences)
     assert all(sentence in problem for sentence, problem in zip(sentences, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Qwen3VLConfig(), None),
+        (Qwen2_5_VLConfig(), None),
+        (Qwen3Config(), None),
+        (Gemma3Config(), "with gemma3: its layout in SGLang is not known here"),
+        (Qwen2_5_VLConfig(vision_config={"patch_size": 4}), "reads patches of 1176 numbers, and this model's have 96"),
+    ],
+)
+def test_images_that_sglang_could_not_look_at_are_told(
+    tmp_path: Path, model: PreTrainedConfig, sentence: str | None
+) -> None:
+    said = list(image_problems(config(tmp_path), model))
+    assert (said == []) if sentence is None else (len(said) == 1 and sentence in said[0])

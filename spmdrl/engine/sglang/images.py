@@ -25,8 +25,8 @@ def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
         return
     if family.model_type not in _COMPARED:
         yield (
-            f'rollout.engine = "sglang" with {family.model_type}: the layout of its weights in SGLang is not known here, '
-            f'only those of {", ".join(_COMPARED)}; set rollout.engine = "torch"'
+            f'rollout.engine = "sglang" with {family.model_type}: its layout in SGLang is not known here, '
+            f'only that of {", ".join(_COMPARED)}; set rollout.engine = "torch"'
         )
     vision = model_config.vision_config
     if (

@@ -44,14 +44,13 @@ _CUT_BY_ROWS = {
     "in_proj_ba",
     "in_proj_b",
     "in_proj_a",
-} | {
     "linear_fc1",
     "to merge",
 }
 _CUT_BY_COLUMNS = {"o_proj", "down_proj", "out_proj", "linear_fc2", "merged", "attended"}  # their biases are whole
 _INNER = {"gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2"}
 _CUT_BY_KEY_HEADS = {"k_proj", "v_proj"}
-_VOCABULARY = {"embed_tokens", "lm_head"}
+_VOCABULARY = {"embed_tokens", "lm_head", "pos_embed"}  # the last is the table of places in a tower
 # Rows of queries, keys and values, each cut by itself; and parameters of gated delta nets.
 _CUT_BY_PARTS = {"in_proj_qkv", "conv1d", "qkv"}
 _OF_HEADS = {"A_log", "dt_bias"}

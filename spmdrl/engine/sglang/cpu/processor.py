@@ -1,4 +1,4 @@
-"""What SGLang keeps of a model's processor, on machines without torchvision."""
+"""A model's processor as SGLang keeps it on machines without torchvision: for text and images."""
 
 from __future__ import annotations
 
