@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,10 @@ class Trunk:
         inputs: dict[str, Any] = {"pixel_values": torch.cat([x.to(device, dtype) for x in pixels])}
         if self.family.tokens_per_image is None:
             inputs["image_grid_thw"] = torch.tensor(grids, device=device)
-        output = self._base.get_image_features(**inputs, return_dict=True)
+        with warnings.catch_warnings():
+            # FSDP warns of views that a sharded module returns, lest they are changed in place: here they are stacked.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+            output = self._base.get_image_features(**inputs, return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return [torch.stack(of_image, dim=1) for of_image in zip(*levels, strict=True)]
 
