@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from spmdrl.model.checkpointing import checkpoint_layers
@@ -14,30 +12,23 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
-from spmdrl.types import ImageSpan
+from spmdrl.types import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The columns of a micro-batch that a policy's forward reads."""
-
-    token_ids: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    seqlens: list[int]
-    loss_mask: Tensor
-    images: tuple[ImageSpan, ...] = ()
-
-    @property
-    def predicted(self) -> Tensor:
-        """The tokens whose log-probabilities are computed."""
-        return self.loss_mask
-
-
-def tokens(*seqlens: int) -> Tokens:
+def tokens(*seqlens: int) -> MicroBatch:
+    """Sequences of these lengths, of which all but the first ten tokens are predicted."""
     positions = torch.cat([torch.arange(length) for length in seqlens])
-    ends = torch.tensor([0, *seqlens]).cumsum(0)
-    return Tokens(torch.arange(len(positions)) % 90 + 2, positions, ends.int(), list(seqlens), positions > 9)
+    per_token, per_rollout = torch.zeros(len(positions)), torch.zeros(len(positions), dtype=torch.float64)
+    return MicroBatch(
+        token_ids=torch.arange(len(positions)) % 90 + 2,
+        positions=positions,
+        cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).int(),
+        loss_mask=positions > 9,
+        loss_weights=per_token,
+        rollout_logprobs=per_token,
+        rewards=per_rollout,
+        baseline_rewards=per_rollout,
+    )
 
 
 def policy_of(

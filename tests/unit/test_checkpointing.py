@@ -14,9 +14,10 @@ from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import decoder_of
+from spmdrl.types import MicroBatch
 from tests.helpers import kernels_on_cpu
 from tests.helpers.live import Watch
-from tests.helpers.policies import Tokens, policy_of, tokens
+from tests.helpers.policies import policy_of, tokens
 
 TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -30,7 +31,7 @@ class Computed:
     kept_bytes: int  # at the end of the forward pass
 
 
-def computed(policy: Policy, batch: Tokens) -> Computed:
+def computed(policy: Policy, batch: MicroBatch) -> Computed:
     with Watch() as watch:
         scores = policy(batch)
         kept = watch.live_bytes
