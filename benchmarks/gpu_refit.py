@@ -183,7 +183,7 @@ def random_policy(config: Qwen3Config, mesh: DeviceMesh) -> nn.Module:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).float()
     policy = nn.Module()
-    policy.model = model
+    policy.model, policy.adapters = model, None
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)

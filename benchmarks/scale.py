@@ -197,6 +197,7 @@ def rows_of(sizes: Iterable[SequenceInfo]) -> Tensor:
             s.num_loss_tokens,
             s.num_read_tokens,
             s.num_turns,
+            s.num_images,
             s.reward,
             s.baseline_reward,
             s.earned,

@@ -86,6 +86,8 @@ class DenseDecoder:
         """Move the weights of layers with the same input next to each other; the model's parameters become views."""
         assert can_decode(model), f"{type(model).__name__} decodes by its own forward pass"
         config: Any = model.config.get_text_config()
+        family = Trunk(model).family
+        self._has_grid_positions = family is not None and family.has_grid_positions
         self._model, self._decoder = model, _decoder(model)
         self._num_heads = config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -129,10 +131,12 @@ class DenseDecoder:
 
     def _rotary_until(self, size: int) -> Tensor:
         """Cosines and sines of positions [0, size), [2, size, 1, D]; the first half of the sines is negated."""
-        like = self._rotary.new_empty(0)
-        cos, sin = self._decoder.rotary_emb(like, torch.arange(size)[None])
-        first, second = sin[0].chunk(2, dim=-1)
-        return torch.stack([cos[0], torch.cat((-first, second), dim=-1)])[:, :, None]
+        like, positions = self._rotary.new_empty(0), torch.arange(size)[None]
+        if self._has_grid_positions:  # what is decoded is text, whose positions of all three kinds are the same
+            positions = positions.expand(3, 1, -1)
+        cos, sin = (x.view(-1, size, self._head_dim)[0] for x in self._decoder.rotary_emb(like, positions))
+        first, second = sin.chunk(2, dim=-1)
+        return torch.stack([cos, torch.cat((-first, second), dim=-1)])[:, :, None]
 
 
 def _decoder(model: PreTrainedModel) -> Any:

@@ -103,7 +103,8 @@ class Trunk:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             output = self._base.get_image_features(**inputs, return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        return [torch.stack(of_image, dim=1) for of_image in zip(*levels, strict=True)]
+        features = torch.stack([_of_all_images(level) for level in levels], dim=1)
+        return list(features.split([self.family.num_tokens(grid) for grid in grids]))
 
     def blank_image(self) -> tuple[Tensor, Grid]:
         """Return the pixels and the grid of the smallest image, all 0."""
@@ -114,6 +115,11 @@ class Trunk:
             return torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size), (1, side, side)
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return torch.zeros(merge**2, width), (1, merge, merge)
+
+
+def _of_all_images(level: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return [N, D] for the N tokens of all images: releases of transformers differ in whether they split them."""
+    return level.flatten(0, -2) if isinstance(level, Tensor) else torch.cat(list(level))
 
 
 def model_class(config: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from spmdrl.conversation import Action, ToolCall
 from spmdrl.data.tool_calls import parse
