@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from spmdrl.model.load import reshard
@@ -56,6 +57,7 @@ def _refitted(path: str) -> tuple[list[int], list[float]]:
         return counts, distances
 
 
+@pytest.mark.slow
 def test_sglang_keeps_what_is_frozen(tmp_path: Path) -> None:
     ((counts, distances),) = run_ranks(1, _refitted, save_qwen3(tmp_path), timeout_s=START_LIMIT_S)
     everything, without, again, after_sleep = counts

@@ -56,7 +56,7 @@ def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
     ("save", "num_ranks"),
     [
         (save_qwen3_next, 1),
-        (save_qwen3_5, 1),
+        pytest.param(save_qwen3_5, 1, marks=pytest.mark.slow),
         pytest.param(save_qwen3_5_moe, 1, marks=pytest.mark.slow),
         pytest.param(save_qwen3_next, 2, marks=pytest.mark.slow),
         pytest.param(save_qwen3_5, 2, marks=pytest.mark.slow),

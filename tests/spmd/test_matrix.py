@@ -33,7 +33,7 @@ def test_every_layout_of_experts_gives_what_one_rank_gives(tmp_path: Path) -> No
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep > 1 or case.name in ("dp 2", "tp 2", "cp 2")))
 
 
-@pytest.mark.parametrize("save", [save_qwen3_next, save_qwen3_5])
+@pytest.mark.parametrize("save", [save_qwen3_next, pytest.param(save_qwen3_5, marks=pytest.mark.slow)])
 def test_gated_delta_nets_on_two_ranks_give_what_one_rank_gives(save: Callable[..., str], tmp_path: Path) -> None:
     """By cp, attention exchanges keys and recurrent layers exchange tokens for heads."""
     path = save(tmp_path, vocab_size=VOCABULARY, num_key_value_heads=4)
