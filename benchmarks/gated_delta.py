@@ -53,7 +53,7 @@ class Case:
     total_tokens: int
 
     def lengths(self) -> list[int]:
-        """The same in every run, shortest first."""
+        """Draw the lengths: the same ones in every run, shortest first."""
         draw, drawn = random.Random(0), [0]
         while sum(drawn) < self.total_tokens:
             response = round(draw.lognormvariate(math.log(self.median_tokens), self.sigma))

@@ -369,7 +369,7 @@ def gated_delta(settings: Settings) -> Measurement:
 
 
 def gated_delta_note(case: str, found: Json) -> str:
-    """What a pass is, and its time and memory beside both other ways."""
+    """Say what a pass is, and give its time and memory beside both other ways."""
     times, peaks = found["median_s"], found["peak_mib"]
     return (
         f"{case}: {found['tokens']} tokens, {found['sequences']} sequences, {found['different_lengths']} lengths up to "

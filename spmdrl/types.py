@@ -46,6 +46,9 @@ class StopRequested(Exception):
     """All ranks that train have agreed to stop; each of them raises it at the same place."""
 
 
+Grid = tuple[int, int, int]  # patches of an image: frames, rows, columns
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
     """An image among tokens: its placeholders, and the name under which the run keeps its pixels."""
@@ -53,7 +56,7 @@ class ImageSpan:
     digest: str  # 32 hexadecimal digits, of what the model's processor made of the image
     start: int  # its first placeholder
     num_tokens: int  # placeholders, which are neighbours
-    grid: tuple[int, int, int]  # patches: frames, rows, columns
+    grid: Grid
 
     @property
     def end(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from spmdrl.types import UserError
 
@@ -299,3 +299,15 @@ def idle_fraction(costs: Sequence[Sequence[int]]) -> float:
     """
     elapsed = sum(max(meeting) for meeting in zip(*costs, strict=True))
     return 1 - sum(map(sum, costs)) / (len(costs) * elapsed) if elapsed else 0.0
+
+
+def neighbours_within(sizes: Sequence[int], limit: int) -> Iterator[slice]:
+    """Split sizes, in order, into runs that add up to at most `limit`; a larger one is a run of its own."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > limit:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))

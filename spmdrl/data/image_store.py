@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.config.strict import shown
-from spmdrl.types import UserError
+from spmdrl.types import Grid, UserError
 from spmdrl.workers.folders import SharedFolder, sweep
-
-Grid = tuple[int, int, int]  # patches: frames, rows, columns
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "spmdrl-images-"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from spmdrl.algo.packing import neighbours_within
 from spmdrl.data.image_store import ImageStore
 from spmdrl.memory.images import KEPT_TOKENS
 from spmdrl.model.positions import placeholder_rows
@@ -74,16 +75,7 @@ def pixels_of(image: ImageSpan, store: ImageStore | None) -> Tensor:
     return pixels
 
 
-def _parts(images: Sequence[ImageSpan], *, max_patches: int) -> Iterator[list[ImageSpan]]:
+def _parts(images: Sequence[ImageSpan], *, max_patches: int) -> Iterator[Sequence[ImageSpan]]:
     """Split images, in order, into parts of at most `max_patches` patches; one that has more is alone."""
-    part: list[ImageSpan] = []
-    num_patches = 0
-    for image in images:
-        patches = math.prod(image.grid)
-        if part and num_patches + patches > max_patches:
-            yield part
-            part, num_patches = [], 0
-        part.append(image)
-        num_patches += patches
-    if part:
-        yield part
+    patches = [math.prod(image.grid) for image in images]
+    return (images[run] for run in neighbours_within(patches, max_patches))

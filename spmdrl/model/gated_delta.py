@@ -122,7 +122,7 @@ def _cut(seqlens: tuple[int, ...], head_dim: int, device: torch.device) -> _Chun
 
 
 class _Block:
-    """What forward and backward share, for g key heads and their h value heads.
+    """The values that forward and backward share, for g key heads and their h value heads.
 
     Its tensors are [B, C, ...] for B = N h chunks of heads; C is the chunk's length.
     """

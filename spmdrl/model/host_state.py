@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spmdrl.algo.packing import neighbours_within
 from spmdrl.memory.device import STATE_BLOCK_BYTES
 from spmdrl.model.host_memory import HostBuffers
 
@@ -103,19 +104,10 @@ def with_state_on_host(kind: Callable[..., torch.optim.Optimizer]) -> type[State
     return type(f"{kind.__name__}WithStateOnHost", (StateOnHost, kind), {})
 
 
-def _blocks(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
+def _blocks(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[Sequence[nn.Parameter]]:
     """Split the parameters, in order, into blocks of at most `max_bytes`; a larger parameter is its own block."""
-    block: list[nn.Parameter] = []
-    block_bytes = 0
-    for parameter in parameters:
-        size = _local(parameter).nbytes
-        if block and block_bytes + size > max_bytes:
-            yield block
-            block, block_bytes = [], 0
-        block.append(parameter)
-        block_bytes += size
-    if block:
-        yield block
+    sizes = [_local(parameter).nbytes for parameter in parameters]
+    return (parameters[run] for run in neighbours_within(sizes, max_bytes))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

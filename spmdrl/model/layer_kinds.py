@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-_RECURRENT = "linear_attention"  # in `layer_types` of transformers' configs
+RECURRENT = "linear_attention"  # in `layer_types` of transformers' configs
 
 
 def recurrent_layers(config: Any) -> list[int]:
     """Number the layers that remember a state of fixed size."""
     kinds = getattr(config, "layer_types", None) or ()
-    return [layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind == _RECURRENT]
+    return [layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind == RECURRENT]
 
 
 def attending_layers(config: Any) -> list[int]:

@@ -22,8 +22,8 @@ from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
 from spmdrl.model.positions import packed_positions, placeholder_rows
 from spmdrl.model.tensor_parallel import own_weight
-from spmdrl.model.trunk import Grid, PlacedFeatures, Trunk
-from spmdrl.types import MicroBatch
+from spmdrl.model.trunk import PlacedFeatures, Trunk
+from spmdrl.types import Grid, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from transformers.activations import ACT2FN
 from spmdrl.model import gated_delta, gated_delta_cuda
 from spmdrl.model.causal_conv import causal_conv
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
+from spmdrl.model.layer_kinds import RECURRENT
 
 
 class LayerStates(Protocol):
@@ -194,7 +195,7 @@ def restartable_layers(model: nn.Module) -> int:
 
 def recurrent_context_problems(model_config: Any, cp: int) -> Iterator[str]:
     """Yield a sentence when the heads of a model's recurrent layers cannot be split over `cp` ranks."""
-    if "linear_attention" not in (getattr(model_config, "layer_types", None) or ()):
+    if RECURRENT not in (getattr(model_config, "layer_types", None) or ()):
         return
     heads = model_config.linear_num_key_heads  # values have a multiple of it
     if heads % cp:

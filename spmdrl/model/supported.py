@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.data.families import family_of
+from spmdrl.model.layer_kinds import RECURRENT
 from spmdrl.model.recurrent import restartable_layers
 from spmdrl.model.trunk import Trunk
 
@@ -16,7 +17,6 @@ from spmdrl.model.trunk import Trunk
 _CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_RECURRENT_LAYER = "linear_attention"
 _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens see each other
 
 
@@ -62,9 +62,9 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
     name, text = type(model).__name__, model.config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", None)
     layers = list(getattr(text, "layer_types", None) or ())[:num_layers]
-    if unknown := set(layers) - _ATTENTION_LAYERS - {_RECURRENT_LAYER}:
+    if unknown := set(layers) - _ATTENTION_LAYERS - {RECURRENT}:
         return f"{name} has layers of type {', '.join(sorted(unknown))}, which are not supported"
-    num_recurrent = layers.count(_RECURRENT_LAYER)
+    num_recurrent = layers.count(RECURRENT)
     if (model._is_stateful or num_recurrent) and not restartable_layers(model) == num_recurrent > 0:
         return f"{name} has recurrent layers whose state would leak from one packed sequence into the next"
     if not (model._supports_attention_backend or num_recurrent):

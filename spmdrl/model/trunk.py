@@ -14,9 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import IMPLEMENTATION
-from spmdrl.types import ImageSpan
-
-Grid = tuple[int, int, int]  # patches of an image: frames, rows, columns
+from spmdrl.types import Grid, ImageSpan
 
 TOWER_ATTENTION = "sdpa"  # transformers' own: a tower's tokens see those that come after them, and it splits images
 

@@ -41,7 +41,7 @@ class Images:
         again: Callable[[Prompt], object] = lambda _: None,
     ) -> None:
         """`dtype` is that of features on the host, `max_patches` the most in one pass of the tower, unless one image
-        has more. `again` makes a prompt once more, which puts its images into the store."""
+        has more. `again` puts the images of a prompt into the store where they are missing."""
         self._model, self._store, self._mesh = model, store, meshes.training
         self._dtype, self._max_patches, self._again = dtype, max_patches, again
         towers = model.trunk.towers
@@ -55,8 +55,7 @@ class Images:
         prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in rollouts}
         with failing_together(self._mesh):
             for prompt in prompts.values():
-                if any(self._store.get(image.digest) is None for image in prompt.images):
-                    self._again(prompt)
+                self._again(prompt)
 
     def fill(self, batch: Batch, others: Sequence[MicroBatch] = ()) -> tuple[Batch, list[MicroBatch], Metrics]:
         """Do what `look` does to the micro-batches of a batch and to others."""
@@ -101,7 +100,7 @@ class Images:
     def _holders(self, images: dict[str, ImageSpan]) -> dict[str, list[int]]:
         """List the ranks that have each image's pixels. Raises UserError where that are none."""
         assert self._store is not None
-        here = [self._store.get(digest) is not None for digest in images]
+        here = [digest in self._store for digest in images]
         everywhere = gather_objects(self._mesh, here)
         holders = {
             digest: [rank for rank, held in enumerate(everywhere) if held[place]] for place, digest in enumerate(images)

@@ -32,7 +32,7 @@ LONGER_THAN_A_CHUNK = 80  # tokens of a response, where the delta rule reads pro
 
 
 def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
-    """What one engine for all ranks is asked, on one rank."""
+    """Ask one engine for all ranks, on one rank of them."""
     found: dict[str, Any] = {"differences": []}
     with rank_with_engine(settings(path, num_ranks, tp_size=num_ranks, max_running=10)) as rank:
         asked = [greedy(ids, 24) for ids in prompts(14)]

@@ -33,7 +33,7 @@ TEMPERATURE = 0.8
 
 
 def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
-    """What one engine for all ranks is asked about images, on one rank."""
+    """Ask one engine for all ranks about images, on one rank of them."""
     sequences, pictures = mixed_sequences(path)
     sequences, store = stored(sequences, pictures, Path(images))
     found: dict[str, Any] = {"differences": {}}

@@ -1,4 +1,4 @@
-"""What a tiny vision model's directory holds beside its weights: a tokenizer with tokens of images, and a processor."""
+"""Files of a tiny vision model beside its weights: a tokenizer with tokens of images, and a processor."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def write_data(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of 2 steps on 2 ranks, which records them; its store has room for few images."""
+    """A run of 2 steps on 2 ranks, which records them; its store has room for few images."""
     path = tmp_path_factory.mktemp("images")
     training, held_out = write_data(path)
     write_config(

@@ -28,7 +28,7 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True)
 class Looked:
-    """What one rank gave its micro-batches, with one store and with a store for each rank."""
+    """The features that one rank gave its micro-batches, with one store and with a store for each rank."""
 
     features: list[tuple[Tensor, ...]]
     apart: list[tuple[Tensor, ...]]
@@ -107,7 +107,7 @@ def _require_pixels(ranks: list[Looked], pictures: list[Picture]) -> None:
 
 
 def test_micro_batches_share_the_features_of_an_image() -> None:
-    """Of a batch on the host, `to` moves what has an entry for each token, and nothing else."""
+    """`to` moves the tensors of a batch that have an entry for each token, and nothing else."""
     feature = torch.zeros(2, 1, 4)
     batch = MicroBatch(
         token_ids=torch.zeros(3, dtype=torch.int64),

@@ -117,7 +117,7 @@ def plain_scores(path: str, model: PreTrainedModel, sequences: list[Sequence], p
 
 
 def every_way(path: str, sequences: list[Sequence], images: str, layouts: tuple[str, ...]) -> Ways:
-    """What this rank sees; under FSDP it has half of the sequences."""
+    """Return this rank's results; under FSDP it has half of the sequences."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         store = ImageStore(Path(images), max_bytes=2**24)
         found: dict[str, dict[str, Scores]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -17,6 +18,7 @@ from spmdrl.algo.packing import (
     idle_fraction,
     imbalance,
     karmarkar_karp,
+    neighbours_within,
     num_micro_batches,
     pack,
     padding_tokens,
@@ -359,3 +361,11 @@ def test_waiting_is_what_a_clock_shows(costs: list[list[int]]) -> None:
 
 def test_fill_fraction_counts_empty_micro_batches() -> None:
     assert fill_fraction([70, 70, 70, 0], 100) == 210 / 400
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 25))
+def test_neighbours_stay_in_order_and_within_their_limit(sizes: list[int], limit: int) -> None:
+    runs = [sizes[run] for run in neighbours_within(sizes, limit)]
+    assert [size for run in runs for size in run] == sizes
+    assert all(run and (sum(run) <= limit or len(run) == 1) for run in runs)
+    assert all(sum(run) + after[0] > limit for run, after in itertools.pairwise(runs))  # no run could be longer

@@ -73,7 +73,7 @@ class Looking:
 
     @torch.no_grad()
     def logprobs(self, request: Request, response: Response) -> Tensor:
-        """What transformers' own model says of a response."""
+        """Return the log-probabilities that transformers' own model gives to a response."""
         whole = replace(self.prompts[0], token_ids=request.prompt_ids + response.token_ids, images=request.images)
         logits = self.plain(**inputs_of(self.path, whole, self.pictures)).logits[0].float() / request.temperature
         first = len(request.prompt_ids)

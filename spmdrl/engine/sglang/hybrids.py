@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
-_RECURRENT, _ATTENTION = "linear_attention", "full_attention"
+_ATTENTION = "full_attention"
 _SLOTS_OF_A_REQUEST = 4  # states: its own, and of prefixes that are kept; with fewer than 3 fewer requests run at once
 
 
 def is_hybrid(model_config: Any) -> bool:
     """Return True when some layers of the model have a state."""
-    return _RECURRENT in (getattr(model_config.get_text_config(), "layer_types", None) or ())
+    return bool(recurrent_layers(model_config.get_text_config()))
 
 
 def hybrid_problems(cfg: Config, model_config: Any) -> Iterator[str]:
@@ -52,7 +53,7 @@ def attention_interval(model_config: Any) -> int | None:
     if _ATTENTION not in layers:
         return None
     interval = layers.index(_ATTENTION) + 1
-    expected = [_RECURRENT if (number + 1) % interval else _ATTENTION for number in range(len(layers))]
+    expected = [RECURRENT if (number + 1) % interval else _ATTENTION for number in range(len(layers))]
     return interval if layers == expected else None
 
 
