@@ -14,7 +14,7 @@ Each side is a program that prints progress to stderr and, as the last line of s
   `phase_fractions` (name to share of the counted time), `reward_mean` (over the counted steps), `reward_first` and
   `reward_last` (over 10 steps each), `peak_rss_mib` (of the largest process), `parameters`, `rollouts` (a step),
   `num_ranks`, `threads_per_rank`, `load_average`, `versions`. spmdrl's steps last from report to report, TRL's from the
-  end of one optimizer step to the end of the next. spmdrl adds `linear_kernels`, those that the run chose.
+  end of one optimizer step to the end of the next. spmdrl adds `linear_kernels` and `layers_in_c`, which the run chose.
 - `engine.py --workload fixed|tail|natural --repeats N --threads T`: both engines in one process, on the same weights.
   `spmdrl_s` and `peer_s` (N durations each, of calls that alternated), `spmdrl_response_tokens` and
   `peer_response_tokens`, `spmdrl_us_per_token` and `peer_us_per_token`, `load_average`, `versions`.

@@ -26,6 +26,7 @@ from spmdrl.algo.seeds import mix
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.calibration import choose_kernels, shapes_of
+from spmdrl.model.compiled import compile_all, use_compiled
 from spmdrl.model.linear import use_kernels
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request
@@ -92,9 +93,11 @@ def start_engine(model: PreTrainedModel, *, max_running: int) -> TorchEngine:
 
 
 def use_fastest_kernels(model: PreTrainedModel) -> None:
-    """Multiply matrices by the kernels that a run on this machine would choose."""
+    """Compute as a run on this machine would choose to."""
     if model.device.type == "cpu":
         use_kernels(choose_kernels(shapes_of(model.config)))
+        compile_all()
+        use_compiled(True)
 
 
 def requests(prompts: Sequence[Sequence[int]], lengths: Sequence[int] | None, *, seed: int = 0) -> list[Request]:

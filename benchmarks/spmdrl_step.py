@@ -86,7 +86,8 @@ def main() -> None:
         )
         rows = [json.loads(line) for line in (folder / "runs/bench/metrics.jsonl").read_text().splitlines()]
         chosen = json.loads((folder / "runs/bench/machine.json").read_text())
-    print(json.dumps({**result(args, rows), "linear_kernels": chosen["linear_kernels"]}))
+    kernels = {name: chosen[name] for name in ("linear_kernels", "layers_in_c")}
+    print(json.dumps({**result(args, rows), **kernels}))
 
 
 def config(args: argparse.Namespace, folder: Path, num_steps: int) -> str:

@@ -27,6 +27,7 @@ from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.model.adapted import Reference, load_trained, reference_of
 from spmdrl.model.calibration import choose_kernels, kernels_of, processor, shapes_of
+from spmdrl.model.compiled import CannotCompile, compile_all, compiled_in_use, use_compiled
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import LinearKernels, kernels_in_use, use_kernels
 from spmdrl.model.load import compute_dtype, load_model_config
@@ -89,6 +90,7 @@ class Run(Generic[SettingsT]):
             "processor": processor(),
             "threads_per_rank": torch.get_num_threads(),
             "linear_kernels": asdict(kernels_in_use()) if on_cpu else None,
+            "layers_in_c": compiled_in_use() if on_cpu else None,
         }
 
     def load_policy(self) -> Policy:
@@ -150,11 +152,12 @@ def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Ite
         if run.device.type != "cpu":
             yield run
             return
-        before = use_kernels(_agree_on_kernels(run))
+        before, was_compiled = use_kernels(_agree_on_kernels(run)), use_compiled(_agree_on_layers(run))
         try:
             yield run
         finally:
             use_kernels(before)
+            use_compiled(was_compiled)
 
 
 def _agree_on_kernels(run: Run[SettingsT]) -> LinearKernels:
@@ -166,6 +169,39 @@ def _agree_on_kernels(run: Run[SettingsT]) -> LinearKernels:
     agreed = gather_objects(run.meshes.world, chosen)[0]
     assert agreed is not None, "the first rank has not chosen"
     return agreed
+
+
+def _agree_on_layers(run: Run[SettingsT]) -> bool:
+    """Return True when layers are to be computed in C: where this run has begun so, or all ranks can compile.
+
+    Raises UserError on every rank when the run has begun so and a rank cannot.
+    """
+    kept: bool | None = None
+    with failing_together(run.meshes.world):
+        if run.world.is_main:
+            kept = _kept_layers(run.folder)
+    problem: str | None = None
+    try:
+        compile_all()
+    except CannotCompile as error:
+        problem = str(error)
+    found = gather_objects(run.meshes.world, (kept, problem))
+    kept = found[0][0]
+    unable = {rank: why for rank, (_, why) in enumerate(found) if why}
+    if kept and unable:
+        rank, why = next(iter(unable.items()))
+        raise UserError(
+            f"{run.folder.machine}: this run has computed its layers in C so far, and rank {rank} cannot: {why}; or "
+            "remove the file to go on without, which changes the last bits of results"
+        )
+    return not unable if kept is None else kept
+
+
+def _kept_layers(folder: RunFolder) -> bool | None:
+    written = (folder.read_machine() or {}).get("layers_in_c")
+    if written not in (None, True, False):
+        raise UserError(f"{folder.machine}: layers_in_c is {written!r}, which is not true or false; remove the file")
+    return written
 
 
 def _kept_kernels(folder: RunFolder) -> LinearKernels | None:

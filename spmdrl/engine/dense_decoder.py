@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
@@ -25,6 +26,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLay
 
 from spmdrl.engine.adapters import AdapterBank
 from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.fused import kernels_for
 from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.linear import linear
 from spmdrl.model.trunk import Trunk
@@ -71,11 +73,12 @@ class _Layer:
     attention: AttentionLayer
     norm_in: Tensor  # [D]
     qkv: _Product
-    qk_norms: tuple[Tensor, Tensor] | None  # [D] each
+    qk_norms: tuple[Tensor | None, Tensor | None]  # [D] each; None where heads are not normed
     out: _Product
     norm_between: Tensor  # [D]
     gate_up: _Product
     activation: nn.Module
+    is_silu: bool  # whether that is x / (1 + exp(-x))
     down: _Product
 
 
@@ -95,7 +98,7 @@ class DenseDecoder:
         names = {module: name for name, module in model.named_modules()}
         product = partial(_side_by_side, names=names, adapters=adapters)
         self._layers = [_layer(layer, product) for layer in self._decoder.layers]
-        self._rotary = torch.empty(2, 0, 1, self._head_dim)
+        self._rotary = torch.empty(2, 0, self._head_dim)
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
         """Tokens [n] at positions [n], below `longest`, give logits [n, V]."""
@@ -103,40 +106,30 @@ class DenseDecoder:
             self._rotary = self._rotary_until(2 * longest)
         cos, sin = self._rotary[:, positions]
         hidden = F.embedding(tokens, self._model.get_input_embeddings().weight)
+        kernels = kernels_for(hidden)
         for layer in self._layers:
-            hidden = hidden + layer.out(self._attended(layer, self._norm(hidden, layer.norm_in), cos, sin, attend))
-            gate, up = layer.gate_up(self._norm(hidden, layer.norm_between)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(layer.activation(gate).mul_(up))
+            x, _ = kernels.rms_norm(hidden, layer.norm_in, self._eps)
+            heads = layer.qkv(x).unflatten(-1, (-1, self._head_dim))  # [n, H + 2 K, D]
+            num_kv_heads = (heads.shape[1] - self._num_heads) // 2
+            q, k, v = heads.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
+            q, k = (
+                kernels.rotate(x, norm, cos, sin, self._eps) for x, norm in zip((q, k), layer.qk_norms, strict=True)
+            )
+            query, key, value = (part.transpose(0, 1)[None] for part in (q, k, v))
+            hidden = hidden + layer.out(attend(query, key, value, layer.attention)[0].flatten(1))
+            x, _ = kernels.rms_norm(hidden, layer.norm_between, self._eps)
+            gate, up = layer.gate_up(x).chunk(2, dim=-1)
+            hidden = hidden + layer.down(kernels.swiglu(gate, up) if layer.is_silu else layer.activation(gate).mul_(up))
         head = self._model.get_output_embeddings()
-        return linear(self._norm(hidden, self._decoder.norm.weight), head.weight, head.bias)
-
-    def _attended(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Attention's result [n, H D] for x [n, D]."""
-        heads = layer.qkv(x).unflatten(-1, (-1, self._head_dim))  # [n, H + 2 K, D]
-        num_turned = (heads.shape[1] + self._num_heads) // 2
-        turned = heads[:, :num_turned]
-        if layer.qk_norms is not None:
-            turned = F.rms_norm(turned, (self._head_dim,), None, self._eps)
-            turned[:, : self._num_heads].mul_(layer.qk_norms[0])
-            turned[:, self._num_heads :].mul_(layer.qk_norms[1])
-        half = self._head_dim // 2
-        swapped = torch.cat((turned[..., half:], turned[..., :half]), dim=-1)
-        turned = (turned * cos).addcmul_(swapped, sin)
-        q, k = turned.split((self._num_heads, num_turned - self._num_heads), dim=1)
-        query, key, value = (part.transpose(0, 1)[None] for part in (q, k, heads[:, num_turned:]))
-        return attend(query, key, value, layer.attention)[0].flatten(1)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self._eps)
+        return linear(kernels.rms_norm(hidden, self._decoder.norm.weight, self._eps)[0], head.weight, head.bias)
 
     def _rotary_until(self, size: int) -> Tensor:
-        """Cosines and sines of positions [0, size), [2, size, 1, D]; the first half of the sines is negated."""
+        """Cosines and sines of positions [0, size), [2, size, D]."""
         like, positions = self._rotary.new_empty(0), torch.arange(size)[None]
         if self._has_grid_positions:  # what is decoded is text, whose positions of all three kinds are the same
             positions = positions.expand(3, 1, -1)
-        cos, sin = (x.view(-1, size, self._head_dim)[0] for x in self._decoder.rotary_emb(like, positions))
-        first, second = sin.chunk(2, dim=-1)
-        return torch.stack([cos, torch.cat((-first, second), dim=-1)])[:, :, None]
+        tables = self._decoder.rotary_emb(like, positions)
+        return torch.stack([table.view(-1, size, self._head_dim)[0] for table in tables])
 
 
 def _decoder(model: PreTrainedModel) -> Any:
@@ -151,11 +144,12 @@ def _layer(layer: Any, product: Callable[[Sequence[nn.Linear]], _Product]) -> _L
         ),
         norm_in=layer.input_layernorm.weight,
         qkv=product([attention.q_proj, attention.k_proj, attention.v_proj]),
-        qk_norms=(attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None,
+        qk_norms=(attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None),
         out=product([attention.o_proj]),
         norm_between=layer.post_attention_layernorm.weight,
         gate_up=product([mlp.gate_proj, mlp.up_proj]),
         activation=mlp.act_fn,
+        is_silu=type(mlp.act_fn) in (nn.SiLU, SiLUActivation),
         down=product([mlp.down_proj]),
     )
 

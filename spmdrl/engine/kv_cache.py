@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model import attention_c
+from spmdrl.model.attention_layer import Attend, AttentionLayer, SeenKeys
+from spmdrl.model.compiled import serves
 from spmdrl.model.layer_kinds import attending_layers
 from spmdrl.types import UserError
 
@@ -96,7 +99,7 @@ class KVCache:
         # Where the new tokens go: a plain slice when all rows have the same length, which is much cheaper.
         place = (slice(num_rows), slice(None), longest - 1) if shortest == longest else None
         cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
-        distance = positions[:, None] - torch.arange(longest, device=device)  # [n, L], negative: not there yet
+        seen = SeenKeys(lengths=positions + 1, shortest=shortest, longest=longest)
         self._lengths = [length + 1 for length in self._lengths]
         self._stored.clear()
 
@@ -105,10 +108,8 @@ class KVCache:
             for of_layer, new in zip(whole, (key, value), strict=True):
                 of_layer[cells] = new[0].transpose(0, 1)
             keys, values = (of_layer[:num_rows, :, :longest] for of_layer in whole)  # [n, K, L, D]
-            hidden, window = None, layer.window
-            if shortest < longest or window is not None:
-                hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            return attend_to_cache(query, keys, values, scale=layer.scale, hidden=hidden, sinks=layer.sinks)
+            of_window = seen if layer.window is None else replace(seen, window=layer.window)
+            return attend_to_cache(query, keys, values, scale=layer.scale, seen=of_window, sinks=layer.sinks)
 
         return attend, positions
 
@@ -137,16 +138,19 @@ class KVCache:
 
 
 def attend_to_cache(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, seen: SeenKeys, sinks: Tensor | None
 ) -> Tensor:
-    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D]; hidden is [n, L]; gives [1, n, H, D].
+    """query [1, H, n, D], one token for each row of keys and values [n, K, L, D], give [1, n, H, D].
 
-    In float32 as two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
+    In float32 on a CPU by a function in C, or else as two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
     Narrower types go to the fused kernel, which keeps scores in float32 without a copy of the cache; but not with
     sinks [H], of which it knows nothing.
     """
     num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
     q = query[0].transpose(0, 1)  # [n, H, D]
+    if sinks is None and serves(q, keys, values):
+        return attention_c.attend_to_cache(q, keys, values, seen, scale)[None]
+    hidden = seen.hidden
     if q.dtype != torch.float32 and sinks is None:
         visible = None if hidden is None else ~hidden[:, None, None]
         out = F.scaled_dot_product_attention(

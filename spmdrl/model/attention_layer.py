@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,24 @@ class AttentionLayer:
     scale: float  # multiplies each product of a query and a key
     window: int | None = None  # a token sees itself and window - 1 tokens before it; None: all before it
     sinks: Tensor | None = None  # [H], one more logit in each softmax of a head, without a value; see sinks.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenKeys:
+    """The keys of a cache that the newest token of each row sees: its own, and those before it."""
+
+    lengths: Tensor  # [n] int64, tokens of each row, the newest included
+    shortest: int
+    longest: int
+    window: int | None = None  # as of an `AttentionLayer`
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Return the keys that rows do not see, [n, longest] bool; None where all rows see all of them."""
+        if self.shortest == self.longest and self.window is None:
+            return None
+        distance = self.lengths[:, None] - 1 - torch.arange(self.longest, device=self.lengths.device)
+        return (distance < 0) if self.window is None else (distance < 0) | (distance >= self.window)
 
 
 # Attention over the tokens that the model's caller passes, in transformers' layout: query [1, H, T, D], key and value

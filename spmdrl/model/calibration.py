@@ -44,7 +44,7 @@ def choose_kernels(shapes: Sequence[Shape], cache: Path | None = None) -> Linear
 
     `cache` is the folder that remembers; None is the user's own.
     """
-    known, key = (cache or _users_cache()) / CACHE, _machine_and(shapes)
+    known, key = (cache or users_cache()) / CACHE, _machine_and(shapes)
     remembered = _read(known)
     if key not in remembered:
         remembered[key] = measure(shapes)
@@ -124,7 +124,7 @@ def processor() -> str:
     return f"{', '.join(parts)}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _users_cache() -> Path:
+def users_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdrl"
 
 

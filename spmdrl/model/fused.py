@@ -1,9 +1,10 @@
 """transformers' norms, rotary embeddings and gated activations, each in one pass over its tensors.
 
 transformers computes them operation by operation, and each operation reads and writes whole tensors, some in float32.
-Here each is one operation with a backward pass of its own: `fused_triton.py` on CUDA, `fused_plain.py` elsewhere. Sums
-and products are float32 and rounded once, at the end, where transformers rounds after every operation. What autograd
-keeps is in `memory/activations.py`, and the bytes that are read and written are in docs/gpu.md.
+Here each is one operation with a backward pass of its own: `fused_triton.py` on CUDA, `fused_c.py` for float32 on a CPU
+that has a C compiler, and `fused_plain.py` elsewhere. Sums and products are float32 and rounded once, at the end, where
+transformers rounds after every operation. What autograd keeps is in `memory/activations.py`, and the bytes that are
+read and written are in docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from spmdrl.model import fused_c, fused_plain
 from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.compiled import serves
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.types import UserError
 
@@ -101,28 +104,27 @@ def check_compiler(device: torch.device) -> None:
         ) from error
 
 
-def _kernels(x: Tensor) -> ModuleType:
-    """Return the functions for the device of x."""
-    if x.is_cuda:
+def kernels_for(*tensors: Tensor | None) -> ModuleType:
+    """Return the functions for tensors of one device and dtype; the first is not None."""
+    if tensors[0] is not None and tensors[0].is_cuda:
         from spmdrl.model import fused_triton  # Triton is there where CUDA is
 
         return fused_triton
-    from spmdrl.model import fused_plain
-
-    return fused_plain
+    return fused_c if serves(*tensors) else fused_plain
 
 
 class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, rstd = _kernels(x).rms_norm(x, weight, eps)
+        out, rstd = kernels_for(x, weight).rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_kernels(grad).rms_norm_backward(grad, *ctx.saved_tensors), None
+        saved = ctx.saved_tensors
+        return *kernels_for(grad, *saved).rms_norm_backward(grad, *saved), None
 
 
 class _Rotation(Function):
@@ -130,24 +132,26 @@ class _Rotation(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
         ctx.eps = eps
-        return _kernels(x).rotate(x, weight, cos, sin, eps)
+        return kernels_for(x, weight, cos, sin).rotate(x, weight, cos, sin, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_kernels(grad).rotate_backward(grad, *ctx.saved_tensors, ctx.eps), None, None, None
+        saved = ctx.saved_tensors
+        return *kernels_for(grad, *saved).rotate_backward(grad, *saved, ctx.eps), None, None, None
 
 
 class _SwiGlu(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _kernels(gate).swiglu(gate, up)
+        return kernels_for(gate, up).swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return _kernels(grad).swiglu_backward(grad, *ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        return kernels_for(grad, *saved).swiglu_backward(grad, *saved)
 
 
 class _Norm(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
+from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, SeenKeys
 from spmdrl.model.two_passes import with_gradient_of
 
 KEYS = 32  # keys in a tile
@@ -48,17 +48,15 @@ def _tile_sums(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_to_cache_in_tiles(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, hidden: Tensor | None, sinks: Tensor | None
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, seen: SeenKeys, sinks: Tensor | None
 ) -> Tensor:
-    """Attend with one new token per cache row: query [1, H, n, D] over keys and values [n, K, L, D]; [1, n, H, D].
-
-    `hidden` [n, L] masks the keys that a row does not see.
-    """
+    """Attend with one new token per cache row: query [1, H, n, D] over keys and values [n, K, L, D]; [1, n, H, D]."""
     assert sinks is None, "no model that true_on_policy = true accepts has attention sinks"
     num_rows, num_kv_heads, num_keys, _ = keys.shape
     num_groups = query.shape[1] // num_kv_heads
     q = _pad_to_multiple((query[0].transpose(0, 1).float() * scale).unflatten(1, (num_kv_heads, num_groups)), _ROWS)
     k, v = (_whole_tiles(x.flatten(0, 1)) for x in (keys, values))
+    hidden = seen.hidden
     visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=keys.device) if hidden is None else ~hidden
     visible = F.pad(visible, (0, -num_keys % KEYS)).repeat_interleave(num_kv_heads, dim=0)
     out = attend_in_tiles(q.flatten(0, 1), k, v, visible[:, None])

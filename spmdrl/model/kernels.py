@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
+from spmdrl.model.compiled import serves
 from spmdrl.model.invariant_attention import causal_in_tiles
 from spmdrl.model.sglang_attention import causal_as_engine
 from spmdrl.model.short_attention import MAX_TOKENS, attend_short, batches_of_similar_length
@@ -95,6 +96,8 @@ def _sdpa_in_runs(layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, layer
     outputs = []
     if q.device.type == "cpu" and q.dtype == torch.float32 and layer.sinks is None and not layout.earlier:
         limit = MAX_TOKENS if layer.window is None else min(MAX_TOKENS, layer.window)
+        if max(layout.seqlens) <= limit and serves(q, k, v):
+            return attend_short(q, k, v, layout.seqlens, layer.scale)
         start = 0
         for seqlens in batches_of_similar_length(layout.seqlens, limit, num_heads=q.shape[1]):
             tokens = slice(start, start + sum(seqlens))

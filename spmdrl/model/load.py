@@ -345,7 +345,10 @@ def shard_policy(
     head computes in float32.
     """
     precision = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=operators_of(policy.kernel).casts_inputs
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        # In float32 everything has its dtype already, and FSDP would only look for what has not.
+        cast_forward_inputs=dtype != torch.float32 and operators_of(policy.kernel).casts_inputs,
     )
     offload = offload or OffloadPolicy()
     for experts in distributed_experts(policy.model):

@@ -14,6 +14,7 @@ from spmdrl.config import Config, SftConfig
 from spmdrl.config.engines import ENGINES, engine_facts
 from spmdrl.model import invariant, logprobs, sglang_operators
 from spmdrl.model.attention import choose_kernel
+from spmdrl.model.compiled import compiled_in_use
 from spmdrl.model.fused import use_fused_layers
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import linear, use_fast_linears
@@ -31,7 +32,15 @@ class Operators:
     switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators
 
 
-_FAST = Operators(use_fast_linears, logprobs.next_token_logprobs)
+def _use_fast_layers(model: nn.Module) -> None:
+    """Replace linear layers, and the others where functions in C compute them: fused in torch they are no faster."""
+    if compiled_in_use() and all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        use_fused_layers(model)
+    else:
+        use_fast_linears(model)
+
+
+_FAST = Operators(_use_fast_layers, logprobs.next_token_logprobs)
 _FUSED = Operators(use_fused_layers, logprobs.next_token_logprobs)
 _INVARIANT = Operators(
     invariant.use_invariant_operators,

@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.model import attention_c
+from spmdrl.model.compiled import serves
+
 MAX_TOKENS = 128  # of a sequence; at this length the fused kernel takes as long
 _MAX_SCORES = 2**22  # numbers in one batch, which exist for a moment
 _MAX_PADDED = 1.25  # times the tokens of a batch: more calls cost more than this much more work
@@ -82,6 +85,8 @@ def _probabilities(queries: Tensor, keys: Tensor, length: int, scale: float) -> 
 @torch.library.custom_op("spmdrl::short_attention", mutates_args=())
 def _short_attention(q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], scale: float) -> Tensor:
     """P = softmax(scale Q K^T + mask), O = P V."""
+    if serves(q, k, v):
+        return attention_c.attend(q, k, v, seqlens, scale)
     batch = _Batch(seqlens, k.shape[1], q.device)
     p = _probabilities(batch.matrices(q), batch.matrices(k), batch.length, scale)
     return batch.tokens(torch.bmm(p, batch.matrices(v)))
@@ -94,6 +99,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     kept = ctx.saved_tensors
+    if serves(grad, *kept):
+        return *attention_c.attend_backward(grad, *kept, ctx.seqlens, ctx.scale), None, None
     batch = _Batch(ctx.seqlens, kept[1].shape[1], grad.device)
     queries, keys, values = (batch.matrices(x) for x in kept)
     by_out = batch.matrices(grad)

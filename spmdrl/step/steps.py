@@ -74,7 +74,8 @@ class Steps(Generic[SettingsT]):
             run.report.message(note)
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())
-            run.report.message(f"linear layers in float32: {chosen}")
+            layers = "in C" if run.machine["layers_in_c"] else "by torch, because not every rank has a C compiler"
+            run.report.message(f"linear layers in float32: {chosen}; norms, rotations, gates and attention {layers}")
         if line := kept_line(kept_names(self._policy.model, run.cfg.model.path)):
             run.report.message(line)
         run.report.message(loading_line(gather_objects(self._training, host_peak_bytes())))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from spmdrl import run as run_module
 from spmdrl.config import Config, read_draft
 from spmdrl.model import calibration
+from spmdrl.model.compiled import CannotCompile, compiled_in_use
 from spmdrl.model.linear import LinearKernels, kernels_in_use
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
@@ -28,7 +31,10 @@ def kernels_of_a_run(config: str, folder: str) -> dict[str, Any] | str:
     with mock.patch.object(calibration, "measure", lambda shapes: asdict(mine)):
         try:
             with open_run(read_draft(Config, config, []).config, RunFolder(Path(folder))) as run:
-                assert run.machine["linear_kernels"] == asdict(kernels_in_use())
+                assert run.machine == run.machine | {
+                    "linear_kernels": asdict(kernels_in_use()),
+                    "layers_in_c": compiled_in_use(),
+                }
                 return asdict(kernels_in_use())
         except UserError as error:
             return str(error)
@@ -49,3 +55,29 @@ def test_ranks_agree_and_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
     machine.write_text("{")
     for said in run_ranks(2, kernels_of_a_run, config, str(tmp_path)):
         assert "machine.json is not valid JSON" in said
+
+
+def layers_of_a_run(config: str, folder: str, unable: int) -> bool | str:
+    """Whether layers are computed in C, in a run where one rank cannot compile."""
+    failing = mock.patch.object(run_module, "compile_all", side_effect=CannotCompile("there is no C compiler"))
+    try:
+        with failing if os.environ["RANK"] == str(unable) else nullcontext():
+            with open_run(read_draft(Config, config, []).config, RunFolder(Path(folder))):
+                return compiled_in_use()
+    except UserError as error:
+        return str(error)
+    finally:
+        assert not compiled_in_use()
+
+
+def test_layers_are_in_c_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    arguments = (str(write_config(tmp_path)), str(tmp_path))
+    nobody, machine = -1, tmp_path / "machine.json"
+    assert run_ranks(2, layers_of_a_run, *arguments, nobody) == [True, True]
+    assert run_ranks(2, layers_of_a_run, *arguments, 1) == [False, False]
+    machine.write_text(json.dumps({"layers_in_c": False}))
+    assert run_ranks(2, layers_of_a_run, *arguments, nobody) == [False, False]
+    machine.write_text(json.dumps({"layers_in_c": True}))
+    for said in run_ranks(2, layers_of_a_run, *arguments, 1):
+        assert "so far, and rank 1 cannot: there is no C compiler; or remove the file" in said

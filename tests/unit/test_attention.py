@@ -17,7 +17,7 @@ from torch import Tensor
 from spmdrl.engine.kv_cache import attend_to_cache
 from spmdrl.model import kernels
 from spmdrl.model.attention import fastest_varlen, packed_attention
-from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.attention_layer import AttentionLayer, SeenKeys
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.short_attention import batches_of_similar_length
 from spmdrl.types import UserError
@@ -216,11 +216,11 @@ def test_decoding_in_bfloat16_counts_the_sinks() -> None:
     q, k, v, sinks = inputs()
     rows = len(SEQLENS)
     keys, values = (x[:20].transpose(0, 1).expand(rows, -1, -1, -1) for x in (k, v))
-    hidden = torch.arange(20) >= torch.tensor(SEQLENS)[:, None]
+    seen = SeenKeys(lengths=torch.tensor(SEQLENS).clamp(max=20), shortest=min(SEQLENS), longest=20)
     arguments = (q[:rows].transpose(0, 1).unsqueeze(0), keys, values)
-    exact = attend_to_cache(*arguments, scale=SCALE, hidden=hidden, sinks=sinks)
+    exact = attend_to_cache(*arguments, scale=SCALE, seen=seen, sinks=sinks)
     halves = [x.bfloat16() for x in arguments]
-    rounded = attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=sinks.bfloat16())
-    without = attend_to_cache(*halves, scale=SCALE, hidden=hidden, sinks=None)
+    rounded = attend_to_cache(*halves, scale=SCALE, seen=seen, sinks=sinks.bfloat16())
+    without = attend_to_cache(*halves, scale=SCALE, seen=seen, sinks=None)
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=0.02)
     assert (without.float() - exact).abs().max() > 0.2

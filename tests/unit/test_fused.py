@@ -19,6 +19,7 @@ from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.types import UserError
 from tests.helpers.fused_cases import CASES, HALF, Case, eager, gradients, inputs_of
+from tests.helpers.layers import layers_in_c
 from tests.helpers.live import Watch
 from tests.helpers.policies import policy_of, tokens
 
@@ -52,15 +53,19 @@ def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Cas
         assert (mine - right).abs().sum() <= 1.01 * (other - right).abs().sum()
 
 
+@pytest.mark.parametrize("in_c", [False, True], ids=["torch", "c"])
 @pytest.mark.parametrize("family", [*FAMILIES, "window"])
-def test_a_fused_model_equals_transformers_model(family: str) -> None:
+def test_a_fused_model_equals_transformers_model(family: str, in_c: bool) -> None:
     sizes = FAMILIES.get(family, FAMILIES["qwen2"] | WINDOW)
     batch = tokens(20, 13, 1)
     plain = policy_of("none", **sizes)
     fast = fused_policy("none", **sizes)
     replaced = {type(module).__module__ for module in fast.modules()}
     assert fused.__name__ in replaced and fused.__name__ not in {type(module).__module__ for module in plain.modules()}
-    for one, other in zip(scores_and_gradients(fast, batch), scores_and_gradients(plain, batch), strict=True):
+    exact = scores_and_gradients(plain, batch)
+    with layers_in_c(in_c):
+        found = scores_and_gradients(fast, batch)
+    for one, other in zip(found, exact, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
@@ -106,6 +111,9 @@ def test_less_is_kept_than_by_transformers_layers() -> None:
 def test_levels_of_recomputation_change_no_gradient(family: str) -> None:
     batch = tokens(40, 24)
     none = scores_and_gradients(fused_policy("none", **FAMILIES[family]), batch)
+    with layers_in_c():
+        in_c = [scores_and_gradients(fused_policy(level, **FAMILIES[family]), batch) for level in ("none", "selective")]
+    assert all(torch.equal(one, other) for one, other in zip(*in_c, strict=True))
     for level in ("full", "selective"):
         with Watch() as watch:
             again = scores_and_gradients(fused_policy(level, **FAMILIES[family]), batch)

@@ -390,7 +390,7 @@ def run_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> 
             files.status_of(0): status,
             files.error: {"kind": "error", "message": "m"},
             files.requeue: {"launch": "a", "step": 1, "num_steps": 2, "given_up": False, "reason": "r", "again": True},
-            folder / "machine.json": {"processor": "p", "linear_kernels": None},
+            folder / "machine.json": {"processor": "p", "linear_kernels": None, "layers_in_c": True},
             folder / "metrics.jsonl": {"step": 1, "loss": 0.5},
         }.items():
             file.write_bytes(damaged(json.dumps(changed(content, path, put)).encode() + b"\n", cuts))

@@ -18,6 +18,7 @@ from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
+from tests.helpers.layers import layers_in_c
 from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3, save_qwen3_5
 
 
@@ -106,7 +107,8 @@ def plain_logprobs(model, request: Request, response: Response) -> torch.Tensor:
     return logits.log_softmax(-1)[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
 
 
-def test_decoding_without_modules_is_the_forward_pass_of_the_model(dense) -> None:
+@pytest.mark.parametrize("in_c", [False, True], ids=["torch", "c"])
+def test_decoding_without_modules_is_the_forward_pass_of_the_model(dense, in_c: bool) -> None:
     """For responses of many lengths, on weights that a second refit has replaced."""
     asked = requests(30)
     fast, plain = engine_for(dense, 16), engine_for(dense, 16)
@@ -116,7 +118,9 @@ def test_decoding_without_modules_is_the_forward_pass_of_the_model(dense) -> Non
     for tensors in (dict(dense.named_parameters()), changed):
         for engine in (fast, plain):
             load_whole(engine, tensors, version=8)
-        for one, other in zip(answers(fast, asked), answers(plain, asked), strict=True):
+        with layers_in_c(in_c):
+            found = answers(fast, asked)
+        for one, other in zip(found, answers(plain, asked), strict=True):
             assert one.token_ids == other.token_ids
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-6, atol=1e-6)
 

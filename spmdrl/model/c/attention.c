@@ -1,0 +1,268 @@
+// Causal attention in float32: of short sequences, forward and backward, and of one new token for each row of a cache.
+//
+// A head's last dim is contiguous; strides count elements. Queries are taken ROWS at a time, so that a key that was
+// loaded serves them all. Each sequence and key head is computed by one thread, in one order.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "exp.h"
+
+#define LANES 16
+#define ROWS 4
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+
+static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+// Room for so many numbers, or NULL.
+static inline float *room_for(int64_t numbers) {
+    return aligned_alloc(4 * LANES, padded(numbers) * sizeof(float));
+}
+
+// Copies rows [length, width] next to each other, [length, padded(width)], with zeros at the ends.
+static void pack(const float *from, int64_t stride, int64_t length, int64_t width, float *to) {
+    const int64_t wide = padded(width);
+    for (int64_t j = 0; j < length; j++) {
+        memcpy(to + j * wide, from + j * stride, width * sizeof(float));
+        memset(to + j * wide + width, 0, (wide - width) * sizeof(float));
+    }
+}
+
+// The same transposed, [width, padded(length)].
+static void pack_transposed(const float *from, int64_t stride, int64_t length, int64_t width, float *to) {
+    const int64_t tall = padded(length);
+    for (int64_t d = 0; d < width; d++) {
+        for (int64_t j = 0; j < length; j++) to[d * tall + j] = from[j * stride + d];
+        for (int64_t j = length; j < tall; j++) to[d * tall + j] = 0.0f;
+    }
+}
+
+// out[r][j] = sum_d x[r][d] t[d][j] for j < limit, of ROWS rows x [ROWS, wide] and t [width, tall].
+static void against_all(const float *x, int64_t wide, const float *t, int64_t width, int64_t tall, int64_t limit,
+                        float *out) {
+    for (int64_t j = 0; j < limit; j += LANES) {
+        vec sum[ROWS] = {0};
+        for (int64_t d = 0; d < width; d++) {
+            const vec column = *(const vec *)(t + d * tall + j);
+            for (int r = 0; r < ROWS; r++) sum[r] += x[r * wide + d] * column;
+        }
+        for (int r = 0; r < ROWS; r++) *(vec *)(out + r * tall + j) = sum[r];
+    }
+}
+
+// out[r][d] = sum_{j < limit} p[r][j] x[j][d], of ROWS rows p [ROWS, tall] and x [limit, wide].
+static void weighted_sum(const float *p, int64_t tall, const float *x, int64_t wide, int64_t limit, float *out) {
+    for (int64_t d = 0; d < wide; d += LANES) {
+        vec sum[ROWS] = {0};
+        for (int64_t j = 0; j < limit; j++) {
+            const vec row = *(const vec *)(x + j * wide + d);
+            for (int r = 0; r < ROWS; r++) sum[r] += p[r * tall + j] * row;
+        }
+        for (int r = 0; r < ROWS; r++) *(vec *)(out + r * wide + d) = sum[r];
+    }
+}
+
+// total[j][d] += sum_r p[r][j] x[r][d] for j < limit.
+static void add_outer(const float *p, int64_t tall, const float *x, int64_t wide, int64_t limit, float *total) {
+    for (int64_t d = 0; d < wide; d += LANES) {
+        vec row[ROWS];
+        for (int r = 0; r < ROWS; r++) row[r] = *(const vec *)(x + r * wide + d);
+        for (int64_t j = 0; j < limit; j++) {
+            vec sum = *(vec *)(total + j * wide + d);
+            for (int r = 0; r < ROWS; r++) sum += p[r * tall + j] * row[r];
+            *(vec *)(total + j * wide + d) = sum;
+        }
+    }
+}
+
+// Turns the first `seen` scores of a row into probabilities, and the others up to `limit`, a multiple of LANES, into 0.
+static void softmax(float *row, int64_t seen, int64_t limit) {
+    float largest = -INFINITY, total = 0.0f;
+    for (int64_t j = seen; j < limit; j++) row[j] = -INFINITY;
+    for (int64_t j = 0; j < limit; j++) largest = row[j] > largest ? row[j] : largest;
+    for (int64_t j = 0; j < limit; j++) row[j] = exp_(row[j] - largest);
+    for (int64_t j = seen; j < limit; j++) row[j] = 0.0f;
+    for (int64_t j = 0; j < limit; j++) total += row[j];
+    const float share = 1.0f / total;
+    for (int64_t j = 0; j < limit; j++) row[j] *= share;
+}
+
+static inline float product(const float *x, const float *y, int64_t width) {
+    vec lanes = {0};
+    int64_t d = 0;
+    for (; d + LANES <= width; d += LANES) lanes += *(const vec *)(x + d) * *(const vec *)(y + d);
+    float sum = 0.0f;
+    for (; d < width; d++) sum += x[d] * y[d];
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+// out[d] = sum_j p[j] x[j][d].
+static inline void combination(const float *p, const float *x, int64_t length, int64_t width, float *out) {
+    int64_t d = 0;
+    for (; d + LANES <= width; d += LANES) {
+        vec sum = {0};
+        for (int64_t j = 0; j < length; j++) sum += p[j] * *(const vec *)(x + j * width + d);
+        *(vec *)(out + d) = sum;
+    }
+    for (; d < width; d++) {
+        out[d] = 0.0f;
+        for (int64_t j = 0; j < length; j++) out[d] += p[j] * x[j * width + d];
+    }
+}
+
+// Copies ROWS query heads of one key head, counted over (token, head of the group), times a factor; past the end, zeros.
+static void gather(const float *from, int64_t token_stride, int64_t head_stride, int64_t groups, int64_t first,
+                   int64_t count, int64_t width, float factor, float *to) {
+    const int64_t wide = padded(width);
+    memset(to, 0, ROWS * wide * sizeof(float));
+    for (int64_t r = 0; r < ROWS && first + r < count; r++) {
+        const float *row = from + (first + r) / groups * token_stride + (first + r) % groups * head_stride;
+        for (int64_t d = 0; d < width; d++) to[r * wide + d] = row[d] * factor;
+    }
+}
+
+static void scatter(const float *from, int64_t width, float *to, int64_t token_stride, int64_t head_stride,
+                    int64_t groups, int64_t first, int64_t count) {
+    for (int64_t r = 0; r < ROWS && first + r < count; r++)
+        memcpy(to + (first + r) / groups * token_stride + (first + r) % groups * head_stride, from + r * padded(width),
+               width * sizeof(float));
+}
+
+// Scores and probabilities of ROWS queries [ROWS, wide], the first of which is number `first` over (token, head).
+static int64_t probabilities(const float *queries, const float *keys_t, int64_t first, int64_t count, int64_t groups,
+                             int64_t width, int64_t tall, float *p) {
+    const int64_t last = first + ROWS < count ? first + ROWS - 1 : count - 1, limit = last / groups + 1;
+    against_all(queries, padded(width), keys_t, width, tall, limit, p);
+    for (int64_t r = 0; r < ROWS; r++) {
+        const int64_t number = first + r < count ? first + r : last;
+        softmax(p + r * tall, number / groups + 1, padded(limit));
+    }
+    return limit;
+}
+
+// q [T, heads, width], k and v [T, kv_heads, width] give out [T, heads, width], contiguous; sequence s has the tokens
+// starts[s] to starts[s + 1]. Returns 0, or 1 when there is no memory.
+int attend(const float *restrict q, const float *restrict k, const float *restrict v, float *restrict out,
+           const int64_t *restrict starts, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t width,
+           int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head,
+           int64_t longest, float scale, int64_t threads) {
+    const int64_t groups = heads / kv_heads, wide = padded(width), tall_max = padded(longest);
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *room = room_for(width * tall_max + longest * wide + ROWS * (2 * wide + tall_max));
+        float *keys_t = room, *values = keys_t + width * tall_max, *queries = values + longest * wide;
+        float *sums = queries + ROWS * wide, *p = sums + ROWS * wide;
+        if (!room) failed = 1;
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < num_sequences * kv_heads; task++) {
+            if (!room) continue;
+            const int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start;
+            const int64_t head = task % kv_heads, count = length * groups, tall = padded(length);
+            pack_transposed(k + start * k_token + head * k_head, k_token, length, width, keys_t);
+            pack(v + start * v_token + head * v_head, v_token, length, width, values);
+            for (int64_t first = 0; first < count; first += ROWS) {
+                gather(q + start * q_token + head * groups * q_head, q_token, q_head, groups, first, count, width,
+                       scale, queries);
+                const int64_t limit = probabilities(queries, keys_t, first, count, groups, width, tall, p);
+                weighted_sum(p, tall, values, wide, limit, sums);
+                scatter(sums, width, out + (start * heads + head * groups) * width, heads * width, width, groups,
+                        first, count);
+            }
+        }
+        free(room);
+    }
+    return failed;
+}
+
+// The gradients of q, k and v, contiguous, for that of the result, which may be strided.
+int attend_backward(const float *restrict grad, const float *restrict q, const float *restrict k,
+                    const float *restrict v, float *restrict grad_q, float *restrict grad_k, float *restrict grad_v,
+                    const int64_t *restrict starts, int64_t num_sequences, int64_t heads, int64_t kv_heads,
+                    int64_t width, int64_t grad_token, int64_t grad_head, int64_t q_token, int64_t q_head,
+                    int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t longest, float scale,
+                    int64_t threads) {
+    const int64_t groups = heads / kv_heads, wide = padded(width), tall_max = padded(longest);
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *room = room_for(2 * width * tall_max + 3 * longest * wide + ROWS * (3 * wide + 2 * tall_max));
+        float *keys_t = room, *values_t = keys_t + width * tall_max, *keys = values_t + width * tall_max;
+        float *by_keys = keys + longest * wide, *by_values = by_keys + longest * wide;
+        float *queries = by_values + longest * wide, *by_out = queries + ROWS * wide, *sums = by_out + ROWS * wide;
+        float *p = sums + ROWS * wide, *by_p = p + ROWS * tall_max;
+        if (!room) failed = 1;
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < num_sequences * kv_heads; task++) {
+            if (!room) continue;
+            const int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start;
+            const int64_t head = task % kv_heads, count = length * groups, tall = padded(length);
+            pack_transposed(k + start * k_token + head * k_head, k_token, length, width, keys_t);
+            pack_transposed(v + start * v_token + head * v_head, v_token, length, width, values_t);
+            pack(k + start * k_token + head * k_head, k_token, length, width, keys);
+            memset(by_keys, 0, 2 * longest * wide * sizeof(float));
+            for (int64_t first = 0; first < count; first += ROWS) {
+                gather(q + start * q_token + head * groups * q_head, q_token, q_head, groups, first, count, width,
+                       scale, queries);
+                gather(grad + start * grad_token + head * groups * grad_head, grad_token, grad_head, groups, first,
+                       count, width, 1.0f, by_out);
+                const int64_t limit = probabilities(queries, keys_t, first, count, groups, width, tall, p);
+                against_all(by_out, wide, values_t, width, tall, limit, by_p);
+                add_outer(p, tall, by_out, wide, limit, by_values);
+                for (int64_t r = 0; r < ROWS; r++) {  // by scores, from by probabilities
+                    float shared = 0.0f;
+                    for (int64_t j = 0; j < padded(limit); j++) shared += p[r * tall + j] * by_p[r * tall + j];
+                    for (int64_t j = 0; j < padded(limit); j++)
+                        by_p[r * tall + j] = p[r * tall + j] * (by_p[r * tall + j] - shared);
+                }
+                add_outer(by_p, tall, queries, wide, limit, by_keys);  // queries have the scale
+                weighted_sum(by_p, tall, keys, wide, limit, sums);
+                for (int64_t i = 0; i < ROWS * wide; i++) sums[i] *= scale;
+                scatter(sums, width, grad_q + (start * heads + head * groups) * width, heads * width, width, groups,
+                        first, count);
+            }
+            for (int64_t j = 0; j < length; j++) {
+                const int64_t place = ((start + j) * kv_heads + head) * width;
+                memcpy(grad_k + place, by_keys + j * wide, width * sizeof(float));
+                memcpy(grad_v + place, by_values + j * wide, width * sizeof(float));
+            }
+        }
+        free(room);
+    }
+    return failed;
+}
+
+// One query for each row: q [rows, heads, width] over keys and values [rows, kv_heads, ..., width], whose tokens are
+// neighbours; a row sees its last `window` of lengths[row] keys, all of them if window is 0. out is contiguous.
+int attend_to_cache(const float *restrict q, const float *restrict keys, const float *restrict values,
+                    float *restrict out, const int64_t *restrict lengths, int64_t rows, int64_t heads,
+                    int64_t kv_heads, int64_t width, int64_t q_row, int64_t q_head, int64_t keys_row,
+                    int64_t keys_head, int64_t values_row, int64_t values_head, int64_t longest, int64_t window,
+                    float scale, int64_t threads) {
+    const int64_t groups = heads / kv_heads;
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *p = room_for(padded(longest));
+        if (!p) failed = 1;
+#pragma omp for schedule(dynamic, 16)
+        for (int64_t task = 0; task < rows * heads; task++) {
+            if (!p) continue;
+            const int64_t row = task / heads, head = task % heads, end = lengths[row];
+            const int64_t start = window && window < end ? end - window : 0, seen = end - start;
+            const int64_t place = start * width;
+            const float *query = q + row * q_row + head * q_head;
+            const float *key = keys + row * keys_row + head / groups * keys_head + place;
+            const float *value = values + row * values_row + head / groups * values_head + place;
+            for (int64_t j = 0; j < seen; j++) p[j] = product(query, key + j * width, width) * scale;
+            softmax(p, seen, padded(seen));
+            combination(p, value, seen, width, out + task * width);
+        }
+        free(p);
+    }
+    return failed;
+}

@@ -1,0 +1,157 @@
+"""Functions in C for float32 on a CPU, made on the machine that runs them.
+
+torch has no kernels that norm, rotate or gate in one pass over a tensor on a CPU, and its own compiler takes tens of
+seconds at each start. The C compiler that a machine has takes half a second once: what it makes is kept in the user's
+cache, by source, compiler and processor. Where there is none, the same functions in torch serve (`fused_plain.py`).
+
+Their last bits differ from torch's. So ranks agree on whether to use them, and a run keeps to it when it resumes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.model.calibration import processor, users_cache
+
+_SOURCES = Path(__file__).parent / "c"
+# Sums may be reassociated, so that they fit vector registers; infinities and nan keep their meaning.
+_FLAGS = (
+    *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+)
+_C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+_LIMIT_S = 60.0
+# Numbers that a thread reads or multiplies while it would wake another: fewer are not worth it, and on a busy machine
+# the other one may come late.
+_SERIAL = 2**17
+
+
+class CannotCompile(Exception):
+    """This machine cannot make the functions, or cannot load what it made. The message says why."""
+
+
+class _InUse:
+    is_on = False
+
+
+def compile_all() -> None:
+    """Compile and load every function, unless this machine has done so before. Raises CannotCompile."""
+    for source in sorted(_SOURCES.glob("*.c")):
+        library(source.stem)
+
+
+def use_compiled(on: bool) -> bool:
+    """Use compiled functions from now on, or torch's, in the whole process; returns what was used before."""
+    before, _InUse.is_on = _InUse.is_on, on
+    return before
+
+
+def compiled_in_use() -> bool:
+    """Return True when this process uses compiled functions."""
+    return _InUse.is_on
+
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Return True when compiled functions are in use, and take these tensors."""
+    return _InUse.is_on and all(
+        x is None or (x.dtype == torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter))
+        for x in tensors
+    )
+
+
+def threads_for(amount: int) -> int:
+    """Return how many threads are worth their start for so many numbers to read, or four times as many products."""
+    return 1 if amount < _SERIAL else torch.get_num_threads()
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL:
+    """Load `c/name.c`, and compile it first unless this machine has done so before. Raises CannotCompile."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        raise CannotCompile("there is no C compiler: install gcc")
+    source = _SOURCES / f"{name}.c"
+    try:
+        version = _run([compiler, "--version"])
+        described = "\n".join([source.read_text(encoding="utf-8"), *_FLAGS, version, processor(), _features()])
+        file_name = f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
+        folder = _private_folder()
+        if folder is None:
+            with tempfile.TemporaryDirectory() as temporary:  # what is loaded stays, the file need not
+                return _load(_compile(compiler, source, Path(temporary) / file_name))
+        known = folder / file_name
+        return _load(known if known.exists() else _compile(compiler, source, known))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotCompile(f"{compiler} failed: {' '.join(str(error).split())}") from error
+
+
+class Function:
+    """A function of `c/SOURCE.c`, which returns 0, or something else when there is no memory for it."""
+
+    def __init__(self, source: str, name: str, arguments: str) -> None:
+        """`arguments` has a letter for each: p for the data of a tensor or None, i for an integer, f for a float."""
+        self._source, self._name, self._arguments = source, name, arguments
+
+    def __call__(self, *arguments: Tensor | float | None) -> None:
+        """Call it. Raises MemoryError."""
+        if self._loaded(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)):
+            raise MemoryError(f"there is no memory for {self._name} of {self._source}.c")
+
+    @functools.cached_property
+    def _loaded(self) -> Callable[..., int]:
+        found = library(self._source)[self._name]
+        found.argtypes, found.restype = [_C_TYPES[letter] for letter in self._arguments], ctypes.c_int
+        return found
+
+
+def _compile(compiler: str, source: Path, target: Path) -> Path:
+    """Write the library, complete or not at all."""
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+    _run([compiler, *_FLAGS, "-o", str(unfinished), str(source), "-lm"])
+    unfinished.replace(target)
+    return target
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise OSError(done.stderr[-500:] or f"exit code {done.returncode}")
+    return done.stdout
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Load a library; its threads are torch's, because the loader finds torch's OpenMP, which has the same name."""
+    return ctypes.CDLL(str(path))
+
+
+def _private_folder() -> Path | None:
+    """Return a folder that only this user can write, because what lies in it is run; None where there is none."""
+    folder = users_cache() / "compiled"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return None
+    is_private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if is_private and os.access(folder, os.W_OK) else None
+
+
+def _features() -> str:
+    """Return the instructions that the processor has, as Linux lists them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")

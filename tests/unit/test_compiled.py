@@ -1,0 +1,165 @@
+"""Layers in C compute what layers in torch compute, with any number of threads; without a compiler there are none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.model import attention_c, compiled, fused, fused_c, fused_plain
+from spmdrl.model.attention_layer import SeenKeys
+from spmdrl.model.compiled import CannotCompile
+from spmdrl.model.short_attention import attend_short
+from tests.helpers.fused_cases import CASES, EMPTY, Case, gradients, inputs_of
+from tests.helpers.layers import layers_in_c
+
+SEQLENS = [1, 17, 2, 128, 33, 16]
+HEADS = [(4, 2, 32), (3, 3, 8), (6, 2, 40), (8, 1, 16)]  # query heads, key heads, width
+
+
+@pytest.fixture
+def any_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
+def test_c_equals_torch(case: Case) -> None:
+    given = inputs_of(case, torch.float64)
+    exact = gradients(case.fused, given)
+    with layers_in_c():
+        assert fused.kernels_for(given[0].float()) is fused_c and fused.kernels_for(given[0]) is fused_plain
+        ours = gradients(case.fused, [x.float() for x in given])
+    for one, other in zip(ours, exact, strict=True):
+        assert (one - other).norm() <= 2e-6 * other.norm().clamp(min=1)
+
+
+def test_a_gate_is_right_however_large_it_is() -> None:
+    gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([-torch.inf, torch.inf, torch.nan])])
+    ours, exact = fused_c.swiglu(gate, torch.ones_like(gate)), F.silu(gate.double())
+    assert torch.isnan(ours[-1]) and ours[-2] == torch.inf
+    torch.testing.assert_close(ours[:-3], exact[:-3].float(), rtol=1e-6, atol=1e-35)
+
+
+@pytest.mark.usefixtures("any_threads")
+def test_the_number_of_threads_changes_no_bit() -> None:
+    x, weight = torch.randn(1500, 4, 32), torch.rand(32)
+    angles = torch.randn(1500, 16).repeat(1, 2)
+    q, k = (torch.randn(sum(SEQLENS) * 8, heads, 32) for heads in (4, 2))
+
+    def results() -> list[Tensor | None]:
+        _, rstd = fused_c.rms_norm(x, weight, 1e-6)
+        return [
+            *fused_c.rms_norm_backward(x, x, weight, rstd),
+            *fused_c.rotate_backward(x, x, weight, angles.cos(), angles.sin(), 1e-6),
+            *attention_c.attend_backward(q, q, k, k, SEQLENS * 8, 0.2),
+        ]
+
+    by_threads = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        by_threads.append(results())
+    for others in by_threads[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(by_threads[0], others, strict=True))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_attention_equals_torch_and_knows_no_neighbours(heads: int, kv_heads: int, width: int) -> None:
+    torch.manual_seed(0)
+    # Heads before tokens in memory, as a model hands them over.
+    q, k, v = (
+        torch.randn(n, sum(SEQLENS), width).transpose(0, 1).requires_grad_() for n in (heads, kv_heads, kv_heads)
+    )
+    upstream = torch.randn(sum(SEQLENS), heads, width)
+
+    def attended(parts: list[Tensor]) -> Tensor:
+        per_sequence = zip(*(x.transpose(0, 1).split(SEQLENS, dim=1) for x in parts), strict=True)
+        outs = [
+            F.scaled_dot_product_attention(*one, is_causal=True, scale=0.3, enable_gqa=True) for one in per_sequence
+        ]
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+    exact = attended([x.double() for x in (q, k, v)])
+    with layers_in_c():
+        ours = attend_short(q, k, v, SEQLENS, 0.3)
+        found = torch.autograd.grad(ours, (q, k, v), upstream)
+        alone = attend_short(q[18:20], k[18:20], v[18:20], SEQLENS[2:3], 0.3)
+    wanted = torch.autograd.grad(exact, (q, k, v), upstream.double())
+    for one, other in zip([ours, *found], [exact, *wanted], strict=True):
+        torch.testing.assert_close(one, other.to(one), rtol=0, atol=2e-5)
+    assert torch.equal(alone, ours[18:20])
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+def test_attention_to_a_cache_sees_what_it_should(window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([5, 1, 40, 17])
+    whole = torch.randn(2, 4, 3, 64, 24)  # with room for more tokens than there are
+    keys, values = whole[0, :, :, :40], whole[1, :, :, :40]
+    q = torch.randn(4, 6, 24)
+    seen = SeenKeys(lengths=lengths, shortest=1, longest=40, window=window)
+    found = attention_c.attend_to_cache(q, keys, values, seen, 0.2)
+    hidden = seen.hidden
+    assert hidden is not None
+    exact = F.scaled_dot_product_attention(
+        q[:, :, None].double(),
+        keys.double(),
+        values.double(),
+        attn_mask=~hidden[:, None, None],
+        scale=0.2,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(found, exact[:, :, 0].float(), rtol=0, atol=2e-6)
+
+
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.library.__wrapped__("fused")
+    (made,) = (tmp_path / "spmdrl" / "compiled").iterdir()
+    assert made.parent.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(compiled, "_compile", None)  # is not called again
+    compiled.library.__wrapped__("fused")
+    # What others can write is not run.
+    made.parent.chmod(0o777)
+    with pytest.raises(TypeError):
+        compiled.library.__wrapped__("fused")
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_not_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compiled.library.__wrapped__("fused").rms_norm
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [(None, "there is no C compiler: install gcc"), ("exit 3", "exit code 3"), ("echo oh no >&2; exit 1", "oh no")],
+)
+def test_without_a_compiler_there_are_no_functions(
+    compiler: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if compiler:
+        (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
+        (tmp_path / "cc").chmod(0o755)
+    with pytest.raises(CannotCompile, match=said):
+        compiled.library.__wrapped__("fused")
+
+
+def test_the_sources_have_no_warnings(tmp_path: Path) -> None:
+    sources = sorted((Path(compiled.__file__).parent / "c").glob("*.c"))
+    assert sources
+    for source in sources:
+        command = ["gcc", "-O3", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-c", str(source), "-o", os.devnull]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
