@@ -142,9 +142,9 @@ def attend_to_cache(
 ) -> Tensor:
     """query [1, H, n, D], one token for each row of keys and values [n, K, L, D], give [1, n, H, D].
 
-    In float32 on a CPU by a function in C, or else as two plain products: for one query a row they were 1.4 to 2 times as fast on a CPU as the fused kernel.
-    Narrower types go to the fused kernel, which keeps scores in float32 without a copy of the cache; but not with
-    sinks [H], of which it knows nothing.
+    In float32 on a CPU by a function in C, or else as two plain products: for one query a row they were 1.4 to 2 times
+    as fast as the fused kernel. Narrower types go to the fused kernel, which keeps scores in float32 without a copy of
+    the cache; but not with sinks [H], of which it knows nothing.
     """
     num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
     q = query[0].transpose(0, 1)  # [n, H, D]

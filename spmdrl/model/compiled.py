@@ -17,8 +17,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ _FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 )
-_C_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+_C_TYPES: Mapping[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _LIMIT_S = 60.0
 # Numbers that a thread reads or multiplies while it would wake another: fewer are not worth it, and on a busy machine
 # the other one may come late.

@@ -1,10 +1,10 @@
-"""Causal attention of short sequences on a CPU: plain products, many sequences in one call.
+"""Causal attention of short sequences on a CPU: many sequences in one call, in C or as plain products.
 
 torch's fused kernel works on one sequence and one head at a time; below some hundred tokens its overhead is most of
-what it does. Here a batch of sequences is two products. Backward computes the probabilities again, so that no more is
+what it does. In C sequences may have any lengths; without a compiler a batch of sequences is two products. Backward computes the probabilities again, so that no more is
 kept for it than by other kernels.
 
-Sequences of similar lengths form a batch, padded at their ends. No query sees the padding of its own sequence, because
+For products, sequences of similar lengths form a batch, padded at their ends. No query sees the padding of its own sequence, because
 it comes later, so the results are exact.
 """
 
@@ -98,11 +98,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    kept = ctx.saved_tensors
-    if serves(grad, *kept):
-        return *attention_c.attend_backward(grad, *kept, ctx.seqlens, ctx.scale), None, None
-    batch = _Batch(ctx.seqlens, kept[1].shape[1], grad.device)
-    queries, keys, values = (batch.matrices(x) for x in kept)
+    q, k, v = ctx.saved_tensors
+    if serves(grad, q, k, v):
+        return *attention_c.attend_backward(grad, q, k, v, ctx.seqlens, ctx.scale), None, None
+    batch = _Batch(ctx.seqlens, k.shape[1], grad.device)
+    queries, keys, values = (batch.matrices(x) for x in (q, k, v))
     by_out = batch.matrices(grad)
     p = _probabilities(queries, keys, batch.length, ctx.scale)
     by_v = torch.bmm(p.transpose(1, 2), by_out)

@@ -61,9 +61,11 @@ def layers_of_a_run(config: str, folder: str, unable: int) -> bool | str:
     """Whether layers are computed in C, in a run where one rank cannot compile."""
     failing = mock.patch.object(run_module, "compile_all", side_effect=CannotCompile("there is no C compiler"))
     try:
-        with failing if os.environ["RANK"] == str(unable) else nullcontext():
-            with open_run(read_draft(Config, config, []).config, RunFolder(Path(folder))):
-                return compiled_in_use()
+        with (
+            failing if os.environ["RANK"] == str(unable) else nullcontext(),
+            open_run(read_draft(Config, config, []).config, RunFolder(Path(folder))),
+        ):
+            return compiled_in_use()
     except UserError as error:
         return str(error)
     finally:
