@@ -1,11 +1,11 @@
 """Causal attention of short sequences on a CPU: many sequences in one call, in C or as plain products.
 
 torch's fused kernel works on one sequence and one head at a time; below some hundred tokens its overhead is most of
-what it does. In C sequences may have any lengths; without a compiler a batch of sequences is two products. Backward computes the probabilities again, so that no more is
-kept for it than by other kernels.
+what it does. In C sequences may have any lengths; without a compiler a batch of sequences is two products. Backward
+computes the probabilities again, so that no more is kept for it than by other kernels.
 
-For products, sequences of similar lengths form a batch, padded at their ends. No query sees the padding of its own sequence, because
-it comes later, so the results are exact.
+For products, sequences of similar lengths form a batch, padded at their ends. No query sees the padding of its own
+sequence, because it comes later, so the results are exact.
 """
 
 from __future__ import annotations
