@@ -166,6 +166,11 @@ class EnvironmentConfig(Section):
         """The episodes that a rank may have open at once; None without a limit."""
         return self.source.max_open if isinstance(self.source, AgentEnvironment | VerifiersEnvironment) else None
 
+    @property
+    def has_agents(self) -> bool:
+        """True where programs ask the policy, each with a prompt of its own."""
+        return isinstance(self.source, AgentEnvironment | VerifiersEnvironment)
+
 
 @rule(EnvironmentConfig)
 def programs_end_before_the_step(environment: EnvironmentConfig) -> Iterator[str]:
