@@ -116,12 +116,13 @@ def _images(written: Any, *, num_places: int) -> tuple[bytes, ...]:
         raise ValueError(f"images are {shown(written)} and not a list of files in base64")
     if len(written) != num_places:
         raise ValueError(f"there are {len(written)} images for {num_places} places in the messages")
-    if (num_bytes := sum(len(image) * 3 // 4 for image in written)) > MAX_IMAGES_BYTES:
+    files = tuple(base64.b64decode(image, validate=True) for image in written)
+    if (num_bytes := sum(map(len, files))) > MAX_IMAGES_BYTES:
         raise ValueError(
             f"the images of an observation have {num_bytes / 2**20:.1f} MiB as files, and at most "
             f"{MAX_IMAGES_BYTES >> 20} MiB are read; make them smaller"
         )
-    return tuple(base64.b64decode(image, validate=True) for image in written)
+    return files
 
 
 def _is_call(call: Any) -> bool:
