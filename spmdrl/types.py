@@ -314,7 +314,7 @@ class Sequence:
     def _around_images(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of a span that are text."""
         for image in self.images:
-            if start < image.start < end:
+            if start <= image.start < end:
                 yield start, image.start
                 start = image.end
         yield start, end
