@@ -60,7 +60,7 @@ class ImageSpan:
 
     @property
     def name(self) -> str:
-        """What stands for it where an episode is shown."""
+        """The text that stands for it where an episode is shown."""
         return f"<image {self.digest[:8]}>"
 
     @property
@@ -239,7 +239,7 @@ class Rollout:
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """What the environment said, in order."""
+        """All that the environment said, in order."""
         said = (self.greeting, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in said if observation is not None)
 

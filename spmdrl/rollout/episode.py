@@ -314,7 +314,7 @@ class Episode:
 
     @property
     def _observations(self) -> tuple[Observation, ...]:
-        """What the environment has said, in order."""
+        """All that the environment has said, in order."""
         said = (self.greeting, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in said if observation is not None)
 

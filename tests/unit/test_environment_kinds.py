@@ -503,9 +503,9 @@ def test_what_is_not_text_is_an_error(gymnasium_classes: Path) -> None:
         return gymnasium.load(name=f"{gymnasium_classes}:Bare", params={})
 
     assert played(bare) == [Observation()]
-    with pytest.raises(TypeError, match="the observation is int and not text"):
+    with pytest.raises(TypeError, match="the observation is int and neither text nor a list of parts"):
         played(bare, Action(text="a"))
-    with pytest.raises(TypeError, match="the observation is Array and not text"):
+    with pytest.raises(TypeError, match="the observation is Array and neither text nor a list of parts"):
         played(bare, Action(text="array"))
     with pytest.raises(TypeError, match="step must return"):
         played(bare, Action(text=""))

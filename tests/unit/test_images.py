@@ -10,6 +10,7 @@ import shutil
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -32,6 +33,7 @@ from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, decode, size_of
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision import ImageReader
+from spmdrl.step.imitation import PairEncoder
 from spmdrl.types import Prompt, UserError
 from tests.helpers.chat_templates import family_tokenizer
 from tests.helpers.vision import as_file, photo, save_vision_files
@@ -606,3 +608,60 @@ def test_pairs_have_the_images_of_their_prompts(qwen: Bench) -> None:
     rows = [{"prompt": [asked, answered, asked | {"content": "sure?"}, answered], "images": ["a.png"]}]
     (pair,) = pairs(rows, "all")
     assert len(pair.prompt.images) == 1 and [exchange.response for exchange in pair.exchanges] == ["a tree"] * 2
+
+
+def test_the_tokens_of_all_turns_are_those_that_the_processor_makes_of_the_conversation(bench: Bench) -> None:
+    """What is imitated are the answers, and nothing of an image."""
+    for number in range(3):
+        photo(16 + 8 * number, 24, seed=number).save(bench.folder / f"{number}.png")
+    asked = [{"role": "user", "content": content} for content in ("<image>a?", "and<image><image>?", "no?")]
+    talk = [message for one in asked for message in (one, {"role": "assistant", "content": "yes"})]
+    row = {"prompt": talk, "images": ["0.png", "1.png", "2.png"]}
+    cfg = DataConfig(sources=(bench.source([row]),), max_prompt_tokens=200)
+    images, tokenizer = bench.reader(cfg), bench.tokenizer
+    form = functools.partial(imitated, turns="all")
+    (pair,) = make_training_stream(cfg, None, seed=0, tokenizer=tokenizer, images=images, form=form).pairs(0, 1)
+    assert len(pair.prompt.images) == 1 and len(pair.images) == 2
+    settings = SimpleNamespace(sft=SimpleNamespace(max_response_tokens=200), data=SimpleNamespace(chat_template="auto"))
+    stops = frozenset({tokenizer.eos_token_id})
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops, images=images)
+    sequence = PairEncoder(settings, inputs)(pair, 0)  # type: ignore[arg-type]
+    whole = tokenizer.apply_chat_template(talk, tokenize=False)
+    place = images.placeholder
+    kept = [image.num_tokens for image in sequence.images]
+    pieces = whole.split("<image>")
+    expected: list[int] = []
+    for piece, number in zip(pieces, [*kept, 0], strict=True):
+        expected += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if number:
+            written = "<|vision_start|><|image_pad|><|vision_end|>" if bench.model.name == QWEN else place.text
+            ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+            at = ids.index(IMAGE)
+            expected += [*ids[:at], *[IMAGE] * number, *ids[at + 1 :]]
+    assert list(sequence.token_ids) == expected
+    places = [place for place, token in enumerate(sequence.token_ids) if token == IMAGE]
+    assert [place for image in sequence.images for place in range(image.start, image.end)] == places
+    trained = [token for token, on in zip(sequence.token_ids, sequence.loss_mask, strict=True) if on]
+    assert tokenizer.decode(trained) == "yes<eos>" * 3
+    assert [image.digest for image in sequence.images] == [
+        images.span(ImageFile((bench.folder / f"{number}.png").resolve())).digest for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("name", "words"), [("gone.png", "gone.png"), ("text.png", "text.png is damaged")])
+def test_bad_images_behind_answers_are_named_before_the_start(qwen: Bench, name: str, words: str) -> None:
+    photo(8, 8).save(qwen.folder / "a.png")
+    (qwen.folder / "text.png").write_bytes(b"hello")
+    turn, answer = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "x"}
+    cfg = DataConfig(
+        sources=(qwen.source([{"prompt": [turn, answer] * 2, "images": ["a.png", name]}]),), max_prompt_tokens=99
+    )
+    with pytest.raises(UserError, match=f"rows.jsonl line 1: .*{words}"):
+        make_training_stream(
+            cfg,
+            None,
+            seed=0,
+            tokenizer=qwen.tokenizer,
+            images=qwen.reader(cfg),
+            form=functools.partial(imitated, turns="all"),
+        )
