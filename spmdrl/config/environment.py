@@ -64,7 +64,8 @@ class TrlEnvironment(Section):
 
 class GymnasiumEnvironment(Section):
     kind: Literal["gymnasium"]
-    """A class with gymnasium's `reset(seed=...)` and `step(action)`; actions and observations are text."""
+    """A class with gymnasium's `reset(seed=...)` and `step(action)`; actions are text, and observations text or parts
+    with images."""
     name: str
     """`package.module:Class` or `path/to/file.py:Class`."""
     params: dict[str, Any] = Field(default_factory=dict)

@@ -218,12 +218,16 @@ def expanded(
 ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
     """Return tokens with as many placeholders as each image needs in the place of its one, and where these are.
 
-    `start` is the place of the first token, from which on places are counted.
+    `start` is the place of the first token, from which on places are counted. Raises UserError when there are others.
     """
     if not images:
         return tuple(token_ids), ()
     token_id, made, spans = reader.placeholder.token_id, list[int](), list[ImageSpan]()
-    assert token_ids.count(token_id) == len(images), "each image has one place"
+    if (found := token_ids.count(token_id)) != len(images):  # of an added token that is not special, a text becomes one
+        raise UserError(
+            f"there are {found} placeholders for {len(images)} images; mark the model's tokens of images as special in "
+            "the tokenizer's files"
+        )
     pending = iter(images)
     for token in token_ids:
         if token == token_id:

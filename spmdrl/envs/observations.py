@@ -18,13 +18,14 @@ _KEYS = {"messages", "images", "reward", "done", "metrics", "tool_errors", "stat
 MAX_IMAGES_BYTES = 16 * 2**20  # of the files of one observation's images
 MAX_METRICS = 100  # of one step
 _MAX_NAME_CHARACTERS = 100
+_AROUND_BYTES = 2**10  # of an answer beside its observation
 _MAX_TOOL_ERRORS = 2**31  # of one step: what is larger is a mistake, and might fit no float
 
 
 def max_answer_bytes(max_characters: int) -> int:
     """Return the longest line that an environment's process sends: its texts, as JSON escapes them, its images in
     base64, and the rest."""
-    return 2**20 + 12 * max_characters + MAX_IMAGES_BYTES * 4 // 3
+    return _max_text_bytes(max_characters) + MAX_IMAGES_BYTES * 4 // 3 + _AROUND_BYTES
 
 
 def to_json(observation: Any, max_characters: int) -> dict[str, Any]:
@@ -53,12 +54,12 @@ def to_json(observation: Any, max_characters: int) -> dict[str, Any]:
         "tool_errors": observation.tool_errors,
         "state": None if observation.state is None else _valid_text(observation.state),
     }
-    from_json(written)
+    from_json(written, max_characters)
     return written
 
 
-def from_json(content: Any) -> Observation:
-    """Read an observation, which a process may have made up. Raises ValueError if it is none."""
+def from_json(content: Any, max_characters: int) -> Observation:
+    """Read an observation, which a process may have made up. Raises ValueError if it is none, or too large."""
     if not isinstance(content, dict) or content.keys() != _KEYS:
         raise ValueError("the observation has not the form of one")
     messages, metrics = content["messages"], content["metrics"]
@@ -73,7 +74,7 @@ def from_json(content: Any) -> Observation:
             raise ValueError(f"{name} is {shown(content[name])}")
     if not 0 <= content["tool_errors"] <= _MAX_TOOL_ERRORS:
         raise ValueError(f"tool_errors is {reprlib.repr(content['tool_errors'])}")
-    _require_valid_text(content)
+    _require_text({name: value for name, value in content.items() if name != "images"}, max_characters)
     return Observation(
         messages=tuple(messages),
         images=images,
@@ -182,11 +183,18 @@ def _valid_text(value: Any) -> Any:
     return value
 
 
-def _require_valid_text(content: dict[str, Any]) -> None:
+def _require_text(content: dict[str, Any], max_characters: int) -> None:
+    """Raise ValueError unless all but the images is valid text, and no more than its messages may have."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("the observation's text has half of a surrogate pair") from error
+    if (num_bytes := len(json.dumps(content))) > _max_text_bytes(max_characters):
+        raise ValueError(f"the observation has {num_bytes} bytes, most of them not in its messages' content")
+
+
+def _max_text_bytes(max_characters: int) -> int:
+    return 2**20 + 12 * max_characters
 
 
 def shown(value: Any) -> str:

@@ -12,8 +12,20 @@ from spmdrl.data.image_forms import MAX_IMAGE_BYTES, Content, file_or_path, is_i
 
 
 def has_images(value: Any) -> bool:
-    """Return True for a content in parts of which at least one is an image."""
-    return isinstance(value, list) and any(map(is_image, value))
+    """Return True for a list of which at least one part holds an image, and not only a path or an address of one: a
+    list of what was found, in which such parts stand, is no content."""
+    return isinstance(value, list) and any(is_image(part) and _is_whole(source_of(part)) for part in value)
+
+
+def _is_whole(image: Any) -> bool:
+    match image:
+        case None:
+            return False
+        case str():
+            return image.startswith("data:image/")
+        case dict():
+            return image.get("bytes") is not None
+    return True
 
 
 def without_images(content: Content) -> tuple[Content, list[bytes]]:
@@ -56,7 +68,7 @@ def _picture(array: Any) -> Any:
         raise ValueError(
             f"an image is an array of {array.dtype}, {list(array.shape)}; it must be of uint8, [height, width, 3]"
         )
-    return PIL.Image.fromarray(array, "RGB")
+    return PIL.Image.fromarray(array)
 
 
 def _as_png(picture: Any) -> bytes:

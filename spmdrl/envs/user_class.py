@@ -76,7 +76,9 @@ def _greeting(result: Any) -> Observation:
             return Observation()
         case str() | list():
             return Observation(messages=_messages(result or None))
-    raise ValueError(f"reset must return None, a content or an Observation, but it returned {shown(result)}")
+    raise ValueError(
+        f"reset must return None, a text, a list of parts or an Observation, but it returned {shown(result)}"
+    )
 
 
 def _observation(result: Any) -> Observation:
@@ -90,8 +92,8 @@ def _observation(result: Any) -> Observation:
             pass
         case _:
             raise ValueError(
-                "step must return an Observation, (content, reward, done) or (content, reward, done, metrics), where "
-                f"the content is a text or a list of parts, but it returned {shown(result)}"
+                "step must return an Observation, (text, reward, done) or (text, reward, done, metrics), where instead "
+                f"of the text may be a list of parts, but it returned {shown(result)}"
             )
     messages = _messages(None if done and not content else content)
     return Observation(messages=messages, reward=reward, done=done, metrics=metrics)

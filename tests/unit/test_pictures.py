@@ -30,7 +30,7 @@ IMAGE = {"type": "image"}
 def sent(*messages: dict[str, Any], max_characters: int = 1000) -> Observation:
     """What the rank reads of messages."""
     written = json.dumps(to_json(Observation(messages=messages), max_characters))
-    return from_json(json.loads(written))
+    return from_json(json.loads(written), max_characters)
 
 
 def shown(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +120,7 @@ def test_what_is_said_elsewhere_is_refused() -> None:
         ({"images": ["no base64"]}, "base64|padding"),
         ({"images": ["AAAA" * (MAX_IMAGES_BYTES // 3 + 2)]}, "16.0 MiB as files, and at most 16 MiB are read"),
         ({"messages": [shown(IMAGE | {"image": "/etc/passwd"})]}, "neither a text nor a place"),
+        ({"messages": [shown(IMAGE) | {"more": "x" * 2**21}]}, "most of them not in its messages' content"),
         ({"messages": [shown(IMAGE | {"more": 1})]}, "neither a text nor a place"),
         ({"messages": [shown({"type": "video"}, IMAGE)]}, "neither a text nor a place"),
         ({"messages": [shown({"type": "text", "text": 7}, IMAGE)]}, "neither a text nor a place"),
@@ -128,7 +129,7 @@ def test_what_is_said_elsewhere_is_refused() -> None:
 def test_the_rank_reads_nothing_else(changes: dict[str, Any], words: str) -> None:
     honest = to_json(Observation(messages=(shown(IMAGE | {"image": FILE}),)), 10)
     with pytest.raises(ValueError, match=words):
-        from_json(honest | changes)
+        from_json(honest | changes, 10)
 
 
 def test_the_largest_observation_fits_into_a_line() -> None:
@@ -194,9 +195,9 @@ def camera(width: int):
     return [{"type": "text", "text": "click"}, {"type": "image", "image": PIL.Image.new("RGB", (width, 1))}]
 
 
-def table() -> list:
-    """List what is there."""
-    return [{"type": "text", "text": "no picture"}]
+def search() -> list:
+    """List what is found."""
+    return [{"type": "text", "text": "no picture"}, {"type": "image", "url": "https://a/b.png"}, {"type": "image"}]
 '''
 
 
@@ -267,9 +268,9 @@ def test_frames_are_images_where_the_environment_says_so(file: Path) -> None:
 
 
 def test_tools_return_images(file: Path) -> None:
-    tools = tuple({"kind": "function", "function": f"{file}:{name}"} for name in ("camera", "table"))
+    tools = tuple({"kind": "function", "function": f"{file}:{name}"} for name in ("camera", "search"))
     source = ToolsEnvironment(kind="tools", tools=tools)
-    calls = (ToolCall(name="camera", arguments={"width": 5}), ToolCall(name="table", arguments={}))
+    calls = (ToolCall(name="camera", arguments={"width": 5}), ToolCall(name="search", arguments={}))
     with EnvironmentClient(EnvironmentConfig(source=source, step_timeout_s=20.0)) as client:
         opened = client.open(begin())
         opened.reset().result()
@@ -277,5 +278,10 @@ def test_tools_return_images(file: Path) -> None:
     assert widths(answer) == [5]
     assert answer.messages == (
         {"role": "tool", "name": "camera", "content": [{"type": "text", "text": "click"}, IMAGE]},
-        {"role": "tool", "name": "table", "content": '[{"type": "text", "text": "no picture"}]'},
+        {
+            "role": "tool",
+            "name": "search",
+            "content": '[{"type": "text", "text": "no picture"}, {"type": "image", "url": "https://a/b.png"}, '
+            '{"type": "image"}]',
+        },
     )
