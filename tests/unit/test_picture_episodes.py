@@ -23,7 +23,7 @@ from spmdrl.data.stream import make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.tool_calls import action_of, parse
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.data.vision import ImageReader
+from spmdrl.data.vision import ImageReader, expanded
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.envs.protocol import Answer
 from spmdrl.model.load import persistent_buffers
@@ -356,6 +356,13 @@ def test_a_template_that_shows_no_images_is_named(stage: Stage) -> None:
         stage.tokenizer.chat_template = whole
     failures = {rollout.failure for rollout in rollouts.values() if rollout.end == "environment_error"}
     assert failures and all("have 1 images, and the tokenizer's chat template writes" in str(one) for one in failures)
+
+
+def test_placeholders_that_no_image_has_are_refused(stage: Stage) -> None:
+    """As where a tokenizer does not mark them as special, so that the policy's own words may become one."""
+    (image,) = (image for prompt in stage.prompts for image in prompt.images)
+    with pytest.raises(UserError, match="there are 2 placeholders for 1 images; mark the model's tokens"):
+        expanded((IMAGE, 9, IMAGE), [image], stage.images)
 
 
 def test_no_room_in_memory_is_no_failure_of_the_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
