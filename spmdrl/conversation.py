@@ -27,6 +27,17 @@ def num_images(message: Message) -> int:
     return sum(part["type"] == "image" for part in content) if isinstance(content, list) else 0
 
 
+def joined(first: Any, second: Any) -> Any:
+    """Return two contents as one: strings, or texts and images in parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
 def is_conversation(prompt: str | list[dict[str, Any]]) -> TypeGuard[list[Message]]:
     """Return True for chat messages, False for a string or the parts of a text with images."""
     return not isinstance(prompt, str) and "role" in prompt[0]
@@ -38,14 +49,6 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Messages to the policy, and the answer that it is to imitate."""
-
-    messages: tuple[Message, ...]  # none before the answer to the prompt itself
-    response: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,10 @@ class Observation:
     done: bool = False  # the episode is over
     metrics: Mapping[str, float] = field(default_factory=dict)  # averaged over episodes: environment/NAME
     tool_errors: int = 0  # calls that failed
-    state: str | None = None  # names the state, for step groups; None: the messages do
+    state: str | None = None  # names the state, for step groups; None: the messages and their images do
+    # Files of the images in the messages, in order. In an environment's process parts of messages hold the images
+    # themselves; on their way to the rank places are left of them.
+    images: tuple[bytes, ...] = ()
     # What follows is for agents, which say with each call what the conversation is.
     branch: tuple[int, int] | None = None  # the messages follow this trajectory's first so many turns; None: the last
     tools: tuple[dict[str, Any], ...] | None = None  # schemas of what can be called from now on; None: as for everyone

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
-from spmdrl.data.image_store import ImageStore
 from spmdrl.data.stream import HeldOutPrompts, Pair, PromptStream
+from spmdrl.data.vision import ImageIntake
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -50,7 +50,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
     prompts: PromptStream
-    images: ImageStore | None  # pixels of the prompts' images on this node; None for a model of text
+    images: ImageIntake  # what becomes of images; its store has their pixels on this node
     held_out: HeldOutPrompts  # of all ranks
     held_out_pairs: list[Pair]  # of all ranks; none but in fine-tuning that evaluates
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
@@ -228,8 +228,8 @@ def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[L
         ) as watch,
         ExitStack() as exits,
     ):
-        if inputs.images is not None:
-            exits.enter_context(closing(inputs.images))
+        if inputs.images.store is not None:
+            exits.enter_context(closing(inputs.images.store))
         resume_point = checkpoint.find_resume_point(cfg, folder.checkpoints, run.meshes.world)
         report = exits.enter_context(
             Report(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +57,11 @@ class ImageSpan:
     start: int  # its first placeholder
     num_tokens: int  # placeholders, which are neighbours
     grid: Grid
+
+    @property
+    def name(self) -> str:
+        """The text that stands for it where an episode is shown."""
+        return f"<image {self.digest[:8]}>"
 
     @property
     def end(self) -> int:
@@ -163,6 +168,12 @@ class Trajectory:
         return tuple(itertools.chain.from_iterable(parts))
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """The first token of each turn, and the number of all tokens."""
+        lengths = (len(turn.context_ids) + len(turn.response.token_ids) for turn in self.turns)
+        return tuple(itertools.accumulate(lengths, initial=0))
+
+    @property
     def images(self) -> tuple[ImageSpan, ...]:
         """The images among its tokens, in order."""
         return tuple(image for turn in self.turns for image in turn.images)
@@ -227,6 +238,12 @@ class Rollout:
         return self.end in ("length", "context")
 
     @property
+    def observations(self) -> tuple[Observation, ...]:
+        """All that the environment said, in order."""
+        said = (self.greeting, *(turn.observation for turn in self.turns))
+        return tuple(observation for observation in said if observation is not None)
+
+    @property
     def environment_reward(self) -> float:
         """The sum of what the environment gave for each turn."""
         return sum(turn.observation.reward for turn in self.turns if turn.observation is not None)
@@ -287,11 +304,20 @@ class Sequence:
 
     @property
     def read_spans(self) -> list[tuple[int, int]]:
-        """Where the tokens are, start to end, that followed one turn and came before the next: what the environment
-        said. None where nothing is trained."""
+        """Where the tokens of text are, start to end, that followed one turn and came before the next: what the
+        environment said. None where nothing is trained."""
         if not any(self.loss_mask):
             return []
-        return [(before.end, after.start) for before, after in itertools.pairwise(self.turns)]
+        between = [(before.end, after.start) for before, after in itertools.pairwise(self.turns)]
+        return [span for start, end in between for span in self._around_images(start, end)]
+
+    def _around_images(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of a span that are text."""
+        for image in self.images:
+            if start <= image.start < end:
+                yield start, image.start
+                start = image.end
+        yield start, end
 
 
 FILLING = -1  # the index of a sequence that only fills up a micro-batch

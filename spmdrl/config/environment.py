@@ -64,7 +64,8 @@ class TrlEnvironment(Section):
 
 class GymnasiumEnvironment(Section):
     kind: Literal["gymnasium"]
-    """A class with gymnasium's `reset(seed=...)` and `step(action)`; actions and observations are text."""
+    """A class with gymnasium's `reset(seed=...)` and `step(action)`; actions are text, and observations text or parts
+    with images."""
     name: str
     """`package.module:Class` or `path/to/file.py:Class`."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -165,6 +166,11 @@ class EnvironmentConfig(Section):
     def max_open(self) -> int | None:
         """The episodes that a rank may have open at once; None without a limit."""
         return self.source.max_open if isinstance(self.source, AgentEnvironment | VerifiersEnvironment) else None
+
+    @property
+    def has_agents(self) -> bool:
+        """True where programs ask the policy, each with a prompt of its own."""
+        return isinstance(self.source, AgentEnvironment | VerifiersEnvironment)
 
 
 @rule(EnvironmentConfig)

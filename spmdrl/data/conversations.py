@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from spmdrl.conversation import Exchange, is_conversation, num_images
-from spmdrl.data.sources import Row, question_in
+from spmdrl.conversation import Message, is_conversation, num_images
+from spmdrl.data.images import ImageFile
+from spmdrl.data.sources import Exchange, Row, question_in
 from spmdrl.types import UserError
 
 
@@ -42,19 +45,27 @@ def imitated(row: Row, *, turns: Literal["last", "all"]) -> Row:
             f"{row.where}: an assistant's message that is to be imitated has tool_calls, whose text only the model's "
             "chat template knows; write the calls into its content as the model should write them"
         )
-    first, *others = (
-        Exchange(tuple(messages[start:place]), messages[place]["content"])
-        for start, place in zip(starts, answers, strict=True)
-    )
-    if any(num_images(message) for exchange in others for message in exchange.messages):
-        raise UserError(
-            f"{row.where}: the conversation has images behind its first answer, which is to be imitated; images are "
-            'read before the first such answer only: set sft.turns = "last", or divide the conversation'
-        )
+    first, *others = _exchanges(messages, zip(starts, answers, strict=True), row.images)
     prompt = list(first.messages)
     return dataclasses.replace(
-        row, prompt=prompt, question=question_in(prompt), response=first.response, later=tuple(others)
+        row,
+        prompt=prompt,
+        images=first.images,
+        question=question_in(prompt),
+        response=first.response,
+        later=tuple(others),
     )
+
+
+def _exchanges(
+    messages: Sequence[Message], spans: Iterable[tuple[int, int]], images: Iterable[ImageFile]
+) -> Iterator[Exchange]:
+    """Yield the messages from each start to its answer, with those of the images that have their places there."""
+    remaining = iter(images)
+    for start, place in spans:
+        said = tuple(messages[start:place])
+        shown = tuple(itertools.islice(remaining, sum(map(num_images, said))))
+        yield Exchange(said, messages[place]["content"], shown)
 
 
 def _ends_with_answer(row: Row) -> bool:

@@ -25,6 +25,10 @@ _SHARES = 16
 _FREE_FRACTION = 0.5  # of what is free in memory, where no setting says how much images may take
 
 
+class StoreFull(UserError):
+    """There is no room for an image, whatever it is."""
+
+
 class ImageStore:
     """The pixels of images as the model's processor left them: files by digest in memory, one copy for each node.
 
@@ -45,7 +49,7 @@ class ImageStore:
     def put(self, pixels: Tensor, grid: Grid) -> str:
         """Keep an image's pixels, [P, C] or [1, 3, H, W] float32, and return their digest, 32 hexadecimal digits.
 
-        Raises UserError when there is no room.
+        Raises StoreFull when there is no room.
         """
         sizes = (*pixels.shape, *(1,) * (4 - pixels.ndim))
         header = _HEADER.pack(pixels.ndim, *sizes, *grid)
@@ -93,7 +97,7 @@ class ImageStore:
                     os.unlink(unfinished.name)
                     raise
         except OSError as error:
-            raise UserError(
+            raise StoreFull(
                 f"{shown(self.folder)} cannot take an image of {len(content) / 2**20:.1f} MiB: {error.strerror}; lower "
                 "data.image_store_gib or data.max_pixels, or give the container more shared memory (--shm-size)"
             ) from error

@@ -1,12 +1,10 @@
-"""Images as data has them: a file, bytes, or base64 in a message. They are opened and decoded here and nowhere else."""
+"""Images as data has them, in a file or as its bytes. They are opened and decoded here and nowhere else."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +16,10 @@ import numpy
 import PIL.Image
 
 from spmdrl.config.strict import open_file, shown
+from spmdrl.data.image_forms import MAX_IMAGE_BYTES, file_or_path
 from spmdrl.types import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_IMAGE_BYTES = 64 * 2**20  # as a file
-_NETWORK = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_BASE64 = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _ORIENTATION = 0x0112  # of EXIF
 _TURNS = {
     2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
@@ -60,31 +56,13 @@ class ImageFile:
 def image_file(value: Any, root: Path) -> ImageFile:
     """Return the image that a value of the data stands for; paths are relative to `root` and stay inside.
 
-    A value is a path, base64 with `data:image/...;base64,` before it, bytes, or {"bytes": ..., "path": ...}. Raises
-    UserError.
+    `image_forms.file_or_path` has the forms. Raises UserError.
     """
-    if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
-        value = value["bytes"] if value.get("bytes") is not None else value["path"]
-    if isinstance(value, bytes):
-        return ImageFile(value)
-    if not isinstance(value, str) or not value:
-        raise UserError(
-            'an image must be a path, base64 as "data:image/png;base64,...", bytes or {"bytes": ..., "path": ...}, but '
-            f"it is {type(value).__name__}: {str(value)[:80]!r}"
-        )
-    if found := _BASE64.match(value):
-        try:
-            return ImageFile(base64.b64decode(value[found.end() :], validate=True))
-        except ValueError as error:
-            raise UserError(f"an image is not valid base64: {error}") from error
-    if value.startswith("data:"):
-        raise UserError(f'an image as text begins with "data:image/...;base64,", but one does with {value[:40]!r}')
-    if _NETWORK.match(value):
-        raise UserError(
-            f"the image {value[:100]!r} is not a path: nothing is fetched over a network; copy the images beside the "
-            "data, and give their paths"
-        )
-    return ImageFile(_inside(value, root))
+    try:
+        found = file_or_path(value)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return ImageFile(found if isinstance(found, bytes) else _inside(found, root))
 
 
 def _inside(path: str, root: Path) -> Path:

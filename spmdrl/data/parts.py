@@ -10,13 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spmdrl.conversation import IMAGE_PLACE, Message
+from spmdrl.data.image_forms import Content, source_of, text_of
 from spmdrl.data.images import ImageFile
 from spmdrl.types import UserError
-
-Parts = list[dict[str, Any]]
-Content = str | Parts
-_OTHER_MEDIA = ("video", "audio")
-_SOURCES = ("image", "image_url", "url", "path")  # keys that hold the image of a part
 
 
 class PartReader:
@@ -63,14 +59,15 @@ class PartReader:
                 yield from (text,) if text else ()
             return
         for part in value:
-            written = _text_of(part)
+            try:
+                written = text_of(part)
+            except ValueError as error:
+                raise UserError(str(error)) from error
             if written is None:
-                self._take(next((part[key] for key in _SOURCES if part.get(key) is not None), None))
+                self._take(source_of(part))
             yield written
 
     def _take(self, source: Any = None) -> None:
-        if isinstance(source, dict) and isinstance(source.get("url"), str):  # as OpenAI writes it
-            source = source["url"]
         if source is not None:
             self.images.append(self._read(source))
             return
@@ -79,18 +76,3 @@ class PartReader:
             raise UserError("a part of the type image has no image; set image_column to the column that has it")
         if self._num_places <= len(self._column):
             self.images.append(self._column[self._num_places - 1])
-
-
-def _text_of(part: Any) -> str | None:
-    """Return the text of a part, None for an image. Raises UserError for anything else."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    if kind in ("image", "image_url"):
-        return None
-    if isinstance(kind, str) and any(medium in kind for medium in _OTHER_MEDIA):
-        raise UserError(f"a message has a part of the type {kind!r}: of media, only images are read")
-    raise UserError(
-        'the parts of a message must be {"type": "text", "text": ...} or {"type": "image", ...}, but one is '
-        f"{str(part)[:80]}"
-    )

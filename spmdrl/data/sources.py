@@ -17,13 +17,22 @@ from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import FileData, ReasoningGymData
-from spmdrl.conversation import Exchange, as_text, is_conversation
+from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
 from spmdrl.data.parts import PartReader
 from spmdrl.data.rows import open_rows
 from spmdrl.types import UserError
 
 Written = str | list[dict[str, Any]]  # a prompt: a string, the parts of a text with images, or chat messages
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Messages to the policy, and the answer that it is to imitate."""
+
+    messages: tuple[Message, ...]  # none before the answer to the prompt itself
+    response: str
+    images: tuple[ImageFile, ...] = ()  # in the messages' places for them, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,11 @@ class Row:
     later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
+
+    @property
+    def later_images(self) -> tuple[ImageFile, ...]:
+        """The images that are shown after the response, in order."""
+        return tuple(image for exchange in self.later for image in exchange.images)
 
 
 class Source(Protocol):

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, HeldOutConfig
-from spmdrl.conversation import Exchange, Message
+from spmdrl.conversation import Message
 from spmdrl.data.conversations import asked
-from spmdrl.data.sources import FileSource, Form, Row, Source, Written, in_row, open_source
+from spmdrl.data.images import ImageFile
+from spmdrl.data.sources import Exchange, FileSource, Form, Row, Source, Written, in_row, open_source
 from spmdrl.data.tokenizer import chat_messages, encode_prompt, raw_control_text, uses_template
-from spmdrl.data.vision import NoImages, PromptImages, expanded
+from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.types import ImageSpan, Prompt, UserError
 
 Schema = dict[str, Any]  # of a tool, in JSON
 
-NO_IMAGES = NoImages("the prompt has images, and the model reads text only")
 MAX_ATTEMPTS = 1000  # rows tried in place of one unwanted prompt
 _TRAINING, _HELD_OUT = 0, 1  # hashed into seeds, so that the two never share one
 
@@ -84,7 +84,7 @@ class PromptEncoder:
     """Turns rows into token ids, under the length limit."""
 
     encode: Callable[..., tuple[tuple[int, ...], str]]  # a prompt and the `place` of its images
-    images: PromptImages
+    images: ImageIntake
     messages: Callable[[Written], tuple[Message, ...]]  # those that a template renders
     raw_control_text: Callable[[Written], str | None]  # in a prompt that no template renders
     max_prompt_tokens: int
@@ -96,12 +96,18 @@ class PromptEncoder:
             token_ids, text = self._tokens(row)
             if not self._fits(row, token_ids):
                 return None
-            return Encoded(*expanded(token_ids, row.images, self.images), text)
+            return Encoded(*expanded(token_ids, self.spans(row.images), self.images), text)
 
     def fits(self, row: Row) -> bool:
         """Return what decides whether there is a prompt, without decoding its images: only their sizes are read."""
         with in_row(row.where):
+            for image in row.later_images:  # which must be such that they can be shown, whatever their size
+                self.images.num_tokens(image)
             return self._fits(row, self._tokens(row)[0])
+
+    def spans(self, images: Iterable[ImageFile]) -> tuple[ImageSpan, ...]:
+        """Keep the pixels of images, and return the placeholders of each, the first of which is token 0."""
+        return tuple(map(self.images.span, images))
 
     def _tokens(self, row: Row) -> tuple[tuple[int, ...], str]:
         """Return token ids, one for each image, and their text."""
@@ -126,6 +132,7 @@ class Pair:
 
     prompt: Prompt
     exchanges: tuple[Exchange, ...]  # the first has no messages
+    images: tuple[ImageSpan, ...] = ()  # of the exchanges, in order; the first placeholder of each is token 0
 
 
 class PromptStream:
@@ -170,12 +177,12 @@ class PromptStream:
 
         Raises UserError when they are others now.
         """
-        if not self._encoder.images.has(prompt):
-            _require_same(prompt, self.take(prompt.prompt_id, 1)[0].images)
+        if not self._encoder.images.has(prompt.images):
+            _require_same(prompt, prompt.images, self.take(prompt.prompt_id, 1)[0].images)
 
     def pairs(self, start: int, count: int) -> list[Pair]:
         """Return prompts `start` to `start + count - 1`, each with what is to be imitated."""
-        return [_pair(*self._prompt_and_row(index)) for index in range(start, start + count)]
+        return [_pair(*self._prompt_and_row(index), self._encoder) for index in range(start, start + count)]
 
     def _prompt_and_row(self, index: int) -> tuple[Prompt, Row]:
         place, number = self._turns.at(index)
@@ -224,21 +231,23 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: Prom
     )
 
 
-def _require_same(prompt: Prompt, images: tuple[ImageSpan, ...]) -> None:
-    if images != prompt.images:
+def _require_same(prompt: Prompt, before: tuple[ImageSpan, ...], now: tuple[ImageSpan, ...]) -> None:
+    if now != before:
         raise UserError(
             f"the images of prompt {prompt.prompt_id} ({prompt.text[:60]!r}) are not those that it had before: the "
             "data has changed since, or [data] or run.seed have; set them back"
         )
 
 
-def _pair(prompt: Prompt, row: Row) -> Pair:
+def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> Pair:
     if row.response is None:
         raise UserError(
             f"{row.where} has no response to imitate; set response_column to the column that has it, give "
             'conversations that end with an assistant\'s message, or set held_out.every = "never" if it is held out'
         )
-    return Pair(prompt, (Exchange((), row.response), *row.later))
+    with in_row(row.where):
+        images = encoder.spans(row.later_images)
+    return Pair(prompt, (Exchange((), row.response), *row.later), images)
 
 
 class HeldOutPrompts(list[Prompt]):
@@ -252,15 +261,25 @@ class HeldOutPrompts(list[Prompt]):
 
     def pairs(self) -> list[Pair]:
         """Return each prompt with what would be imitated."""
-        return [_pair(prompt, held_out.row) for prompt, held_out in zip(self, self._rows, strict=True)]
+        return list(map(self._pair, self))
 
     def restore(self, prompt: Prompt) -> None:
         """Put the images of one of the prompts into the node's store again, unless they are there.
 
         Raises UserError when they are others now.
         """
-        if self._encoder is not None and not self._encoder.images.has(prompt):
-            _require_same(prompt, self._read(prompt.prompt_id).images)
+        if self._encoder is not None and not self._encoder.images.has(prompt.images):
+            _require_same(prompt, prompt.images, self._read(prompt.prompt_id).images)
+
+    def restore_pair(self, pair: Pair) -> None:
+        """Do the same for a prompt and what would be imitated."""
+        self.restore(pair.prompt)
+        if self._encoder is not None and not self._encoder.images.has(pair.images):
+            _require_same(pair.prompt, pair.images, self._pair(pair.prompt).images)
+
+    def _pair(self, prompt: Prompt) -> Pair:
+        assert self._encoder is not None, "rows come with an encoder"
+        return _pair(prompt, self._rows[prompt.prompt_id].row, self._encoder)
 
     def _read(self, prompt_id: int) -> Prompt:
         held_out = self._rows[prompt_id]
@@ -322,7 +341,7 @@ def make_training_stream(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
     form: Form = asked,
-    images: PromptImages = NO_IMAGES,
+    images: ImageIntake = NO_IMAGES,
 ) -> PromptStream:
     """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
 
@@ -345,7 +364,7 @@ def make_held_out(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
     form: Form = asked,
-    images: PromptImages = NO_IMAGES,
+    images: ImageIntake = NO_IMAGES,
 ) -> HeldOutPrompts:
     """Make the held-out prompts; `prompt_id` counts from 0.
 
@@ -366,7 +385,7 @@ def _held_out_of(held_out_cfg: HeldOutConfig, form: Form, encoder: PromptEncoder
 
 
 def _encoder_of(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema], images: PromptImages
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema], images: ImageIntake
 ) -> PromptEncoder:
     has_template = uses_template(tokenizer, cfg.chat_template)
     return PromptEncoder(

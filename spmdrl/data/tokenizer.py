@@ -122,14 +122,22 @@ def _templated(
     text = unescaped(_prompt_text(tokenizer, [plain.marked(one, mark) for one in messages], tools), [mark])
     if place is None:
         return plain.encode(text, mark), text.replace(mark, "")
+    token_ids = plain.encode(with_places(text, messages, place), mark)
+    return token_ids, text.replace(place.written, IMAGE_PLACE).replace(mark, "")
+
+
+def with_places(text: str, messages: Messages, place: Placeholder) -> str:
+    """Return a rendered conversation in which the tokenizer makes one placeholder of each image of the messages.
+
+    Raises UserError when the template has not written a place for each.
+    """
     wanted, found = sum(map(num_images, messages)), text.count(place.written)
     if found != wanted:
         raise UserError(
-            f"the prompt has {wanted} images, and the tokenizer's chat template writes {place.written} {found} times; "
-            "put the template of the model's processor into model.path, as chat_template.jinja"
+            f"the messages have {wanted} images, and the tokenizer's chat template writes {place.written} {found} "
+            "times; put the template of the model's processor into model.path, as chat_template.jinja"
         )
-    token_ids = plain.encode(text.replace(place.written, place.text), mark)
-    return token_ids, text.replace(place.written, IMAGE_PLACE).replace(mark, "")
+    return text.replace(place.written, place.text)
 
 
 def raw_control_text(

@@ -1,7 +1,8 @@
 """The tokens of turns: what stands in the sequence between one sampled response and the next.
 
 Sampled tokens are kept as they are. What a chat template writes between them and the next generation prompt is read
-off a short conversation that it renders: a question, an answer, and the messages to add.
+off a short conversation that it renders: a question, an answer, and the messages to add. An image in these is one
+token, in whose place `vision.expanded` puts as many as the image needs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config.data import ChatTemplate
-from spmdrl.conversation import Action, Message
+from spmdrl.conversation import Action, Message, num_images
 from spmdrl.data.plain_text import PlainText, free_characters, texts_in, unescaped
-from spmdrl.data.tokenizer import Messages, TemplateRefusal, encode_prompt, render, uses_template
+from spmdrl.data.tokenizer import Messages, TemplateRefusal, encode_prompt, render, uses_template, with_places
+from spmdrl.data.vision import NO_IMAGES, ImageIntake
 from spmdrl.types import UserError
 
 _MAX_OTHERS = 64  # sets of tools beside the environment's own
@@ -49,8 +51,10 @@ class TurnEncoder:
         chat_template: ChatTemplate,
         tools: Sequence[dict[str, Any]],
         stop_token_ids: frozenset[int],
+        images: ImageIntake = NO_IMAGES,
     ) -> None:
-        self._tokenizer = tokenizer
+        """`images` knows the places of images in messages."""
+        self._tokenizer, self._images = tokenizer, images
         self._chat_template = chat_template
         self._tools = list(tools)
         # Whose result a tool message is that does not say it; a message's "name" does.
@@ -70,7 +74,11 @@ class TurnEncoder:
             if len(self._others) >= _MAX_OTHERS:  # the oldest goes
                 del self._others[next(iter(self._others))]
             self._others[name] = TurnEncoder(
-                self._tokenizer, chat_template=self._chat_template, tools=tools, stop_token_ids=self._stops
+                self._tokenizer,
+                chat_template=self._chat_template,
+                tools=tools,
+                stop_token_ids=self._stops,
+                images=self._images,
             )
         return self._others[name]
 
@@ -104,7 +112,7 @@ class TurnEncoder:
             return self._joined(messages)
         mark = next(free_characters(self._surroundings, *texts_in(list(messages))))
         conversation = [self._plain.marked(message, mark) for message in messages]
-        return self._plain.encode(unescaped(self._text(with_ids(conversation)), [mark]), mark)
+        return self._encoded(unescaped(self._text(with_ids(conversation)), [mark]), conversation, mark)
 
     @property
     def shows_tools(self) -> bool:
@@ -206,7 +214,7 @@ class TurnEncoder:
             _, found, rest = unescaped(text, [mark, place]).rpartition(place)
             if not found:
                 raise UserError(f"{self._name} leaves out what an assistant has said; {_OTHER_TEMPLATE}")
-            return self._plain.encode(rest, mark)
+            return self._encoded(rest, messages, mark)
 
         tail = behind(added, generation_prompt=True)
         last = json.dumps([answer, mark])
@@ -232,8 +240,16 @@ class TurnEncoder:
             "does end it with into rollout.stop_token_ids"
         )
 
+    def _encoded(self, text: str, messages: Messages, mark: str) -> tuple[int, ...]:
+        """Encode a rendered text with the images of these messages."""
+        if any(map(num_images, messages)):
+            text = with_places(text, messages, self._images.placeholder)
+        return self._plain.encode(text, mark)
+
     def _joined(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Encode the contents alone, for a policy without a chat template."""
+        if any(map(num_images, messages)):
+            raise UserError("the messages have images, whose places only a chat template marks, and there is none")
         mark = next(free_characters(*texts_in(list(messages))))
         marked = [self._plain.marked(message, mark) for message in messages]
         return self._plain.encode("".join(str(message["content"]) for message in marked), mark)

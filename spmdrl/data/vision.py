@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,13 +24,19 @@ from spmdrl.data.families import VisionFamily
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.tokenizer import Placeholder
-from spmdrl.types import Grid, ImageSpan, Prompt, UserError
+from spmdrl.types import Grid, ImageSpan, UserError
 
+_MAX_READ = 4096
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class PromptImages(Protocol):
-    """Turns images of prompts into spans of placeholders, or refuses them."""
+class ImageIntake(Protocol):
+    """Turns images into pixels and spans of placeholders, or refuses them."""
+
+    @property
+    def store(self) -> ImageStore | None:
+        """Where their pixels are, on this node; None where there can be no images."""
+        ...
 
     @property
     def placeholder(self) -> Placeholder:
@@ -39,12 +47,12 @@ class PromptImages(Protocol):
         """Count the placeholders of an image by its size, without decoding it. Raises UserError."""
         ...
 
-    def span(self, image: ImageFile, start: int) -> ImageSpan:
-        """Keep the pixels of an image whose first placeholder is token `start`. Raises UserError."""
+    def span(self, image: ImageFile) -> ImageSpan:
+        """Keep the pixels of an image, and return its placeholders, the first of which is token 0. Raises UserError."""
         ...
 
-    def has(self, prompt: Prompt) -> bool:
-        """Return True where the pixels of all images of a prompt are at hand, which are then kept longest."""
+    def has(self, images: Sequence[ImageSpan]) -> bool:
+        """Return True where the pixels of all these images are at hand, which are then kept longest."""
         ...
 
 
@@ -53,6 +61,7 @@ class NoImages:
     """Refuses images, for a reason."""
 
     reason: str
+    store: ImageStore | None = None
 
     @property
     def placeholder(self) -> Placeholder:
@@ -61,11 +70,14 @@ class NoImages:
     def num_tokens(self, image: ImageFile) -> int:
         raise UserError(self.reason)
 
-    def span(self, image: ImageFile, start: int) -> ImageSpan:
+    def span(self, image: ImageFile) -> ImageSpan:
         raise UserError(self.reason)
 
-    def has(self, prompt: Prompt) -> bool:
-        return not prompt.images
+    def has(self, images: Sequence[ImageSpan]) -> bool:
+        return not images
+
+
+NO_IMAGES = NoImages("there are images, and the model reads text only")
 
 
 class ImageReader:
@@ -82,6 +94,7 @@ class ImageReader:
     ) -> None:
         self.store = store
         self._family, self._model_dir, self._cfg, self._tokenizer = family, model_dir, cfg, tokenizer
+        self._read: OrderedDict[str, ImageSpan] = OrderedDict()  # of files in memory, by what they are
 
     @cached_property
     def placeholder(self) -> Placeholder:
@@ -103,13 +116,25 @@ class ImageReader:
             raise UserError(f"{image.name} of {width} x {height} pixels does not suit the model: {error}") from error
         return self._family.num_tokens((1, 1, num_patches))
 
-    def span(self, image: ImageFile, start: int) -> ImageSpan:
+    def span(self, image: ImageFile) -> ImageSpan:
+        if isinstance(image.content, Path):  # whose content may change
+            return self._kept(image)
+        # All rollouts of a prompt begin in the same world, so that an environment shows the same images often.
+        known = self._read.pop(image.identity, None)
+        if known is None or not self.has([known]):
+            known = self._kept(image)
+        self._read[image.identity] = known
+        if len(self._read) > _MAX_READ:
+            self._read.popitem(last=False)
+        return known
+
+    def has(self, images: Sequence[ImageSpan]) -> bool:
+        return all([image.digest in self.store for image in images])
+
+    def _kept(self, image: ImageFile) -> ImageSpan:
         pixels, grid = self._processed(image)
         num_tokens = self._family.num_tokens(grid)
-        return ImageSpan(digest=self.store.put(pixels, grid), start=start, num_tokens=num_tokens, grid=grid)
-
-    def has(self, prompt: Prompt) -> bool:
-        return all([image.digest in self.store for image in prompt.images])
+        return ImageSpan(digest=self.store.put(pixels, grid), start=0, num_tokens=num_tokens, grid=grid)
 
     def _processed(self, image: ImageFile) -> tuple[Tensor, Grid]:
         """Return pixels [P, C] or [1, 3, H, W] float32, and the grid of patches."""
@@ -189,18 +214,26 @@ def load_processor(model_dir: str, cfg: DataConfig) -> Any:
 
 
 def expanded(
-    token_ids: Sequence[int], images: Sequence[ImageFile], reader: PromptImages
+    token_ids: Sequence[int], images: Sequence[ImageSpan], reader: ImageIntake, *, start: int = 0
 ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
-    """Return a prompt's tokens with as many placeholders as each image needs in the place of its one, and where they
-    are."""
+    """Return tokens with as many placeholders as each image needs in the place of its one, and where these are.
+
+    `start` is the place of the first token, from which on places are counted. Raises UserError when there are others.
+    """
     if not images:
         return tuple(token_ids), ()
     token_id, made, spans = reader.placeholder.token_id, list[int](), list[ImageSpan]()
+    if (found := token_ids.count(token_id)) != len(images):  # of an added token that is not special, a text becomes one
+        raise UserError(
+            f"there are {found} placeholders for {len(images)} images; mark the model's tokens of images as special in "
+            "the tokenizer's files"
+        )
     pending = iter(images)
     for token in token_ids:
         if token == token_id:
-            spans.append(reader.span(next(pending), len(made)))
-            made += [token] * spans[-1].num_tokens
+            image = next(pending)
+            spans.append(dataclasses.replace(image, start=start + len(made)))
+            made += [token] * image.num_tokens
         else:
             made.append(token)
     return tuple(made), tuple(spans)

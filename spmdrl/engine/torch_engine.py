@@ -353,7 +353,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "dtype": run.dtype,
         "kernel": run.kernel,
         "max_running": run.cfg.rollout.max_running,
-        "images": run.inputs.images,
+        "images": run.inputs.images.store,
         "max_patches": run.cfg.pack.max_patches_per_pass,
     }
 

@@ -1,4 +1,4 @@
-"""Classes with gymnasium's `reset` and `step`, whose actions and observations are text."""
+"""Classes with gymnasium's `reset` and `step`, whose actions are text, and observations text or parts with images."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ class GymnasiumEnvironment:
 def _messages(observation: Any) -> tuple[Message, ...]:
     if observation is None:
         return ()
-    if not isinstance(observation, str):
+    if not isinstance(observation, str | list):
         raise TypeError(
-            f"the observation is {type(observation).__name__} and not text; wrap the environment in one that writes it"
+            f"the observation is {type(observation).__name__} and neither text nor a list of parts; wrap the "
+            'environment in one that writes it, or that shows it: [{"type": "image", "image": array}]'
         )
     return ({"role": "user", "content": observation},) if observation else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.protocol import Answer, Close, EnvironmentFailure, Request, Reset, Step
@@ -117,4 +118,8 @@ class Held:
 
 def _is_same(one: Observation, other: Observation) -> bool:
     """Compare what an episode depends on, which metrics such as a duration are not."""
-    return (*one.messages, one.reward, one.done, one.state) == (*other.messages, other.reward, other.done, other.state)
+    return _told(one) == _told(other)
+
+
+def _told(observation: Observation) -> tuple[Any, ...]:
+    return (*observation.messages, *observation.images, observation.reward, observation.done, observation.state)

@@ -255,7 +255,7 @@ class Keeper:
             del self._held[held]
         elif "observation" in answer:
             try:
-                held.take(from_json(answer["observation"]))
+                held.take(from_json(answer["observation"], self._cfg.max_observation_characters))
             except ValueError as error:
                 held.fail(EnvironmentFailure(kind="error", reason=f"{INVALID_ANSWER}: {error}"))
 

@@ -11,6 +11,7 @@ from typing import Any
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp_types import CONNECTION_CLOSED
 
+from spmdrl.data.image_forms import Content
 from spmdrl.envs.schema import tool_schema
 from spmdrl.envs.toolbox import Tool, ToolError, ToolGone
 
@@ -54,7 +55,7 @@ class McpServer:
     def _tool(self, described: dict[str, Any]) -> Tool:
         name: str = described["name"]
 
-        async def call(arguments: dict[str, Any]) -> str:
+        async def call(arguments: dict[str, Any]) -> Content:
             client = await self._client()
             try:
                 result = await client.call_tool(name, arguments)
@@ -63,7 +64,7 @@ class McpServer:
                     raise
                 await self.close()  # the next call starts it again
                 raise ToolGone(f"the MCP server of the tool {name} has ended") from error
-            return _text(result.model_dump(mode="json", by_alias=True))
+            return _content(result.model_dump(mode="json", by_alias=True))
 
         return Tool(schema=tool_schema(name, described.get("description") or "", described["inputSchema"]), call=call)
 
@@ -109,16 +110,24 @@ async def _listed(client: Client) -> list[dict[str, Any]]:
             return tools
 
 
-def _text(result: dict[str, Any]) -> str:
-    """The text of a result. Raises ToolError when the call failed, or gave what is no text."""
+def _content(result: dict[str, Any]) -> Content:
+    """The text of a result, or its texts and images. Raises ToolError when the call failed, or gave something else."""
     content = result["content"]
-    if others := sorted({block["type"] for block in content} - {"text"}):
-        raise ToolError(f"error: the tool returned {' and '.join(others)}, and only text can be read")
-    text = "\n".join(block["text"] for block in content)
+    if others := sorted({block["type"] for block in content} - {"text", "image"}):
+        raise ToolError(f"error: the tool returned {' and '.join(others)}, and only text and images can be read")
+    text = "\n".join(block["text"] for block in content if block["type"] == "text")
     if result.get("isError"):
         raise ToolError(f"error: {text}")
+    if any(block["type"] == "image" for block in content):
+        return [_part(block) for block in content]
     structured = result.get("structuredContent")
     return text if content or structured is None else json.dumps(structured, ensure_ascii=False)
+
+
+def _part(block: dict[str, Any]) -> dict[str, Any]:
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    return {"type": "image", "image": f"data:{block['mimeType']};base64,{block['data']}"}
 
 
 def _reason(error: BaseException) -> str:

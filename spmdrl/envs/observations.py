@@ -1,54 +1,65 @@
-"""Observations as they travel from a process to its rank: checked on both sides, cut, and valid text."""
+"""Observations as they travel from a process to its rank: checked on both sides, cut, valid text, files of images."""
 
 from __future__ import annotations
 
+import base64
 import json
 import numbers
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.conversation import Observation
+from spmdrl.conversation import Message, Observation, num_images
+from spmdrl.data.image_forms import Content
+from spmdrl.envs.pictures import without_images
 from spmdrl.workers.bounds import bounded
 
-_KEYS = {"messages", "reward", "done", "metrics", "tool_errors", "state"}
+_KEYS = {"messages", "images", "reward", "done", "metrics", "tool_errors", "state"}
+MAX_IMAGES_BYTES = 16 * 2**20  # of the files of one observation's images
 MAX_METRICS = 100  # of one step
 _MAX_NAME_CHARACTERS = 100
+_AROUND_BYTES = 2**10  # of an answer beside its observation
 _MAX_TOOL_ERRORS = 2**31  # of one step: what is larger is a mistake, and might fit no float
 
 
 def max_answer_bytes(max_characters: int) -> int:
-    """Return the longest line that an environment's process sends: its texts, as JSON escapes them, and the rest."""
-    return 2**20 + 12 * max_characters
+    """Return the longest line that an environment's process sends: its texts, as JSON escapes them, its images in
+    base64, and the rest."""
+    return _max_text_bytes(max_characters) + MAX_IMAGES_BYTES * 4 // 3 + _AROUND_BYTES
 
 
 def to_json(observation: Any, max_characters: int) -> dict[str, Any]:
     """Check what an environment has returned and write it as JSON holds it, with long texts cut.
 
-    Raises ValueError, naming what is wrong; TypeError for what JSON cannot hold.
+    Raises ValueError, naming what is wrong; TypeError for what JSON cannot hold; OSError for an image that is no file.
     """
     if not isinstance(observation, Observation):
         raise ValueError(f"the environment returned {shown(observation)} and not an Observation")
-    left = max_characters
+    if observation.images:
+        raise ValueError('the images of an Observation stand in its messages: {"type": "image", "image": ...}')
+    left, images = max_characters, list[bytes]()
     messages = []
     for message in observation.messages:
         _require_message(message)
-        content, left = _cut(message["content"], left)
+        placed, own = without_images(message["content"])
+        content, left = _cut(placed, left)
         messages.append(_valid_text({**message, "content": content}))
+        images += own
     written = {
         "messages": messages,
+        "images": [base64.b64encode(image).decode() for image in images],
         "reward": _number("the reward", observation.reward),
         "done": bool(observation.done) if observation.done in (True, False) else observation.done,  # numpy's too
         "metrics": numbers_of(observation.metrics),
         "tool_errors": observation.tool_errors,
         "state": None if observation.state is None else _valid_text(observation.state),
     }
-    from_json(written)
+    from_json(written, max_characters)
     return written
 
 
-def from_json(content: Any) -> Observation:
-    """Read an observation, which a process may have made up. Raises ValueError if it is none."""
+def from_json(content: Any, max_characters: int) -> Observation:
+    """Read an observation, which a process may have made up. Raises ValueError if it is none, or too large."""
     if not isinstance(content, dict) or content.keys() != _KEYS:
         raise ValueError("the observation has not the form of one")
     messages, metrics = content["messages"], content["metrics"]
@@ -56,14 +67,17 @@ def from_json(content: Any) -> Observation:
         raise ValueError("messages must be a list and metrics a mapping")
     for message in messages:
         _require_message(message)
+        _require_places(message)
+    images = _images(content["images"], num_places=sum(map(num_images, messages)))
     for name, kinds in (("done", bool), ("state", str | None), ("tool_errors", int)):
         if not isinstance(content[name], kinds):
             raise ValueError(f"{name} is {shown(content[name])}")
     if not 0 <= content["tool_errors"] <= _MAX_TOOL_ERRORS:
         raise ValueError(f"tool_errors is {reprlib.repr(content['tool_errors'])}")
-    _require_valid_text(content)
+    _require_text({name: value for name, value in content.items() if name != "images"}, max_characters)
     return Observation(
         messages=tuple(messages),
+        images=images,
         reward=_number("the reward", content["reward"]),
         done=content["done"],
         metrics=numbers_of(metrics),
@@ -75,15 +89,41 @@ def from_json(content: Any) -> Observation:
 def _require_message(message: Any) -> None:
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is {shown(message)} and not a mapping with role and content")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
+    for name, kinds in (("role", str), ("content", str | list)):
+        if not isinstance(message.get(name), kinds):
             raise ValueError(f"a message's {name} is {shown(message.get(name))} and not a text")
+    if message["role"] == "assistant" and not isinstance(message["content"], str):
+        raise ValueError("an assistant's message is in parts, and models write text only")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
         raise ValueError(
             f'a message\'s tool_calls are {shown(calls)} and not a list of {{"function": {{"name": TEXT, "arguments": '
             "MAPPING}}"
         )
+
+
+def _require_places(message: Message) -> None:
+    """Raise ValueError unless what is left of a content in parts are texts and places for images."""
+    for part in message["content"] if isinstance(message["content"], list) else ():
+        match part:
+            case {"type": "text", "text": str(), **others} | {"type": "image", **others} if not others:
+                continue
+        raise ValueError(f"a part of a message is {shown(part)} and neither a text nor a place for an image")
+
+
+def _images(written: Any, *, num_places: int) -> tuple[bytes, ...]:
+    """Read the files of images, which no one has opened yet. Raises ValueError."""
+    if not isinstance(written, list) or not all(isinstance(image, str) for image in written):
+        raise ValueError(f"images are {shown(written)} and not a list of files in base64")
+    if len(written) != num_places:
+        raise ValueError(f"there are {len(written)} images for {num_places} places in the messages")
+    files = tuple(base64.b64decode(image, validate=True) for image in written)
+    if (num_bytes := sum(map(len, files))) > MAX_IMAGES_BYTES:
+        raise ValueError(
+            f"the images of an observation have {num_bytes / 2**20:.1f} MiB as files, and at most "
+            f"{MAX_IMAGES_BYTES >> 20} MiB are read; make them smaller"
+        )
+    return files
 
 
 def _is_call(call: Any) -> bool:
@@ -111,8 +151,20 @@ def numbers_of(metrics: Mapping[Any, Any]) -> dict[str, float]:
     return {name: _number(f"the metric {name}", value) for name, value in metrics.items()}
 
 
-def _cut(text: str, max_characters: int) -> tuple[str, int]:
-    """Cut a text, with a note; returns it and how many characters the texts after it may have."""
+def _cut(content: Content, max_characters: int) -> tuple[Content, int]:
+    """Cut the texts of a content, with a note; returns it and how many characters the texts after it may have."""
+    if isinstance(content, str):
+        return _cut_text(content, max_characters)
+    parts, left = list[dict[str, Any]](), max_characters
+    for part in content:
+        if part["type"] == "text":
+            text, left = _cut_text(part["text"], left)
+            part = part | {"text": text}
+        parts.append(part)
+    return parts, left
+
+
+def _cut_text(text: str, max_characters: int) -> tuple[str, int]:
     missing = len(text) - max_characters
     if missing <= 0:
         return text, -missing
@@ -131,11 +183,18 @@ def _valid_text(value: Any) -> Any:
     return value
 
 
-def _require_valid_text(content: dict[str, Any]) -> None:
+def _require_text(content: dict[str, Any], max_characters: int) -> None:
+    """Raise ValueError unless all but the images is valid text, and no more than its messages may have."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("the observation's text has half of a surrogate pair") from error
+    if (num_bytes := len(json.dumps(content))) > _max_text_bytes(max_characters):
+        raise ValueError(f"the observation has {num_bytes} bytes, most of them not in its messages' content")
+
+
+def _max_text_bytes(max_characters: int) -> int:
+    return 2**20 + 12 * max_characters
 
 
 def shown(value: Any) -> str:

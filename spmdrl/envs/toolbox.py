@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.conversation import Action, Message, Observation, ToolCall
+from spmdrl.data.image_forms import Content
 from spmdrl.envs.calls import run
+from spmdrl.envs.pictures import has_images
 from spmdrl.envs.schema import Schema, Signature, WrongArguments
 
 
@@ -76,15 +78,15 @@ class Toolbox:
 
     async def _answer(self, call: ToolCall) -> tuple[Message, bool]:
         """The message that answers a call, and True where the call failed."""
-        text, failed = await self._text(call)
-        return {"role": "tool", "name": call.name, "content": text}, failed
+        content, failed = await self._content(call)
+        return {"role": "tool", "name": call.name, "content": content}, failed
 
-    async def _text(self, call: ToolCall) -> tuple[str, bool]:
+    async def _content(self, call: ToolCall) -> tuple[Content, bool]:
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}", True
         try:
-            return _as_text(await tool.call(call.arguments)), False
+            return _as_content(await tool.call(call.arguments)), False
         except WrongArguments as error:
             return f"error: wrong arguments of {call.name}: {error}", True
         except ToolError as error:
@@ -95,9 +97,10 @@ class Toolbox:
             return f"error: {type(error).__name__}: {error}", True
 
 
-def _as_text(result: Any) -> str:
-    """The result of a call as the policy reads it: text as it is, the rest as JSON. Raises ToolError for neither."""
-    if isinstance(result, str):
+def _as_content(result: Any) -> Content:
+    """The result of a call as the policy reads it: text and parts with images as they are, the rest as JSON. Raises
+    ToolError for what is none of these."""
+    if isinstance(result, str) or has_images(result):
         return result
     try:
         return json.dumps(result, ensure_ascii=False)

@@ -80,12 +80,12 @@ class TrlEnvironment:
             "seed": start.seed,
         }
         columns |= start.metadata
-        text = await run(user_code.call, function=self._inner.reset, columns=columns, settings={})
-        if text is None:
+        content = await run(user_code.call, function=self._inner.reset, columns=columns, settings={})
+        if content is None:
             return Observation()
-        if not isinstance(text, str):
-            raise TypeError(f"reset returned {type(text).__name__}, and not text or None")
-        return Observation(messages=({"role": "user", "content": text},))
+        if not isinstance(content, str | list):
+            raise TypeError(f"reset returned {type(content).__name__}, and not text, a list of parts or None")
+        return Observation(messages=({"role": "user", "content": content},))
 
     async def step(self, action: Action) -> Observation:
         """Run the calls; an action without one is the end."""

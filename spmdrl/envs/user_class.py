@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from spmdrl import user_code
-from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.conversation import Action, EpisodeStart, Message, Observation
+from spmdrl.data.image_forms import Content
 from spmdrl.envs.calls import run
 from spmdrl.envs.observations import shown
 
@@ -73,9 +74,11 @@ def _greeting(result: Any) -> Observation:
             return result
         case None:
             return Observation()
-        case str():
+        case str() | list():
             return Observation(messages=_messages(result or None))
-    raise ValueError(f"reset must return None, a text or an Observation, but it returned {shown(result)}")
+    raise ValueError(
+        f"reset must return None, a text, a list of parts or an Observation, but it returned {shown(result)}"
+    )
 
 
 def _observation(result: Any) -> Observation:
@@ -83,21 +86,21 @@ def _observation(result: Any) -> Observation:
     match result:
         case Observation():
             return result
-        case (str() | None as text, reward, done):
+        case (str() | list() | None as content, reward, done):
             metrics = {}
-        case (str() | None as text, reward, done, dict() as metrics):
+        case (str() | list() | None as content, reward, done, dict() as metrics):
             pass
         case _:
             raise ValueError(
-                "step must return an Observation, (text, reward, done) or (text, reward, done, metrics), but it "
-                f"returned {shown(result)}"
+                "step must return an Observation, (text, reward, done) or (text, reward, done, metrics), where instead "
+                f"of the text may be a list of parts, but it returned {shown(result)}"
             )
-    messages = _messages(None if done and not text else text)
+    messages = _messages(None if done and not content else content)
     return Observation(messages=messages, reward=reward, done=done, metrics=metrics)
 
 
-def _messages(text: str | None) -> tuple[dict[str, Any], ...]:
-    return () if text is None else ({"role": "user", "content": text},)
+def _messages(content: Content | None) -> tuple[Message, ...]:
+    return () if content is None else ({"role": "user", "content": content},)
 
 
 def _takes_text(step: Callable[..., Any]) -> bool:

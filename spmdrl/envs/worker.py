@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import spmdrl
 from spmdrl.conversation import Observation
-from spmdrl.envs.observations import max_answer_bytes, to_json
+from spmdrl.envs.observations import to_json
 from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
 from spmdrl.workers.remains import clear
@@ -108,11 +108,7 @@ class _Environments:
             answer = await self._outcome(request)
         except BaseException as error:  # whatever an environment raises, even SystemExit, fails only its episode
             answer = {"failure": _reason(error), "traceback": _traceback(error)}
-        content = line({"number": request.number, **answer})
-        if len(content) > max_answer_bytes(self._job.max_characters):
-            reason = f"ValueError: the observation has {len(content)} bytes, most of them not in its messages' content"
-            content = line({"number": request.number, "failure": reason, "traceback": ""})
-        self.writer.write(content)
+        self.writer.write(line({"number": request.number, **answer}))
 
     async def _outcome(self, request: Request) -> dict[str, Any]:
         if isinstance(request, Close):

@@ -33,7 +33,7 @@ def pass_bytes(tower: Tower, *, num_patches: int, compute_bytes: int) -> int:
 
 def features_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan, *, compute_bytes: int) -> int:
     """Bytes of features that a rank holds on the host at most: all tokens of its share's prompts show images, and it
-    has a rollout of as many prompts as it can."""
+    has a rollout of as many prompts as it can. Nobody knows how many an environment shows: they come on top."""
     prompts = min(run.prompts_per_step, math.ceil(run.rollouts_per_step / run.num_shares))
     tokens = prompts * cfg.data.max_prompt_tokens
     return tokens * tower.num_levels * tower.features_width * compute_bytes
@@ -42,6 +42,7 @@ def features_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan, *, compute_
 def engine_bytes(tower: Tower, cfg: Config, *, num_rows: int, compute_bytes: int) -> int:
     """Bytes that looking at images adds to the torch engine with `num_rows` rollouts at most: one pass, and features of
     a prefill and of those before it."""
-    tokens = min(num_rows * cfg.data.max_prompt_tokens, PREFILL_TOKENS + KEPT_TOKENS)
+    shown = cfg.data.max_prompt_tokens + (cfg.rollout.max_response_tokens if cfg.environment is not None else 0)
+    tokens = min(num_rows * shown, PREFILL_TOKENS + KEPT_TOKENS)
     features = tokens * tower.num_levels * tower.features_width * compute_bytes
     return features + pass_bytes(tower, num_patches=cfg.pack.max_patches_per_pass, compute_bytes=compute_bytes)

@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config, Section, SftConfig
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.open import Environments, open_environments
 from spmdrl.rollout.episode import start_of
+from spmdrl.rollout.observed import spans_of
 from spmdrl.rollout.world import parser_problems
+from spmdrl.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +52,21 @@ def environment_problems(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: frozenset[int],
     prompts: PromptStream,
+    images: ImageIntake,
 ) -> Iterator[str]:
     """Yield a sentence for each reason why episodes cannot go on after a response.
 
-    Raises UserError when the reset with the first prompt fails.
+    Raises UserError when the reset with the first prompt fails, or shows an image that cannot be read.
     """
     if isinstance(cfg, SftConfig) or cfg.environment is None or environment.client is None:
         return
     yield from parser_problems(cfg)
     (prompt,) = prompts.take(0, 1)
     greeting = environment.client.check(start_of(prompt, cfg.run.seed))
+    try:
+        spans_of(greeting, images)
+    except UserError as error:
+        raise UserError(f"the environment's first reset shows an image: {error}") from error
     roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}
     tools = environment.tools if greeting.tools is None else greeting.tools
     answers = "tool" if tools else "user"

@@ -18,12 +18,12 @@ from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.config.strict import shown
 from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.families import family_of
-from spmdrl.data.image_store import ImageStore, open_image_store
+from spmdrl.data.image_store import open_image_store
 from spmdrl.data.sources import open_source
 from spmdrl.data.stream import Form, HeldOutPrompts, Pair, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.data.vision import ImageReader, NoImages, PromptImages
+from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
@@ -105,7 +105,7 @@ def open_inputs(
         held_out = found.get(_open_held_out, cfg, tokenizer, environment, images)
         pairs = found.get(_open_held_out_pairs, cfg, held_out)
         found.ask(_conversation_problems, cfg, tokenizer, stops)
-        found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts)
+        found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
     if prompts is None:
         found.ask(_source_problems, cfg)
     refuse(found.sentences)
@@ -119,7 +119,7 @@ def open_inputs(
         tokenizer=tokenizer,
         stop_token_ids=stops,
         prompts=prompts,
-        images=_store_of(images),
+        images=images,
         held_out=held_out,
         held_out_pairs=pairs,
         memory=memory,
@@ -184,24 +184,25 @@ def _open_tokenizer(cfg: Config | SftConfig, policy: _OpenedModel) -> PreTrained
     return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
-def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> PromptImages:
-    """Return what becomes of the images of prompts."""
+def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
+    """Return what becomes of the images of prompts and environments."""
     family = family_of(policy.config)
     if family is None:
         return NoImages(
-            f"the prompt has images, and {policy.setting} ({policy.config.model_type}) reads text only; "
-            "set it to a model that reads images"
+            f"there are images, and {policy.setting} ({policy.config.model_type}) reads text only; set it to a model "
+            "that reads images"
         )
-    if isinstance(cfg, Config) and cfg.environment is not None:
+    if isinstance(cfg, Config) and cfg.environment is not None and cfg.environment.has_agents:
         return NoImages(
-            "the prompt has images, and [environment] is set: environments read prompts of text only; remove the table"
+            "there are images, and agents show the policy text only: their prompts are what they ask; remove the "
+            'images, or set another environment.source than one of the kinds "agent" and "verifiers"'
         )
     store = open_image_store(Path(cfg.run.dir, cfg.run.name), max_gib=cfg.data.image_store_gib)
     return ImageReader(family, cfg.model.path, cfg.data, tokenizer=tokenizer, store=store)
 
 
 def _open_prompts(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: PromptImages
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: ImageIntake
 ) -> PromptStream:
     held_out = _held_out_table(cfg)
     if isinstance(cfg, Config) and cfg.debug.load_rollouts is not None and isinstance(images, ImageReader):
@@ -220,7 +221,7 @@ def _open_prompts(
 
 
 def _open_held_out(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: PromptImages
+    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: ImageIntake
 ) -> HeldOutPrompts:
     table = _held_out_table(cfg)
     if table is None:
@@ -406,7 +407,7 @@ class HeldOut:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: frozenset[int]
     prompts: HeldOutPrompts
-    images: ImageStore | None  # of the prompts
+    images: ImageIntake
 
 
 def open_held_out(cfg: Config) -> HeldOut:
@@ -415,16 +416,12 @@ def open_held_out(cfg: Config) -> HeldOut:
     images = _open_images(cfg, _open_policy(cfg), tokenizer)
     with ExitStack() as exits:
         prompts = _open_held_out(cfg, tokenizer, open_environment(cfg, exits), images)
-    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts, _store_of(images))
+    return HeldOut(tokenizer, _stop_tokens(cfg, tokenizer), prompts, images)
 
 
-def open_training_prompts(cfg: Config) -> tuple[PromptStream, ImageStore | None]:
-    """Open the stream of a run's prompts, and the store of their images. Raises UserError."""
+def open_training_prompts(cfg: Config) -> tuple[PromptStream, ImageIntake]:
+    """Open the stream of a run's prompts, and what reads their images. Raises UserError."""
     tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     images = _open_images(cfg, _open_policy(cfg), tokenizer)
     with ExitStack() as exits:
-        return _open_prompts(cfg, tokenizer, open_environment(cfg, exits), images), _store_of(images)
-
-
-def _store_of(images: PromptImages) -> ImageStore | None:
-    return images.store if isinstance(images, ImageReader) else None
+        return _open_prompts(cfg, tokenizer, open_environment(cfg, exits), images), images

@@ -121,27 +121,18 @@ def _trajectory(
     trajectory: Trajectory, mismatch: Sequence[float] | None, said: Said, vocabulary: _Vocabulary
 ) -> list[dict[str, Any]]:
     """Describe the turns of a trajectory, before which this had been said."""
-    turns, begin = [], 0
-    for turn in trajectory.turns:
-        context_ids = _without_repeats(turn, begin)
-        begin += len(turn.context_ids)
-        end = begin + len(turn.response.token_ids)
-        of_response = mismatch[begin:end] if mismatch is not None else ()
+    turns, starts = [], trajectory.starts
+    for turn, start, end in zip(trajectory.turns, starts, starts[1:], strict=False):
+        of_response = mismatch[start + len(turn.context_ids) : end] if mismatch is not None else ()
         turns.append(
             {
-                "context": _context(context_ids, said, vocabulary),
+                "context": _context(turn, start, said, vocabulary),
                 "response": _response(turn.response, of_response, vocabulary),
                 **_turn(turn),
             }
         )
-        begin, said = end, _said(turn.observation)
+        said = _said(turn.observation)
     return turns
-
-
-def _without_repeats(turn: Turn, begin: int) -> tuple[int, ...]:
-    """Return what the policy read, from token `begin` of the trajectory on, with one placeholder for each image."""
-    hidden = {place - begin for image in turn.images for place in range(image.start + 1, image.end)}
-    return tuple(token for place, token in enumerate(turn.context_ids) if place not in hidden)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
@@ -163,8 +154,14 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _context(token_ids: Sequence[int], said: Said, vocabulary: _Vocabulary) -> dict[str, Any]:
-    pieces = vocabulary.texts.pieces(token_ids)
+def _context(turn: Turn, start: int, said: Said, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Describe what the policy read, from token `start` of the trajectory on, with one placeholder for each image."""
+    hidden = {place - start for image in turn.images for place in range(image.start + 1, image.end)}
+    names = {image.start - start: image.name for image in turn.images}
+    all_pieces = vocabulary.texts.pieces(turn.context_ids)
+    shown = [place for place in range(len(all_pieces)) if place not in hidden]
+    token_ids = [turn.context_ids[place] for place in shown]
+    pieces = [names.get(place, all_pieces[place]) for place in shown]
     writers = writers_of_context(pieces, said)
     return {**vocabulary.tokens(token_ids, pieces), "writers": "".join(writer[0] for writer in writers)}
 

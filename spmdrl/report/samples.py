@@ -84,15 +84,20 @@ def _conversation(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> dict[
         "environment_failure": rollout.failure,
         "environment_reward": rollout.environment_reward,
         "trajectories": len(rollout.trajectories),
-        "turns": [_turn_row(turn, tokenizer, is_trained=not rollout.is_masked) for turn in rollout.turns],
+        "turns": [
+            _turn_row(turn, start, tokenizer, is_trained=not rollout.is_masked)
+            for trajectory in rollout.trajectories
+            for turn, start in zip(trajectory.turns, trajectory.starts, strict=False)
+        ],
     }
 
 
-def _turn_row(turn: Turn, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool) -> dict[str, Any]:
-    """Make the row of one turn. The reward and the metrics are None where the environment did not answer."""
+def _turn_row(turn: Turn, start: int, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool) -> dict[str, Any]:
+    """Make the row of a turn that begins at token `start` of its trajectory. The reward and the metrics are None where
+    the environment did not answer."""
     action, observation = turn.action, turn.observation
     return {
-        "read": tokenizer.decode(turn.context_ids),
+        "read": _read(turn, start, tokenizer),
         "written": tokenizer.decode(turn.response.token_ids),
         "tool_calls": [dataclasses.asdict(call) for call in action.tool_calls] if action else [],
         "malformed": action.malformed if action else None,
@@ -104,3 +109,12 @@ def _turn_row(turn: Turn, tokenizer: PreTrainedTokenizerBase, *, is_trained: boo
         "finish_reason": turn.response.finish_reason,
         "trained": is_trained,
     }
+
+
+def _read(turn: Turn, start: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the policy read before its response, with names of the images."""
+    text, done = "", start
+    for image in turn.images:
+        text += tokenizer.decode(turn.context_ids[done - start : image.start - start]) + image.name
+        done = image.end
+    return text + tokenizer.decode(turn.context_ids[done - start :])

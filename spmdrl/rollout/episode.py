@@ -16,12 +16,17 @@ from dataclasses import dataclass
 
 from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
-from spmdrl.conversation import Action, EpisodeStart, Message, Observation
+from spmdrl.conversation import Action, EpisodeStart, Message, Observation, joined
+from spmdrl.data.image_store import StoreFull
 from spmdrl.data.turns import TurnEncoder, message_of
+from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.envs.open import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.rollout import observed
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import EpisodeEnd, ImageSpan, Prompt, Request, Response, Rollout, Trajectory, Turn, UserError
+
+Context = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
 
 NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
@@ -46,6 +51,7 @@ class World:
     encoder: TurnEncoder
     action_of: Callable[[tuple[int, ...]], Action]  # reads a response
     run_seed: int
+    images: ImageIntake = NO_IMAGES  # what becomes of images that environments show
 
     def open(self, episode: Episode) -> OpenEpisode:
         """Open the episode's environment; it repeats what the episode has seen of it before it goes on."""
@@ -110,6 +116,12 @@ class Episode:
         elif self.response.finish_reason != "abort":
             self._act()
 
+    def restore_images(self) -> None:
+        """Put the images that the environment has shown into the node's store again, unless they are there."""
+        if self.world is not None:
+            shown = (self._images + self.context_images)[len(self.prompt.images) :]
+            observed.restore(shown, self._observations, self.world.images)
+
     def request(self) -> Request:
         """Request the response that comes next, or the rest of it."""
         assert self.context_ids is not None, "the environment has not answered"
@@ -145,7 +157,9 @@ class Episode:
             return
         try:
             self._welcome(answer) if self.greeting is None else self._go_on(answer)
-        except UserError as error:  # the template refuses these messages
+        except StoreFull:  # for which the environment can do nothing
+            raise
+        except UserError as error:  # the template refuses these messages, or an image is none
             self._fail(EnvironmentFailure(kind="error", reason=str(error)))
 
     def rollout(self) -> Rollout:
@@ -212,15 +226,15 @@ class Episode:
         elif greeting.branch is not None:
             self._branch(greeting.branch, greeting)
         elif greeting.messages:
-            self._begin_turn(self._greeted(greeting.messages))
+            self._begin_turn(*self._greeted(greeting))
         else:
             self._begin_turn(self.prompt.token_ids, self.prompt.images)
 
-    def _greeted(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    def _greeted(self, greeting: Observation) -> Context:
         """Return the prompt's tokens with what the environment says first."""
         assert self.world is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
-            return self.prompt.token_ids + self.world.encoder.appended(messages, after=())
+            return self.prompt.token_ids + self.world.encoder.appended(greeting.messages, after=()), ()
         return self._rendered(self._opening(), self.world.encoder)
 
     def _go_on(self, observation: Observation) -> None:
@@ -248,14 +262,15 @@ class Episode:
             return
         encoder, so_far = self._encoder(observation), self._token_ids
         if self.world.cfg.history == "append" or not self.prompt.messages:
-            self._begin_turn(encoder.appended(observation.messages, after=self.turns[-1].response.token_ids))
+            after = self.turns[-1].response.token_ids
+            self._begin_turn(*self._said(observation, encoder, after=after, start=len(so_far)))
             return
-        rendered = self._rendered(self._conversation(), encoder)
+        rendered, images = self._rendered(self._conversation(), encoder)
         if rendered[: len(so_far)] == so_far:
-            self._begin_turn(rendered[len(so_far) :])
+            self._begin_turn(rendered[len(so_far) :], images[len(self._images) :])
         else:  # the template has rewritten what came before
             self.trajectories = (*self.trajectories, ())
-            self._begin_turn(rendered)
+            self._begin_turn(rendered, images)
 
     def _branch(self, branch: tuple[int, int], observation: Observation) -> None:
         """Begin a trajectory with the first turns of another, as they are, or with none."""
@@ -265,7 +280,7 @@ class Episode:
         if kept:
             said = encoder.appended(observation.messages, after=kept[-1].response.token_ids)
         else:
-            said = self._rendered(observation.messages, encoder)
+            said = encoder.rendered(observation.messages)
         if self.trajectories[-1]:
             self.trajectories = (*self.trajectories, ())
         self._begin_turn(Trajectory(turns=kept).token_ids + said)
@@ -294,11 +309,27 @@ class Episode:
         own, greeting = list(self.prompt.messages), list(self.greeting.messages if self.greeting else ())
         if own and greeting and own[-1]["role"] == greeting[0]["role"]:
             last, first = own.pop(), greeting.pop(0)
-            return [*own, last | {"content": f"{last['content']}{first['content']}"}, *greeting]
+            return [*own, last | {"content": joined(last["content"], first["content"])}, *greeting]
         return [*own, *greeting]
 
-    def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> tuple[int, ...]:
-        return encoder.rendered(messages)
+    @property
+    def _observations(self) -> tuple[Observation, ...]:
+        """All that the environment has said, in order."""
+        said = (self.greeting, *(turn.observation for turn in self.turns))
+        return tuple(observation for observation in said if observation is not None)
+
+    def _said(self, observation: Observation, encoder: TurnEncoder, *, after: tuple[int, ...], start: int) -> Context:
+        """Return what the policy reads of an observation, from token `start` of the trajectory on."""
+        assert self.world is not None
+        token_ids = encoder.appended(observation.messages, after=after)
+        return expanded(token_ids, observed.spans_of(observation, self.world.images), self.world.images, start=start)
+
+    def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> Context:
+        """Return the tokens of the conversation, with the images of the prompt and of all observations."""
+        assert self.world is not None
+        images = self.world.images
+        shown = [image for one in self._observations for image in observed.spans_of(one, images)]
+        return expanded(encoder.rendered(messages), [*self.prompt.images, *shown], images)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:
         """Tokens that fit into the trajectory after these: everything after the prompt counts."""

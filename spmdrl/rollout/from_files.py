@@ -70,7 +70,7 @@ def held_out_before(cfg: Config) -> EvalConfig | None:
     folder = Path(cfg.debug.load_rollouts or "")
     if not (steps := recorded_steps(folder)):
         return None
-    written = read_parts(folder, steps[0])[0].config["eval"]
+    written = read_parts(folder, steps[0])[0].config.get("eval")
     with as_written(folder, "debug.save_rollouts"):
         return None if written is None else EvalConfig.model_validate_json(json.dumps(written))
 

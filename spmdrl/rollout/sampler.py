@@ -69,7 +69,7 @@ class LocalSampler(Sampler):
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
         self._world = _open_world(run) if engine.leads else None
-        has_images = run.inputs.images is not None
+        has_images = run.inputs.images.store is not None
         self._restore: Restore | None = prompts.restore if has_images else None
         self._restore_held_out: Restore | None = run.inputs.held_out.restore if has_images else None
         self._collector = Collector(
@@ -138,7 +138,8 @@ def _open_world(run: Launch[Config]) -> World | None:
     if run.cfg.environment is None:
         return None
     client = run.enter(open_environments(run.cfg.environment))
-    return open_world(run.cfg, client, run.inputs.tokenizer, run.inputs.stop_token_ids)
+    inputs = run.inputs
+    return open_world(run.cfg, client, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
 
 
 def _itself(rollout: Rollout) -> Rollout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -81,6 +82,7 @@ def observation_as_json(observation: Observation | None) -> dict[str, Any] | Non
     return {
         **{field.name: getattr(observation, field.name) for field in dataclasses.fields(observation)},
         "messages": [dict(message) for message in observation.messages],
+        "images": [base64.b64encode(image).decode() for image in observation.images],
         "metrics": dict(observation.metrics),
     }
 
@@ -90,4 +92,5 @@ def observation_from_json(saved: Mapping[str, Any] | None) -> Observation | None
     if saved is None:
         return None
     lists = {name: tuple(saved[name]) for name in ("messages", "branch", "tools") if saved[name] is not None}
-    return Observation(**{**saved, **lists})
+    images = tuple(map(base64.b64decode, saved.get("images", ())))  # which earlier versions did not have
+    return Observation(**{**saved, **lists, "images": images})

@@ -102,6 +102,7 @@ class Scheduler:
                 self.num_running += 1
                 if self._restore is not None:
                     self._restore(episode.prompt)
+                    episode.restore_images()
                 yield episode.request()
 
     @property

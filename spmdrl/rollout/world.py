@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.data.tool_calls import Parser, action_of, parse
 from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.open import Environments
 from spmdrl.rollout.episode import World
 
@@ -18,9 +19,13 @@ FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang
 
 
 def open_world(
-    cfg: Config, client: Environments, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int]
+    cfg: Config,
+    client: Environments,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: frozenset[int],
+    images: ImageIntake,
 ) -> World:
-    """Put together what episodes share; `client` has the environments."""
+    """Put together what episodes share; `client` has the environments, `images` reads what they show."""
     assert cfg.environment is not None
     return World(
         cfg=cfg.environment,
@@ -30,11 +35,13 @@ def open_world(
             chat_template=cfg.data.chat_template,
             tools=client.tools,
             stop_token_ids=stop_token_ids,
+            images=images,
         ),
         action_of=functools.partial(
             action_of, tokenizer, parser=_parser(cfg, client.tools), stop_token_ids=stop_token_ids
         ),
         run_seed=cfg.run.seed,
+        images=images,
     )
 
 

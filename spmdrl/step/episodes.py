@@ -19,7 +19,7 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         return {}
     turns = [_turns(rollout) for rollout in episodes]
     actions = [turn.action for of_episode in turns for turn in of_episode if turn.action is not None]
-    observations = [_observations(rollout) for rollout in episodes]
+    observations = [rollout.observations for rollout in episodes]
     errors = sum(observation.tool_errors for of_episode in observations for observation in of_episode)
     later = [turn for rollout in episodes for one in rollout.trajectories for turn in one.turns[1:]]
     metrics: Metrics = {
@@ -44,7 +44,7 @@ def held_out_episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         "eval/turns": Mean.of(float(len(_turns(rollout))) for rollout in episodes),
         "eval/failed_count": Total(float(sum(rollout.failure is not None for rollout in episodes))),
     }
-    own = _environments_own([_observations(rollout) for rollout in episodes], "eval/environment_")
+    own = _environments_own([rollout.observations for rollout in episodes], "eval/environment_")
     return metrics | _end_fractions(episodes, "eval") | own
 
 
@@ -70,8 +70,3 @@ def _had_environment(rollout: Rollout) -> bool:
 def _turns(rollout: Rollout) -> list[Turn]:
     """The turns in which the policy sampled something."""
     return [turn for turn in rollout.turns if turn.response.token_ids]
-
-
-def _observations(rollout: Rollout) -> list[Observation]:
-    greeting = [] if rollout.greeting is None else [rollout.greeting]
-    return [*greeting, *(turn.observation for turn in rollout.turns if turn.observation is not None)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from spmdrl.dist.exchange import send_tensors
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
+from spmdrl.rollout.observed import restore_rollout
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.batch import Batch
 from spmdrl.types import ImageSpan, MicroBatch, Prompt, Rollout, UserError
@@ -39,23 +41,29 @@ class Images:
         dtype: torch.dtype,
         max_patches: int,
         again: Callable[[Prompt], object] = lambda _: None,
+        again_observed: Callable[[Rollout], object] = lambda _: None,
     ) -> None:
         """`dtype` is that of features on the host, `max_patches` the most in one pass of the tower, unless one image
-        has more. `again` puts the images of a prompt into the store where they are missing."""
+        has more. `again` puts the images of a prompt into the store where they are missing, `again_observed` those that
+        an environment has shown."""
         self._model, self._store, self._mesh = model, store, meshes.training
-        self._dtype, self._max_patches, self._again = dtype, max_patches, again
+        self._dtype, self._max_patches = dtype, max_patches
+        self._again, self._again_observed = again, again_observed
         towers = model.trunk.towers
         self._is_trained = any(weight.requires_grad for tower in towers for weight in tower.parameters())
 
     def restore(self, rollouts: Iterable[Rollout]) -> None:
-        """Put those images of prompts into the store that it lacks, such as those of rollouts that another run began;
+        """Put those images of rollouts into the store that it lacks, such as those of rollouts that another run began;
         every rank that trains must call this with its own."""
         if self._store is None:
             return
-        prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in rollouts}
+        all_of_them = list(rollouts)
+        prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in all_of_them}
         with failing_together(self._mesh):
             for prompt in prompts.values():
                 self._again(prompt)
+            for rollout in all_of_them:
+                self._again_observed(rollout)
 
     def fill(self, batch: Batch, others: Sequence[MicroBatch] = ()) -> tuple[Batch, list[MicroBatch], Metrics]:
         """Do what `look` does to the micro-batches of a batch and to others."""
@@ -185,9 +193,10 @@ def start_images(run: Launch[SettingsT], model: PackedModel) -> Images:
     """Make what looks at the images of a run's steps."""
     return Images(
         model,
-        run.inputs.images,
+        run.inputs.images.store,
         run.meshes,
         dtype=run.dtype,
         max_patches=run.cfg.pack.max_patches_per_pass,
         again=run.inputs.prompts.restore,
+        again_observed=partial(restore_rollout, images=run.inputs.images),
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from spmdrl.algo.metrics import Mean, Metrics, merge_all
 from spmdrl.config import SftConfig
+from spmdrl.conversation import num_images
 from spmdrl.data.stream import Pair
 from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.vision import expanded
 from spmdrl.dist.collectives import failing_together
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
@@ -28,8 +31,13 @@ class PairEncoder:
     def __init__(self, cfg: SftConfig, inputs: Inputs) -> None:
         self._tokenizer = inputs.tokenizer
         self._max_tokens = cfg.sft.max_response_tokens
+        self._images = inputs.images
         self._turns = TurnEncoder(
-            inputs.tokenizer, chat_template=cfg.data.chat_template, tools=(), stop_token_ids=inputs.stop_token_ids
+            inputs.tokenizer,
+            chat_template=cfg.data.chat_template,
+            tools=(),
+            stop_token_ids=inputs.stop_token_ids,
+            images=inputs.images,
         )
 
     def __call__(self, pair: Pair, index: int) -> TrainingSequence:
@@ -39,11 +47,15 @@ class PairEncoder:
         """
         prompt = pair.prompt
         token_ids, trained = list(prompt.token_ids), [False] * len(prompt.token_ids)
+        images, later = list(prompt.images), iter(pair.images)
         response: tuple[int, ...] = ()
         for exchange in pair.exchanges:
-            read = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()
+            said = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()
+            shown = list(itertools.islice(later, sum(map(num_images, exchange.messages))))
+            read, placed = expanded(said, shown, self._images, start=len(token_ids))
             response = self._response(exchange.response)
             token_ids += [*read, *response]
+            images += placed
             trained += [False] * len(read) + [True] * len(response)
         if (num_tokens := len(token_ids) - len(prompt.token_ids)) > self._max_tokens:
             raise UserError(
@@ -56,7 +68,7 @@ class PairEncoder:
             loss_mask=tuple(trained),
             rollout_logprobs=(0.0,) * len(token_ids),
             reward=0.0,
-            images=prompt.images,
+            images=tuple(images),
         )
 
     def _response(self, text: str) -> tuple[int, ...]:
@@ -81,8 +93,8 @@ class HeldOutLoss:
         pairs, num_ranks = list(enumerate(run.inputs.held_out_pairs)), run.meshes.training.size()
         with failing_together(run.meshes.training):
             mine = [encode(pair, index) for index, pair in pairs[run.world.rank :: num_ranks]]
-        self._prompts = [pair.prompt for _, pair in pairs[run.world.rank :: num_ranks]]
-        self._restore = run.inputs.held_out.restore
+        self._pairs = [pair for _, pair in pairs[run.world.rank :: num_ranks]]
+        self._restore = run.inputs.held_out.restore_pair
         self._micro_batches = build_batch(mine, run.plan, run.meshes, aggregation="token_mean").micro_batches
 
     @torch.no_grad()
@@ -91,8 +103,8 @@ class HeldOutLoss:
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
         with failing_together(self._meshes.training):
-            for prompt in self._prompts:
-                self._restore(prompt)
+            for pair in self._pairs:
+                self._restore(pair)
         micro_batches, _ = self._images.look(self._micro_batches)
         for micro_batch in micro_batches:
             logprobs, mask = self._policy(micro_batch).logprobs, micro_batch.loss_mask.to(device)

@@ -39,13 +39,14 @@ def _sampled_spans(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
 
 
 def state_of(read: Observation | None) -> int:
-    """Hash what the policy read last: the state that its environment named, else the messages; 0 where it read nothing,
-    which is the beginning that a prompt's rollouts share."""
+    """Hash what the policy read last: the state that its environment named, else the messages and their images; 0 where
+    it read nothing, which is the beginning that a prompt's rollouts share."""
     if read is None or (read.state is None and not read.messages):
         return 0
-    named = json.dumps(read.messages if read.state is None else read.state, sort_keys=True)
-    digest = hashlib.sha256(named.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> (64 - STATE_BITS)
+    digest = hashlib.sha256(json.dumps(read.messages if read.state is None else read.state, sort_keys=True).encode())
+    for image in read.images if read.state is None else ():
+        digest.update(hashlib.sha256(image).digest())
+    return int.from_bytes(digest.digest()[:8], "little") >> (64 - STATE_BITS)
 
 
 def turn_columns(micro_batch: MicroBatch) -> dict[str, Tensor]:

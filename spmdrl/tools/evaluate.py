@@ -54,14 +54,14 @@ def evaluate_export(run: Path) -> dict[str, float]:
         dtype=dtype,
         kernel=_kernel(cfg, device.type, dtype),
         max_running=cfg.rollout.max_running,
-        images=held_out.images,
+        images=held_out.images.store,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
     with RewardClient(cfg.reward, held_out.tokenizer) as rewards, ExitStack() as exits:
         world = None
         if cfg.environment is not None:
             client = exits.enter_context(open_environments(cfg.environment))
-            world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids)
+            world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids, held_out.images)
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         pending = sample(
             engine,

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import Recording, read_parts, recorded_steps
 from spmdrl.rollout.from_files import as_collected
+from spmdrl.rollout.observed import restore_rollout
 from spmdrl.run import Run, open_run
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
@@ -108,13 +110,14 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
 
 
 def _images_of(run: Run[Config], policy: Policy, parts: Sequence[Recording]) -> Images:
-    """Return what looks at the images of the step, which are read from the run's data again."""
+    """Return what looks at the images of the step: those of prompts are read from the run's data again."""
     options: dict[str, Any] = {"dtype": run.dtype, "max_patches": run.cfg.pack.max_patches_per_pass}
-    if not any(rollout.prompt.images for part in parts for rollout, _ in part.outcomes):
+    if not any(one.images for part in parts for rollout, _ in part.outcomes for one in rollout.trajectories):
         return Images(policy, None, run.meshes, **options)
     with failing_together(run.meshes.training):
-        prompts, store = open_training_prompts(run.cfg)
-    return Images(policy, store, run.meshes, again=prompts.restore, **options)
+        prompts, images = open_training_prompts(run.cfg)
+    observed = partial(restore_rollout, images=images)
+    return Images(policy, images.store, run.meshes, again=prompts.restore, again_observed=observed, **options)
 
 
 def _settings(part: Recording) -> tuple[Config, Plan]:

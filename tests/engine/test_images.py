@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from spmdrl.types import Request, Response
+from spmdrl.types import ImageSpan, Request, Response
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import START_LIMIT_S, Rank, answers, change, rank_with_engine, settings
 from tests.helpers.vision import save_vision_files
 from tests.helpers.vision_models import (
+    END,
     IMAGE,
     START,
     Picture,
@@ -36,7 +37,7 @@ def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
     """Ask one engine for all ranks about images, on one rank of them."""
     sequences, pictures = mixed_sequences(path)
     sequences, store = stored(sequences, pictures, Path(images))
-    found: dict[str, Any] = {"differences": {}}
+    found: dict[str, Any] = {}
     cfg = settings(path, num_ranks, tp_size=num_ranks, temperature=TEMPERATURE)
     with rank_with_engine(cfg, images=store) as rank:
         sent = []
@@ -51,13 +52,37 @@ def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
         asked = [request_of(sequence) for sequence in sequences * 2]
         responses = answers(rank.engine, asked)
         if rank.engine.leads:
-            for request, response in zip(asked, responses, strict=True):
-                number = len(request.images)
-                if (worst := difference(path, plain, pictures, request, response)) is not None:
-                    found["differences"][number] = max(worst, found["differences"].get(number, 0.0))
+            found["differences"] = differences(path, plain, pictures, zip(asked, responses, strict=True))
+            shown = [image for sequence in sequences for image in sequence.images]
+            turns = list(zip(asked, responses, strict=True))
+            for name in ("second", "third"):  # turns, before which an environment has shown an image
+                further = [later(*turn, shown[place % 3]) for place, turn in enumerate(turns)]
+                turns = list(zip(further, answers(rank.engine, further), strict=True))
+                found[name] = differences(path, plain, pictures, turns)
         found["sampled"] = sampled_placeholder(rank, asked[0])
         found["leads"] = rank.engine.leads
     return found
+
+
+def differences(
+    path: str, plain: Any, pictures: dict[str, Picture], turns: Iterable[tuple[Request, Response]]
+) -> dict[int, float]:
+    """The largest difference from transformers' own forward, by the number of images before a response."""
+    found: dict[int, float] = {}
+    for request, response in turns:
+        number = len(request.images)
+        if (worst := difference(path, plain, pictures, request, response)) is not None:
+            found[number] = max(worst, found.get(number, 0.0))
+    return found
+
+
+def later(request: Request, response: Response, shown: ImageSpan) -> Request:
+    """The request of the next turn: what was said, without placeholders that were sampled, and another image."""
+    said = (*request.prompt_ids, *(token for token in response.token_ids if token != IMAGE), 9, START)
+    image = replace(shown, start=len(said))
+    return replace(
+        request, prompt_ids=(*said, *[IMAGE] * image.num_tokens, END, 11), images=(*request.images, image), seed=1
+    )
 
 
 def request_of(sequence: Tokens) -> Request:
@@ -123,7 +148,9 @@ def test_images_are_seen_as_the_trainer_sees_them(
     ranks = run_ranks(num_ranks, all_of_it, path, str(tmp_path / "images"), num_ranks, timeout_s=START_LIMIT_S)
     (leader,) = [rank for rank in ranks if rank["leads"]]
     assert leader["differences"].keys() >= {0, 1, 3}  # images of a prompt
-    assert max(leader["differences"].values()) < 1e-5
+    assert leader["second"].keys() >= {1, 2, 4} and leader["third"].keys() >= {2, 3, 5}
+    for turn in ("differences", "second", "third"):
+        assert max(leader[turn].values()) < 1e-5
     assert leader["sampled"] == [True, True]
     for rank in ranks:
         assert rank["sends"] and not any("visual" in name for name in rank["sends"])

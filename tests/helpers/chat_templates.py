@@ -66,7 +66,10 @@ FAMILIES = {
     ),
     "Qwen3": Family(template="qwen3", stops=("<|im_end|>", "<|endoftext|>"), special=_QWEN_SPECIAL, other=_QWEN_OTHER),
     "Qwen3.5": Family(
-        template="qwen3.5", stops=("<|im_end|>", "<|endoftext|>"), special=_QWEN_SPECIAL, other=_QWEN_OTHER
+        template="qwen3.5",
+        stops=("<|im_end|>", "<|endoftext|>"),
+        special=(*_QWEN_SPECIAL, "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+        other=_QWEN_OTHER,
     ),
     "Llama 3.1": Family(
         template="llama3.1",
@@ -80,7 +83,7 @@ FAMILIES = {
     "Gemma 3": Family(
         template="gemma3",
         stops=("<end_of_turn>", "<eos>"),
-        special=("<start_of_turn>", "<start_of_image>"),
+        special=("<start_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"),
         other=("\n\n", "\n\n\n", "<table>", "<b>"),
         bos="<bos>",
     ),

@@ -11,6 +11,7 @@ from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.stream import HeldOutPrompts
+from spmdrl.data.vision import NoImages
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import World
 from spmdrl.faults.files import FaultFiles
@@ -42,7 +43,7 @@ def launch_of(
         tokenizer=None,  # type: ignore[arg-type]  # nothing here has text
         stop_token_ids=stop_token_ids,
         prompts=prompts,
-        images=images,
+        images=NoImages("nothing here has text", images),
         held_out=held_out,
         held_out_pairs=[],
         memory=None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,20 @@ def sequence_with(path: str, *pictures: Picture, index: int = 0, response: int =
         rollout_logprobs=(0.0,) * prompt + tuple(-3 - rng.random() for _ in range(response)),
         reward=1.0 - 0.3 * index,
         images=tuple(spans),
+    )
+
+
+def in_turns(path: str, *turns: Iterable[Picture], index: int = 0) -> Sequence:
+    """A sequence that goes on: each turn shows some images, and ends with a response of random tokens."""
+    parts = [sequence_with(path, *shown, index=100 * index + number) for number, shown in enumerate(turns)]
+    starts = list(itertools.accumulate((len(part.token_ids) for part in parts), initial=0))
+    return Sequence(
+        index=index,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        loss_mask=tuple(chosen for part in parts for chosen in part.loss_mask),
+        rollout_logprobs=tuple(logprob for part in parts for logprob in part.rollout_logprobs),
+        reward=1.0 - 0.3 * index,
+        images=tuple(image.moved(start) for part, start in zip(parts, starts, strict=False) for image in part.images),
     )
 
 

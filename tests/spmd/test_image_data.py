@@ -97,11 +97,15 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
     assert before == after and None not in before[0]
 
 
-def test_a_page_of_episodes_has_one_placeholder_for_each_image(folder: Path) -> None:
+def test_a_page_of_episodes_names_each_image(folder: Path) -> None:
     code, words = told(episodes.main, str(folder / "run"), "--step", "1")
     assert code == 0, words
     (page,) = (folder / "run").rglob("*.html")
-    assert page.read_text().count(TOKENS[IMAGE].strip("<>")) == 1, "among the strings of the page's tokens"
+    rollouts = [rollout for part in read_parts(folder / "run/rollouts", 1) for rollout, _ in part.outcomes]
+    names = {image.name for rollout in rollouts for image in rollout.prompt.images}
+    text = page.read_text()
+    assert names and all(text.count(name.strip("<>")) == 1 for name in names), "among the strings of the page's tokens"
+    assert TOKENS[IMAGE].strip("<>") not in text
     samples = [json.loads(line) for line in (folder / "run/samples.jsonl").read_text().splitlines()]
     assert any("<image>" in sample["prompt"] for sample in samples)
     assert not any(TOKENS[IMAGE] in sample["prompt"] for sample in samples)
@@ -136,12 +140,55 @@ def test_pairs_with_images_are_imitated_and_held_out(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "run") if "eval/loss" in row] == [0, 1, 2]
 
 
+def test_images_behind_imitated_answers_are_read_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Also by the held-out loss, whose images the training of each step pushes out of the store."""
+    write_data(tmp_path)
+    turn = {"role": "user", "content": "<image>?"}
+    rows_of = {"train": [[0, 1], [2], [1, 0, 2], [0]], "held": [[3, 4, 5], [4]]}
+    sources = {}
+    for name, shown in rows_of.items():
+        lines = [
+            {
+                "prompt": [m for n in numbers for m in (turn, {"role": "assistant", "content": f"a {n}"})],
+                "images": [f"{n}.png" for n in numbers],
+            }
+            for numbers in shown
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sources[name] = {
+            "kind": "jsonl",
+            "path": f"{tmp_path}/{name}.jsonl",
+            "image_column": "images",
+            "answer_column": "",
+        }
+    write_sft_config(
+        tmp_path,
+        run={"dir": str(tmp_path), "num_steps": 2},
+        data={"sources": [sources["train"]], "max_prompt_tokens": 24, "image_store_gib": STORE_GIB},
+        sft={"sequences_per_step": 4, "max_response_tokens": 60, "turns": "all"},
+        held_out={"sources": [sources["held"]], "num_prompts": 2, "every": 1},
+        checkpoint={"every": 2},
+        report={"tensorboard": False},
+        reward=None,
+    )
+    found = []
+    for num_ranks in (1, 2):
+        arguments = [str(tmp_path / "c.toml"), f"run.name=on{num_ranks}"]
+        assert run_ranks(num_ranks, without_curves, sft.main, arguments) == [0] * num_ranks
+        found.append(
+            [
+                [row.get(key) for key in ("step", "update/loss", "eval/loss")]
+                for row in rows(tmp_path / f"on{num_ranks}")
+            ]
+        )
+    one, two = found
+    assert len(one) == len(two) == 3
+    for first, second in zip(one, two, strict=True):
+        assert first == pytest.approx(second, abs=1e-5, nan_ok=True) and first[2] is not None
+
+
 def test_what_cannot_be_is_said_before_the_start(folder: Path) -> None:
     code, words = told(train.main, str(folder / "c.toml"), "--dry-run")
     assert code == 0 and "<image>" in words and TOKENS[IMAGE] not in words
     code, words = told(train.main, str(folder / "c.toml"), "--dry-run", "data.min_pixels=900")
     assert code == 2 and "held.jsonl line 1: images would have at least 900" in words
-    (folder / "environment.py").write_text("class Game:\n    def reset(self, **_): ...\n    def step(self, _): ...\n")
-    environment = f'environment={{ source = {{ kind = "class", name = "{folder}/environment.py:Game" }} }}'
-    code, words = told(train.main, str(folder / "c.toml"), "--dry-run", environment)
-    assert code == 2 and "environments read prompts of text only" in words, words

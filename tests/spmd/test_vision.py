@@ -1,5 +1,5 @@
-"""Models that look at images: packed = alone = transformers' own forward, one rank = FSDP = cp = tp, log-probabilities
-and gradients, with a frozen tower and with one that is trained."""
+"""Models that look at images, before and behind responses: packed = alone = transformers' own forward, one rank =
+FSDP = cp = tp, log-probabilities and gradients, with a frozen tower and with one that is trained."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.helpers.models import HAS_EXPERT_PLANS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vision_models import (
     Picture,
+    in_turns,
     inputs_of,
     mixed_sequences,
     save_gemma3_vl,
@@ -80,6 +81,9 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("vl")
     path = request.param(folder / "model")
     sequences, pictures = mixed_sequences(path)
+    first, second, *_ = pictures.values()
+    # Of which two have images behind responses: what an environment shows.
+    sequences += [in_turns(path, [first], [second, first], index=6), in_turns(path, [], [second], [], index=7)]
     sequences, store = stored(sequences, pictures, folder / "images")
     plain = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     ranks = run_ranks(2, every_way, path, sequences, str(folder / "images"), MODELS[request.param])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from spmdrl.config import FileData
-from spmdrl.conversation import Exchange
 from spmdrl.data.conversations import asked, imitated
-from spmdrl.data.sources import FileSource, Row
+from spmdrl.data.sources import Exchange, FileSource, Row
 from spmdrl.data.stream import Pair
+from spmdrl.data.vision import NO_IMAGES
 from spmdrl.step.imitation import PairEncoder
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import Prompt, UserError
@@ -86,7 +86,8 @@ def encoded(messages: list[dict[str, Any]], tmp_path: Path, *, turns: Any, max_t
     cfg = SimpleNamespace(
         sft=SimpleNamespace(max_response_tokens=max_tokens), data=SimpleNamespace(chat_template="auto")
     )
-    inputs = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=frozenset({tokenizer.eos_token_id}))
+    stops = frozenset({tokenizer.eos_token_id})
+    inputs = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops, images=NO_IMAGES)
     one = imitated(row(messages, tmp_path), turns=turns)
     text = tokenizer.apply_chat_template(one.prompt, tokenize=False, add_generation_prompt=True)
     prompt = Prompt(

@@ -24,7 +24,7 @@ from spmdrl.step.episodes import ENDS
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.step.rewards import rollout_metrics
 from spmdrl.step.turns import state_of
-from spmdrl.types import MicroBatch, RewardedRollout, Sequence, Trajectory, Turn
+from spmdrl.types import ImageSpan, MicroBatch, RewardedRollout, Sequence, Trajectory, Turn, TurnSpan
 from tests.helpers import oracle
 from tests.helpers.episodes import FAILED, MASKED, UNSAMPLED, random_episodes
 from tests.helpers.models import VOCABULARY
@@ -162,6 +162,26 @@ def test_what_environments_say_has_a_loss_of_its_own_and_all_else_no_gradient() 
     reported = _reduced(result, echo)["loss/environment_nats"]
     losses = -logits.detach().log_softmax(-1)[rows, echo.token_ids[rows + 1]]
     assert reported == Mean(pytest.approx(float(losses.sum()), rel=1e-5), num_read)
+
+
+def test_placeholders_are_no_text_that_a_policy_learns_to_predict() -> None:
+    images = tuple(
+        ImageSpan(digest="0" * 32, start=start, num_tokens=number, grid=(1, 2, 2))
+        for start, number in ((0, 2), (5, 1), (7, 2), (9, 3))
+    )
+    turns = (TurnSpan(number=0, start=3, end=5), TurnSpan(number=1, start=14, end=16))
+    mask = tuple(any(turn.start <= place < turn.end for turn in turns) for place in range(16))
+    sequence = Sequence(
+        index=0,
+        token_ids=(5,) * 16,
+        loss_mask=mask,
+        rollout_logprobs=(0.0,) * 16,
+        reward=0.0,
+        turns=turns,
+        images=images,
+    )
+    assert sequence.read_spans == [(5, 5), (6, 7), (9, 9), (12, 14)]
+    assert dataclasses.replace(sequence, images=()).read_spans == [(5, 14)]
 
 
 def test_metrics_of_episodes_are_those_of_all_ranks_together() -> None:

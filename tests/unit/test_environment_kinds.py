@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import subprocess
 import sys
 import time
@@ -10,10 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
 from spmdrl.envs import gymnasium, reasoning_gym, tools, trl
+from spmdrl.envs.observations import from_json, to_json
 from spmdrl.envs.protocol import Environment, Maker
 
 START = EpisodeStart(prompt="What is 2 + 3?", answer="5", task="sums", metadata={"level": 2}, seed=7)
@@ -24,7 +27,7 @@ def calls(*wanted: tuple[str, dict[str, Any]], text: str = "", malformed: str | 
     return Action(text=text, tool_calls=made, malformed=malformed)
 
 
-def contents(observation: Observation) -> list[str]:
+def contents(observation: Observation) -> list[Any]:
     return [message["content"] for message in observation.messages]
 
 
@@ -260,8 +263,10 @@ def test_the_python_tool_runs_programs(tmp_path: Path) -> None:
 
 
 SERVER = '''
-import os
+import base64, io, os
+import PIL.Image
 from mcp.server.mcpserver import MCPServer
+from mcp_types import ImageContent, TextContent
 
 server = MCPServer("words", log_level="CRITICAL")
 asked = []
@@ -271,6 +276,14 @@ def meaning(word: str) -> str:
     """Say what a word means."""
     asked.append(word)
     return f"{word} is number {len(asked)}"
+
+@server.tool()
+def picture(width: int) -> list[TextContent | ImageContent]:
+    """Draw."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, 2)).save(file, "PNG")
+    drawn = ImageContent(type="image", data=base64.b64encode(file.getvalue()).decode(), mime_type="image/png")
+    return [TextContent(type="text", text="drawn:"), drawn]
 
 @server.tool()
 def leave() -> str:
@@ -291,7 +304,7 @@ def server(tmp_path: Path) -> Path:
 def test_tools_of_an_mcp_server_share_its_session_between_episodes(server: Path) -> None:
     async def play() -> None:
         maker = await tools.load(tools=({"kind": "mcp", "command": (sys.executable, str(server))},))
-        (meaning, _) = (tool["function"] for tool in maker.tools)
+        (meaning, *_) = (tool["function"] for tool in maker.tools)
         assert (meaning["name"], meaning["description"]) == ("meaning", "Say what a word means.")
         assert meaning["parameters"]["required"] == ["word"]
         for number in (1, 2):
@@ -299,6 +312,10 @@ def test_tools_of_an_mcp_server_share_its_session_between_episodes(server: Path)
             assert contents(answer) == [f"one is number {number}"] and answer.tool_errors == 0
         _, wrong = await episode(maker, calls(("meaning", {"wort": "one"})))
         assert "Field required" in contents(wrong)[0] and wrong.tool_errors == 1
+        _, drawn = await episode(maker, calls(("picture", {"width": 3})))
+        seen = from_json(to_json(drawn, 1000), 1000)
+        assert contents(seen) == [[{"type": "text", "text": "drawn:"}, {"type": "image"}]]
+        assert PIL.Image.open(io.BytesIO(seen.images[0])).size == (3, 2)
         # A server that dies takes the episode with it; the next one has a new server.
         with pytest.raises(Exception, match="the MCP server of the tool leave has ended"):
             await episode(maker, calls(("leave", {})))
@@ -503,9 +520,9 @@ def test_what_is_not_text_is_an_error(gymnasium_classes: Path) -> None:
         return gymnasium.load(name=f"{gymnasium_classes}:Bare", params={})
 
     assert played(bare) == [Observation()]
-    with pytest.raises(TypeError, match="the observation is int and not text"):
+    with pytest.raises(TypeError, match="the observation is int and neither text nor a list of parts"):
         played(bare, Action(text="a"))
-    with pytest.raises(TypeError, match="the observation is Array and not text"):
+    with pytest.raises(TypeError, match="the observation is Array and neither text nor a list of parts"):
         played(bare, Action(text="array"))
     with pytest.raises(TypeError, match="step must return"):
         played(bare, Action(text=""))

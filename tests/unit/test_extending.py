@@ -86,9 +86,11 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("extending") / "model"
-    save_tiny_model(path, num_layers=1)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models that examples name: one of text, and one that looks at images."""
+    path = tmp_path_factory.mktemp("extending")
+    save_tiny_model(path / "model", num_layers=1)
+    save_tiny_model(path / "eyes", num_layers=1, vision=True)
     return path
 
 
@@ -98,8 +100,9 @@ def _trained_in(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
-def test_an_example_runs_as_it_is_printed(example: Example, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").symlink_to(model)
+def test_an_example_runs_as_it_is_printed(example: Example, models: Path, tmp_path: Path) -> None:
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Game 1."}\n{"prompt": "Game 2."}\n')
     (tmp_path / example.file).write_text(example.code)
     settings = merged(tomllib.loads(CONFIG), tomllib.loads(example.settings))

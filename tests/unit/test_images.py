@@ -10,6 +10,7 @@ import shutil
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -32,6 +33,7 @@ from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, decode, size_of
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision import ImageReader
+from spmdrl.step.imitation import PairEncoder
 from spmdrl.types import Prompt, UserError
 from tests.helpers.chat_templates import family_tokenizer
 from tests.helpers.vision import as_file, photo, save_vision_files
@@ -266,7 +268,7 @@ def readers(models: tuple[Path, ...]) -> list[ImageReader]:
 def test_lengths_by_headers_are_those_of_images(models: dict[str, Path], width: int, height: int) -> None:
     image = ImageFile(as_file(PIL.Image.new("RGB", (width, height))))
     for reader in readers(tuple(models.values())):
-        span = reader.span(image, 7)
+        span = reader.span(image)
         assert reader.num_tokens(image) == span.num_tokens == reader._family.num_tokens(span.grid)
 
 
@@ -285,6 +287,9 @@ class NoStore(ImageStore):
 
     def put(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> str:
         return ""
+
+    def __contains__(self, digest: str) -> bool:
+        return True
 
 
 def test_a_photo_is_turned_as_its_exif_says(qwen: Bench) -> None:
@@ -476,7 +481,7 @@ def test_a_template_without_places_for_images_is_refused(qwen: Bench) -> None:
     photo(8, 8).save(qwen.folder / "a.png")
     qwen.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     row = {"prompt": "<image>", "images": "a.png"}
-    words = "the prompt has 1 images, and the tokenizer's chat template writes <|image_pad|> 0 times"
+    words = "the messages have 1 images, and the tokenizer's chat template writes <|image_pad|> 0 times"
     assert words in qwen.refusal(row)
     for template in ("never", "rendered"):
         assert "has images, whose places only a chat template marks" in qwen.refusal(row, chat_template=template)
@@ -524,7 +529,7 @@ def test_processors_that_do_not_suit(models: dict[str, Path], tmp_path: Path) ->
 def test_a_model_of_text_has_no_images(qwen: Bench) -> None:
     photo(8, 8).save(qwen.folder / "a.png")
     cfg = DataConfig(sources=(qwen.source([{"prompt": "<image>", "images": "a.png"}]),), max_prompt_tokens=99)
-    with pytest.raises(UserError, match=r"rows.jsonl line 1: the prompt has images, and the model reads text only"):
+    with pytest.raises(UserError, match=r"rows.jsonl line 1: there are images, and the model reads text only"):
         make_training_stream(cfg, None, seed=0, tokenizer=qwen.tokenizer)
 
 
@@ -597,8 +602,66 @@ def test_pairs_have_the_images_of_their_prompts(qwen: Bench) -> None:
 
     (pair,) = pairs(rows, "last")
     assert len(pair.prompt.images) == 2 and pair.exchanges[0].response == "a tree"
-    with pytest.raises(UserError, match="images behind its first answer"):
-        pairs(rows, "all")
+    (pair,) = pairs(rows, "all")
+    (shown,) = pair.prompt.images
+    assert [image.digest for image in pair.images] == [shown.digest] and pair.images[0].start == 0
     rows = [{"prompt": [asked, answered, asked | {"content": "sure?"}, answered], "images": ["a.png"]}]
     (pair,) = pairs(rows, "all")
     assert len(pair.prompt.images) == 1 and [exchange.response for exchange in pair.exchanges] == ["a tree"] * 2
+
+
+def test_the_tokens_of_all_turns_are_those_that_the_processor_makes_of_the_conversation(bench: Bench) -> None:
+    """What is imitated are the answers, and nothing of an image."""
+    for number in range(3):
+        photo(16 + 8 * number, 24, seed=number).save(bench.folder / f"{number}.png")
+    asked = [{"role": "user", "content": content} for content in ("<image>a?", "and<image><image>?", "no?")]
+    talk = [message for one in asked for message in (one, {"role": "assistant", "content": "yes"})]
+    row = {"prompt": talk, "images": ["0.png", "1.png", "2.png"]}
+    cfg = DataConfig(sources=(bench.source([row]),), max_prompt_tokens=200)
+    images, tokenizer = bench.reader(cfg), bench.tokenizer
+    form = functools.partial(imitated, turns="all")
+    (pair,) = make_training_stream(cfg, None, seed=0, tokenizer=tokenizer, images=images, form=form).pairs(0, 1)
+    assert len(pair.prompt.images) == 1 and len(pair.images) == 2
+    settings = SimpleNamespace(sft=SimpleNamespace(max_response_tokens=200), data=SimpleNamespace(chat_template="auto"))
+    stops = frozenset({tokenizer.eos_token_id})
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops, images=images)
+    sequence = PairEncoder(settings, inputs)(pair, 0)  # type: ignore[arg-type]
+    whole = tokenizer.apply_chat_template(talk, tokenize=False)
+    place = images.placeholder
+    kept = [image.num_tokens for image in sequence.images]
+    pieces = whole.split("<image>")
+    expected: list[int] = []
+    for piece, number in zip(pieces, [*kept, 0], strict=True):
+        expected += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if number:
+            written = "<|vision_start|><|image_pad|><|vision_end|>" if bench.model.name == QWEN else place.text
+            ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+            at = ids.index(IMAGE)
+            expected += [*ids[:at], *[IMAGE] * number, *ids[at + 1 :]]
+    assert list(sequence.token_ids) == expected
+    places = [place for place, token in enumerate(sequence.token_ids) if token == IMAGE]
+    assert [place for image in sequence.images for place in range(image.start, image.end)] == places
+    trained = [token for token, on in zip(sequence.token_ids, sequence.loss_mask, strict=True) if on]
+    assert tokenizer.decode(trained) == "yes<eos>" * 3
+    assert [image.digest for image in sequence.images] == [
+        images.span(ImageFile((bench.folder / f"{number}.png").resolve())).digest for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("name", "words"), [("gone.png", "gone.png"), ("text.png", "text.png is damaged")])
+def test_bad_images_behind_answers_are_named_before_the_start(qwen: Bench, name: str, words: str) -> None:
+    photo(8, 8).save(qwen.folder / "a.png")
+    (qwen.folder / "text.png").write_bytes(b"hello")
+    turn, answer = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "x"}
+    cfg = DataConfig(
+        sources=(qwen.source([{"prompt": [turn, answer] * 2, "images": ["a.png", name]}]),), max_prompt_tokens=99
+    )
+    with pytest.raises(UserError, match=f"rows.jsonl line 1: .*{words}"):
+        make_training_stream(
+            cfg,
+            None,
+            seed=0,
+            tokenizer=qwen.tokenizer,
+            images=qwen.reader(cfg),
+            form=functools.partial(imitated, turns="all"),
+        )

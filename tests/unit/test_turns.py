@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from spmdrl.conversation import Action, Message, ToolCall
-from spmdrl.data.tokenizer import encode_prompt, render
-from spmdrl.data.turns import TurnEncoder, message_of
+from spmdrl.data.tokenizer import Placeholder, encode_prompt, render
+from spmdrl.data.turns import TurnEncoder, message_of, with_ids
+from spmdrl.data.vision import NoImages
 from spmdrl.types import UserError
 from tests.helpers.chat_templates import FAMILIES, family_tokenizer, small_bpe, stops_of
 
@@ -425,3 +426,74 @@ def test_templates_see_the_thinking_of_the_policy_and_none_of_its_special_tokens
     dropped = turns.rendered([QUESTION, said, result("And now?", "user")])
     assert "Hm." in kept and "Hm." not in tokenizer.decode(list(dropped))
     assert dropped.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 4  # system, user, assistant, user
+
+
+# Images, of which each is one token until it is expanded
+
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "mild"}
+PLACES = {  # what a template writes for an image, and what takes its place
+    "Qwen3.5": ("<|image_pad|>", "<|image_pad|>"),
+    "Gemma 3": ("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(NoImages):
+    """The places of a family's images."""
+
+    family: str = ""
+
+    @property
+    def placeholder(self) -> Placeholder:
+        written, text = PLACES[self.family]
+        token_id = family_tokenizer(self.family).convert_tokens_to_ids(
+            "<|image_pad|>" if self.family == "Qwen3.5" else "<image_soft_token>"
+        )
+        return Placeholder(written=written, text=text, token_id=token_id)
+
+
+def seeing(name: str) -> TurnEncoder:
+    images = Seen("", None, name)
+    return TurnEncoder(
+        family_tokenizer(name), chat_template="auto", tools=TOOLS, stop_token_ids=stops_of(name), images=images
+    )
+
+
+@pytest.mark.parametrize(("name", "role"), [("Qwen3.5", "tool"), ("Qwen3.5", "user"), ("Gemma 3", "user")])
+@pytest.mark.parametrize("parts", [[IMAGE], [TEXT, IMAGE], [IMAGE, TEXT, IMAGE]], ids=len)
+def test_what_is_appended_with_images_is_the_rest_of_the_conversation(
+    name: str, role: str, parts: list[dict[str, Any]]
+) -> None:
+    turns, response, message = seeing(name), sampled(name, role), {"role": role, "content": parts}
+    said = (EXPECTED[name].called or CALL) if role == "tool" else result("It rains.", "assistant")
+    appended = turns.appended([message], after=response)
+    whole = turns.rendered([QUESTION, said, message])
+    numbered = with_ids([QUESTION, said, message])
+    written, text = PLACES[name]
+    assert whole == encoded(name, render(family_tokenizer(name), numbered, tools=TOOLS).replace(written, text))
+    assert whole[-len(appended) :] == appended
+    token_id = Seen("", None, name).placeholder.token_id
+    assert appended.count(token_id) == parts.count(IMAGE)
+    if role == "tool" or EXPECTED[name].exact_user:
+        assert turns.first([QUESTION])[0] + response + appended == whole
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_texts_of_places_stay_texts(name: str) -> None:
+    turns, seen = seeing(name), Seen("", None, name).placeholder
+    text = {"type": "text", "text": f"{seen.written}{seen.text}<|vision_start|><end_of_image>"}
+    answer = result(f"I see {seen.written}{seen.text}", "assistant")
+    appended = turns.appended([{"role": "user", "content": [text, IMAGE, text]}], after=sampled(name, "user"))
+    rendered = turns.rendered([QUESTION, answer, {"role": "user", "content": [text, IMAGE, text]}])
+    for token_ids in (appended, rendered):
+        assert token_ids.count(seen.token_id) == 1
+        assert token_ids.count(family_tokenizer(name).convert_tokens_to_ids("<|vision_start|>")) <= 1
+
+
+def test_images_that_nobody_can_place_are_refused() -> None:
+    message = {"role": "user", "content": [IMAGE]}
+    plain = TurnEncoder(family_tokenizer("Qwen3.5"), chat_template="never", tools=[], stop_token_ids=frozenset({1}))
+    with pytest.raises(UserError, match="whose places only a chat template marks"):
+        plain.appended([message], after=())
+    with pytest.raises(UserError, match="there are images, and the model reads text only"):
+        encoder("Qwen3.5").appended([message], after=sampled("Qwen3.5", "user"))

@@ -106,7 +106,7 @@ class SGLangEngine(RolloutEngine):
         cfg, model_config = run.cfg, run.inputs.model_config
         options = sglang_options(cfg, run.plan, run.world, model_config)
         transport = choose_transport(cfg, model_config, run.device, run.meshes.training, message=run.report.message)
-        images = run.inputs.images
+        images = run.inputs.images.store
         return cls(options, run.meshes.engine, model_config=model_config, transport=transport, images=images)
 
     @classmethod
@@ -115,7 +115,7 @@ class SGLangEngine(RolloutEngine):
 
         options = sglang_options(run.cfg, run.plan, run.world, run.inputs.model_config)
         return ListeningSGLangEngine(
-            options, run.meshes, model_config=run.inputs.model_config, images=run.inputs.images
+            options, run.meshes, model_config=run.inputs.model_config, images=run.inputs.images.store
         )
 
     @classmethod
