@@ -39,6 +39,9 @@ from pathlib import Path
 
 exec(os.environ.get("IMPORTS", ""))
 
+def prepare(argv):
+    exec(os.environ.get("PREPARES", ""))
+
 def main(argv):
     if "--dry-run" in argv:
         exec(os.environ.get("CHECK", ""))
