@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +36,8 @@ from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
 from spmdrl.step.turns import turn_spans
 from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,19 +218,19 @@ def lay_end_to_end(
         )
         sequences = [*sequences, padding]
     seqlens = [len(sequence.token_ids) for sequence in sequences]
-    loss_mask = torch.tensor([trained for sequence in sequences for trained in sequence.loss_mask])
+    loss_mask = torch.tensor(_joined(sequence.loss_mask for sequence in sequences))
 
     def per_token(values: list[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(seqlens))
 
     weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
     return MicroBatch(
-        token_ids=torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
+        token_ids=torch.tensor(_joined(sequence.token_ids for sequence in sequences)),
         positions=torch.cat([torch.arange(n) for n in seqlens]),
         cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32),
         loss_mask=loss_mask,
         loss_weights=per_token(weight_of_each, torch.float32) * loss_mask,
-        rollout_logprobs=torch.tensor([x for sequence in sequences for x in sequence.rollout_logprobs]),
+        rollout_logprobs=torch.tensor(_joined(sequence.rollout_logprobs for sequence in sequences)),
         rewards=per_token([sequence.reward for sequence in sequences], torch.float64),
         baseline_rewards=per_token([sequence.baseline_reward for sequence in sequences], torch.float64),
         sequence_index=tuple(sequence.index for sequence in sequences),
@@ -243,6 +246,10 @@ def lay_end_to_end(
         if environment_weight
         else None,
     )
+
+
+def _joined(parts: Iterable[tuple[T, ...]]) -> list[T]:
+    return list(itertools.chain.from_iterable(parts))
 
 
 def _on_read_tokens(sequence: Sequence, weight: float) -> torch.Tensor:
