@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -218,16 +218,17 @@ def lay_end_to_end(
         )
         sequences = [*sequences, padding]
     seqlens = [len(sequence.token_ids) for sequence in sequences]
+    lengths, starts = torch.tensor(seqlens), [*itertools.accumulate(seqlens, initial=0)]
     loss_mask = torch.tensor(_joined(sequence.loss_mask for sequence in sequences))
 
-    def per_token(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(seqlens))
+    def per_token(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
     weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
     return MicroBatch(
         token_ids=torch.tensor(_joined(sequence.token_ids for sequence in sequences)),
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
-        cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32),
+        positions=torch.arange(starts[-1]) - per_token(starts[:-1], torch.int64),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         loss_mask=loss_mask,
         loss_weights=per_token(weight_of_each, torch.float32) * loss_mask,
         rollout_logprobs=torch.tensor(_joined(sequence.rollout_logprobs for sequence in sequences)),
@@ -239,7 +240,7 @@ def lay_end_to_end(
         earned=tuple(sequence.earned for sequence in sequences),
         images=tuple(
             image.moved(start)
-            for sequence, start in zip(sequences, itertools.accumulate(seqlens, initial=0), strict=False)
+            for sequence, start in zip(sequences, starts, strict=False)
             for image in sequence.images
         ),
         environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
