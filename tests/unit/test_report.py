@@ -508,7 +508,7 @@ def test_each_phase_is_compared_with_its_prediction_once_and_not_among_the_steps
             report.step(step, scalars_of(step) | measured, samples=[], histograms={})
         report.compare({})
     shown = capsys.readouterr().out
-    first, *_, last = (place for place, line in enumerate(shown.splitlines()) if line.startswith("step "))
+    first, *_, last = (place for place, line in enumerate(shown.splitlines()) if re.match(r"step +\d+/", line))
     tables = [place for place, line in enumerate(shown.splitlines()) if line.startswith("peak memory")]
     assert len(tables) == 2 and tables[0] < first and last < tables[1] and last == first + 2
     assert "refit" not in shown
