@@ -57,13 +57,13 @@ class JsonLines:
     """The lines of a jsonl file, by the byte at which each begins: 8 bytes of memory for each line."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path, self._name = path, Path(path).name
         self._file = open_file(path)
         self._version = _version(self._file.fileno())
         self._ends = array("Q", [0])  # of the lines before each place, in bytes
 
     def where(self, place: int) -> str:
-        return f"{Path(self.path).name} line {place + 1}"
+        return f"{self._name} line {place + 1}"
 
     def scan(self) -> Iterator[tuple[int, Record]]:
         """Blank lines are passed over."""
@@ -120,7 +120,7 @@ class ParquetRows:
     def __init__(self, path: str) -> None:
         import pyarrow.parquet  # takes 0.7 s, so only when it is needed
 
-        self.path = path
+        self.path, self._name = path, Path(path).name
         self._file = open_file(path)  # Arrow would take a name such as s3://... for one on the network
         self._version = _version(self._file.fileno())
         self._refused = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
@@ -139,7 +139,7 @@ class ParquetRows:
             raise UserError(f'{shown(path)} has the column "{twice[0]}" twice; rename one of them')
 
     def where(self, place: int) -> str:
-        return f"{Path(self.path).name} row {place + 1}"
+        return f"{self._name} row {place + 1}"
 
     def scan(self) -> Iterator[tuple[int, Record]]:
         place = num_bytes = 0

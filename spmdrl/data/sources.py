@@ -164,8 +164,10 @@ def in_row(where: str) -> Iterator[None]:
 
 def _with_images(prompt: Written, columns: dict[str, Any], cfg: FileData) -> tuple[Written, tuple[ImageFile, ...]]:
     """Return a prompt with places for its images, and the images."""
-    root = Path(cfg.image_root) if cfg.image_root else Path(cfg.path).parent
-    read = functools.partial(image_file, root=root)
+
+    def read(value: Any) -> ImageFile:
+        return image_file(value, root=Path(cfg.image_root) if cfg.image_root else Path(cfg.path).parent)
+
     column = None
     if cfg.image_column:
         found = _column(columns, "image_column", cfg.image_column, "it")

@@ -239,9 +239,7 @@ def lay_end_to_end(
         turns=tuple(sequence.turns for sequence in sequences),
         earned=tuple(sequence.earned for sequence in sequences),
         images=tuple(
-            image.moved(start)
-            for sequence, start in zip(sequences, starts, strict=False)
-            for image in sequence.images
+            image.moved(start) for sequence, start in zip(sequences, starts, strict=False) for image in sequence.images
         ),
         environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
         if environment_weight

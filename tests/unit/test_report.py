@@ -496,7 +496,9 @@ def test_git_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder
     assert describe_machine()["git_commit"] is None
 
 
-def test_each_phase_is_compared_with_its_prediction_once_and_not_among_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_phase_is_compared_with_its_prediction_once_and_not_among_the_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     phases = [PhaseMemory(name, {}, {"process": 2**30}) for name in ("load", "rollout", "refit", "save")]
     with Report(ReportConfig(console="plain"), None, num_steps=2, active=True) as report:
         report.expect(phases)
