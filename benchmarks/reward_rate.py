@@ -4,14 +4,16 @@
 
 The reward is the comparison of two words, so that what is measured is the way to a worker and back, and the end of
 everything that a rollout has left in its sandbox. Two pools compute rewards in turn, one with a sandbox and one
-without. The time of the processors is taken of this process, which stands for the rank, and of the workers. How many
-rewards a second were reached depends on what else the machine did. Prints one JSON object; `benchmarks/bench.py` says
-what is in it.
+without. The time of the processors is taken of this process, which stands for the rank and collects rewards and garbage
+as a rank does, and of the workers. How many rewards a second were reached depends on what else the machine did. Prints
+one JSON object; `benchmarks/bench.py` says what is in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import gc
 import json
 import os
 import sys
@@ -53,6 +55,8 @@ def main() -> None:
             before = set(psutil.Process().children())
             pool = stack.enter_context(RewardPool(config(mode, args.workers)))
             pools[mode] = pool, [child for child in psutil.Process().children() if child not in before]
+        gc.collect()
+        gc.freeze()
         for _ in range(args.repeats):
             for mode, (pool, workers) in pools.items():
                 for name, value in measure(pool, workers, args.rewards).items():
@@ -85,6 +89,7 @@ def measure(pool: RewardPool, workers: list[psutil.Process], num_rewards: int) -
     """Compute some rewards at once."""
     ours, theirs, began = time.process_time(), cpu_s(workers), time.perf_counter()
     outcomes = [pool.submit(ITEM) for _ in range(num_rewards)]
+    concurrent.futures.wait(outcomes)
     assert all(outcome.result().reward == 1.0 for outcome in outcomes)
     return {
         "rewards_per_s": num_rewards / (time.perf_counter() - began),

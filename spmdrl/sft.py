@@ -15,7 +15,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import POLICY
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
-from spmdrl.preflight.launch import run_from_command_line
+from spmdrl.preflight.launch import import_libraries, run_from_command_line
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
@@ -63,6 +63,11 @@ def check(cfg: SftConfig, inputs: Inputs) -> Sequence[str]:
         *describe(pair, encode(pair, 0)),
         f"{len(inputs.held_out)} held-out prompts",
     ]
+
+
+def prepare(argv: Sequence[str]) -> None:
+    """Import what a command line asks for, in the process that ranks are forked from."""
+    import_libraries(SftConfig, *argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

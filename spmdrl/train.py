@@ -37,7 +37,7 @@ from spmdrl.learn.update import update
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
-from spmdrl.preflight.launch import run_from_command_line
+from spmdrl.preflight.launch import import_libraries, run_from_command_line
 from spmdrl.refit.adapters import make_refit
 from spmdrl.replay.recorder import start_recorder
 from spmdrl.rewards.client import RewardClient
@@ -163,6 +163,11 @@ def _switches(cfg: Config) -> Sequence[str]:
         return ()
     device_type = default_device_type()
     return operators_of(kernel_of_run(cfg, device_type, compute_dtype(cfg.model.compute_dtype, device_type))).switches
+
+
+def prepare(argv: Sequence[str]) -> None:
+    """Import what a command line asks for, in the process that ranks are forked from."""
+    import_libraries(Config, *argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

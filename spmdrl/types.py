@@ -181,18 +181,14 @@ class Trajectory:
     @property
     def sampled(self) -> tuple[bool, ...]:
         """True for the tokens that the policy sampled, n entries."""
-        return tuple(
-            is_sampled
-            for turn in self.turns
-            for is_sampled in (False,) * len(turn.context_ids) + (True,) * len(turn.response.token_ids)
-        )
+        parts = (((False,) * len(turn.context_ids), (True,) * len(turn.response.token_ids)) for turn in self.turns)
+        return tuple(itertools.chain.from_iterable(itertools.chain.from_iterable(parts)))
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """Log-probabilities in nats, n entries; 0 for tokens that the policy did not sample."""
-        return tuple(
-            logprob for turn in self.turns for logprob in (0.0,) * len(turn.context_ids) + turn.response.logprobs
-        )
+        parts = (((0.0,) * len(turn.context_ids), turn.response.logprobs) for turn in self.turns)
+        return tuple(itertools.chain.from_iterable(itertools.chain.from_iterable(parts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,17 @@ def read_draft(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Dra
     return Draft(config, places, found)
 
 
+def read_fields(kind: type[SectionT], path: str, overrides: Sequence[str]) -> SectionT:
+    """Read the settings that are in order, without the rules between them, some of which load code of the user's.
+
+    Reading another setting raises MissingSetting. Raises UserError when the file is not TOML.
+    """
+    values = read_table(path)
+    for override in overrides:
+        _override(values, override)
+    return _validate(kind, values)[0]
+
+
 def read_table(path: str) -> dict[str, Any]:
     """Read a TOML file as tables of settings, whatever they are. Raises UserError when it is not TOML."""
     return _parse(path, _read_text(path))

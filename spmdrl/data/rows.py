@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,9 @@ Record = dict[str, Any]
 
 MAX_ROW_BYTES = 64 * 2**20  # of a line of jsonl
 _BATCH_ROWS = 256
-_CACHED_BYTES = 256 * 2**20  # row groups of a parquet file that are kept, as Arrow counts them; one at least
+_KEPT_BYTES = 256 * 2**20  # of the rows of a parquet file that are kept, as Arrow counts them
+_BUFFER_BYTES = 2**20  # for each column of a parquet file that is being read
+_ROWS_AHEAD = 16_384  # at most, that one pass over a row group looks for
 
 
 class Rows(Protocol):
@@ -34,8 +36,11 @@ class Rows(Protocol):
         """Yield every record with its place, in the order of the file. Raises UserError for the first that is none."""
         ...
 
-    def read(self, place: int) -> Record:
-        """Return the record at a place that `scan` has yielded. Raises UserError when the file has changed since."""
+    def read(self, place: int, soon: Iterable[int] = ()) -> Record:
+        """Return the record at a place that `scan` has yielded; `soon` are those that will be asked for next, in order.
+
+        Raises UserError when the file has changed since.
+        """
         ...
 
     def where(self, place: int) -> str:
@@ -52,13 +57,13 @@ class JsonLines:
     """The lines of a jsonl file, by the byte at which each begins: 8 bytes of memory for each line."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path, self._name = path, Path(path).name
         self._file = open_file(path)
         self._version = _version(self._file.fileno())
         self._ends = array("Q", [0])  # of the lines before each place, in bytes
 
     def where(self, place: int) -> str:
-        return f"{Path(self.path).name} line {place + 1}"
+        return f"{self._name} line {place + 1}"
 
     def scan(self) -> Iterator[tuple[int, Record]]:
         """Blank lines are passed over."""
@@ -73,7 +78,7 @@ class JsonLines:
                     yield number, self._parsed(line, number)
         self._ends = ends
 
-    def read(self, place: int) -> Record:
+    def read(self, place: int, soon: Iterable[int] = ()) -> Record:
         start, end = self._ends[place], self._ends[place + 1]
         line = os.pread(self._file.fileno(), end - start, start)
         _require_unchanged(self.path, self._file.fileno(), self._version)
@@ -87,67 +92,121 @@ class JsonLines:
             return record
 
 
+class _Part:
+    """Rows of one row group that are kept, in batches of Arrow's."""
+
+    def __init__(self, numbers: Sequence[int], batches: Sequence[Any]) -> None:
+        """`numbers` are those of the rows in their row group, rising."""
+        self._numbers, self._batches = numbers, batches
+        self._ends = [*accumulate(batch.num_rows for batch in batches)]
+        self.num_bytes = sum(batch.nbytes for batch in batches)
+
+    def find(self, number: int) -> tuple[Any, int] | None:
+        """Return the batch that has a row of the group, and the row's place in it; None where it is not kept."""
+        at = bisect_left(self._numbers, number)
+        if at == len(self._numbers) or self._numbers[at] != number:
+            return None
+        batch = self._batches[bisect_right(self._ends, at)]
+        return batch, at - self._ends[bisect_right(self._ends, at)] + batch.num_rows
+
+
 class ParquetRows:
-    """The rows of a local parquet file; a row is read with the row group that it lies in."""
+    """The rows of a local parquet file, which are read in batches.
+
+    A file for which there is room is kept whole. Of another one no row group is ever held whole: the pass over a group
+    that reads one row also takes out those that will be asked for soon.
+    """
 
     def __init__(self, path: str) -> None:
         import pyarrow.parquet  # takes 0.7 s, so only when it is needed
 
-        self.path = path
+        self.path, self._name = path, Path(path).name
         self._file = open_file(path)  # Arrow would take a name such as s3://... for one on the network
         self._version = _version(self._file.fileno())
         self._refused = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+        self._to_array = pyarrow.array
         try:
-            self._parquet = pyarrow.parquet.ParquetFile(self._file)
+            # By default, Arrow would first read all of a row group.
+            self._parquet = pyarrow.parquet.ParquetFile(self._file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         except self._refused as error:
             raise UserError(f"{shown(path)} is not a parquet file: {_one_line(error)}") from error
         metadata = self._parquet.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = [0, *accumulate(sizes)]
-        self._kept: OrderedDict[int, Any] = OrderedDict()  # row groups as tables, the one used last at the end
+        self._num_bytes = 0  # of all rows, as `scan` has found them
+        self._kept: OrderedDict[int, _Part] = OrderedDict()  # by row group, the one used last at the end
         if twice := [name for name, count in Counter(self._parquet.schema_arrow.names).items() if count > 1]:
             raise UserError(f'{shown(path)} has the column "{twice[0]}" twice; rename one of them')
 
     def where(self, place: int) -> str:
-        return f"{Path(self.path).name} row {place + 1}"
+        return f"{self._name} row {place + 1}"
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        for group, start in enumerate(self._starts[:-1]):
-            table = self._group(group)
-            for first in range(0, table.num_rows, _BATCH_ROWS):
-                yield from enumerate(self._records(table, first, start), start=start + first)
+        place = num_bytes = 0
+        for group in range(len(self._starts) - 1):
+            for batch in self._batches(group):
+                yield from enumerate(self._records(batch, place), start=place)
+                place += batch.num_rows
+                num_bytes += batch.nbytes
+        self._num_bytes = num_bytes
 
-    def read(self, place: int) -> Record:
+    def read(self, place: int, soon: Iterable[int] = ()) -> Record:
         group = bisect_right(self._starts, place) - 1
-        return self._record(self._group(group), place - self._starts[group], place)
-
-    def _group(self, group: int) -> Any:
-        if group not in self._kept:
-            _require_unchanged(self.path, self._file.fileno(), self._version)
-            try:
-                table = self._parquet.read_row_group(group)
-            except self._refused as error:
-                raise UserError(
-                    f"{shown(self.path)} cannot be read: its rows {self._starts[group] + 1} to "
-                    f"{self._starts[group + 1]} are damaged: {_one_line(error)}"
-                ) from error
-            self._kept[group] = table
-            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > _CACHED_BYTES:
-                self._kept.popitem(last=False)
+        number = place - self._starts[group]
+        found = self._kept[group].find(number) if group in self._kept else None
+        if found is None:
+            self._kept[group] = part = self._part(group, self._wanted(group, number, soon))
+            found = part.find(number)
+            assert found is not None, "it is wanted"
         self._kept.move_to_end(group)
-        return self._kept[group]
+        while len(self._kept) > 1 and sum(part.num_bytes for part in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return self._record(*found, place)
 
-    def _records(self, table: Any, first: int, start: int) -> list[Record]:
+    def _wanted(self, group: int, number: int, soon: Iterable[int]) -> Sequence[int]:
+        """Return the rows of a group to keep, rising, if one of them is needed."""
+        start, end = self._starts[group], self._starts[group + 1]
+        if self._num_bytes <= _KEPT_BYTES:
+            return range(end - start)
+        room = _KEPT_BYTES * self._starts[-1] // self._num_bytes
+        ahead = islice(soon, min(room, _ROWS_AHEAD))
+        return sorted({number, *(place - start for place in ahead if start <= place < end)})
+
+    def _part(self, group: int, wanted: Sequence[int]) -> _Part:
+        """Read some rows of a row group."""
+        kept, end = [], 0
+        for batch in self._batches(group):
+            start, end = end, end + batch.num_rows
+            found = wanted[bisect_left(wanted, start) : bisect_left(wanted, end)]
+            if len(found) == batch.num_rows:
+                kept.append(batch)
+            elif found:  # as a copy, so that the other rows need not be kept
+                kept.append(batch.take(self._to_array([number - start for number in found])))
+            if end > wanted[-1]:
+                break
+        return _Part(wanted, kept)
+
+    def _batches(self, group: int) -> Iterator[Any]:
+        """Yield the rows of a row group, some at a time."""
+        _require_unchanged(self.path, self._file.fileno(), self._version)
+        try:
+            yield from self._parquet.iter_batches(_BATCH_ROWS, row_groups=[group])
+        except self._refused as error:
+            raise UserError(
+                f"{shown(self.path)} cannot be read: its rows {self._starts[group] + 1} to {self._starts[group + 1]} "
+                f"are damaged: {_one_line(error)}"
+            ) from error
+
+    def _records(self, batch: Any, first: int) -> list[Record]:
         """Convert a batch of rows, which is much faster than one by one; one by one to name the one that is wrong."""
-        batch = table.slice(first, _BATCH_ROWS)
         try:
             return batch.to_pylist()
         except self._refused:
-            return [self._record(batch, number, start + first + number) for number in range(batch.num_rows)]
+            return [self._record(batch, number, first + number) for number in range(batch.num_rows)]
 
-    def _record(self, table: Any, number: int, place: int) -> Record:
+    def _record(self, batch: Any, number: int, place: int) -> Record:
         try:
-            (record,) = table.slice(number, 1).to_pylist()
+            (record,) = batch.slice(number, 1).to_pylist()
         except self._refused as error:
             raise UserError(f"{self.where(place)} holds a value that cannot be read: {_one_line(error)}") from error
         return record

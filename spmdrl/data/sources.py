@@ -9,7 +9,7 @@ import functools
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +113,10 @@ class FileSource:
     def row(self, index: int, attempt: int = 0) -> Row:
         assert attempt == 0, "a file has no other row for an index: remove unwanted rows with `keep`"
         epoch, number = divmod(index, len(self._places))
-        place = self._places[self._order(epoch)[number]]
-        return self._row(place, self._rows.read(place))
+        order = self._order(epoch)
+        place = self._places[order[number]]
+        soon = (self._places[order[later]] for later in range(number + 1, len(order)))
+        return self._row(place, self._rows.read(place, soon))
 
     def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
         """Return a source of those rows of the file that are wanted."""
@@ -176,8 +178,10 @@ def in_row(where: str) -> Iterator[None]:
 
 def _with_images(prompt: Written, columns: dict[str, Any], cfg: FileData) -> tuple[Written, tuple[ImageFile, ...]]:
     """Return a prompt with places for its images, and the images."""
-    root = Path(cfg.image_root) if cfg.image_root else Path(cfg.path).parent
-    read = functools.partial(image_file, root=root)
+
+    def read(value: Any) -> ImageFile:
+        return image_file(value, root=Path(cfg.image_root) if cfg.image_root else Path(cfg.path).parent)
+
     column = None
     if cfg.image_column:
         found = _column(columns, "image_column", cfg.image_column, "it")
@@ -261,8 +265,7 @@ class ReasoningGymSource:
         self._cfg = cfg
         self._seed = seed
         _require_repeatable(cfg.task)
-        self._shared = _make_data_set(cfg, 0)
-        self._can_reseed = self._reseeding_is_faithful()
+        self._items = _items_of(cfg)
         self.row(0)  # raises now if the template is wrong
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -271,7 +274,7 @@ class ReasoningGymSource:
 
     def row(self, index: int, attempt: int = 0) -> Row:
         # Some data sets pass their seed to numpy, which takes 32 bits.
-        entry = self._entry(mix(self._seed, index, attempt) >> 31, reseed=self._can_reseed)
+        entry = self._items.entry(mix(self._seed, index, attempt) >> 31)
         return Row(
             prompt=self._fill_template(entry),
             question=entry["question"],
@@ -280,30 +283,6 @@ class ReasoningGymSource:
             metadata={**entry, "params": self._cfg.params},
             where=f"{self.task} item {index}",
         )
-
-    def _entry(self, item_seed: int, *, reseed: bool) -> dict[str, Any]:
-        data_set = self._shared if reseed else _make_data_set(self._cfg, item_seed)
-        data_set.seed = item_seed
-        try:
-            return data_set[0]
-        except Exception as error:
-            raise UserError(
-                f"the reasoning-gym task {self.task} cannot generate an item with params {self._cfg.params}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _reseeding_is_faithful(self) -> bool:
-        """Return True when changing a data set's seed gives the same items as making a new data set with that seed.
-
-        Making a data set may read a word list (20 ms and more), so one is shared where possible. A few tasks use the
-        seed already while they are made.
-        """
-
-        def question(seed: int, *, reseed: bool) -> str:
-            return str(self._entry(seed, reseed=reseed)["question"])
-
-        seeds = [mix(probe) >> 31 for probe in range(4)]
-        return all(question(seed, reseed=True) == question(seed, reseed=False) for seed in seeds)
 
     def _fill_template(self, entry: dict[str, Any]) -> str:
         try:
@@ -315,6 +294,53 @@ class ReasoningGymSource:
             ) from error
 
 
+class _Items:
+    """The items of a reasoning-gym task with some parameters, by seed.
+
+    Making a data set may read a word list (20 ms and more), so one is shared where possible. A few tasks use the seed
+    already while they are made.
+    """
+
+    def __init__(self, cfg: ReasoningGymData) -> None:
+        self._cfg = cfg
+        self._shared = _make_data_set(cfg, 0)
+        self.can_reseed = self._reseeding_is_faithful()
+
+    def entry(self, seed: int) -> dict[str, Any]:
+        """Return the item of a seed of 32 bits. Raises UserError when the parameters allow none."""
+        return self._entry(seed, reseed=self.can_reseed)
+
+    def _entry(self, seed: int, *, reseed: bool) -> dict[str, Any]:
+        data_set = self._shared if reseed else _make_data_set(self._cfg, seed)
+        data_set.seed = seed
+        try:
+            return data_set[0]
+        except Exception as error:
+            raise UserError(
+                f"the reasoning-gym task {self._cfg.task} cannot generate an item with params {self._cfg.params}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _reseeding_is_faithful(self) -> bool:
+        """Return True when changing a data set's seed gives the same items as making a new data set with that seed."""
+
+        def question(seed: int, *, reseed: bool) -> str:
+            return str(self._entry(seed, reseed=reseed)["question"])
+
+        seeds = [mix(probe) >> 31 for probe in range(4)]
+        return all(question(seed, reseed=True) == question(seed, reseed=False) for seed in seeds)
+
+
+_ITEMS: dict[str, _Items] = {}  # by task and parameters, which a run's training and held-out sources mostly share
+
+
+def _items_of(cfg: ReasoningGymData) -> _Items:
+    key = f"{cfg.task} {cfg.params}"
+    if key not in _ITEMS:
+        _ITEMS[key] = _Items(cfg)
+    return _ITEMS[key]
+
+
 def _require_repeatable(task: str) -> None:
     if task in _HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise UserError(
@@ -323,17 +349,29 @@ def _require_repeatable(task: str) -> None:
         )
 
 
-def _make_data_set(cfg: ReasoningGymData, seed: int) -> Any:
+def import_library(cfg: FileData | ReasoningGymData) -> None:
+    """Import the library that generates a source's rows; there is none for files. Raises UserError without it."""
+    if isinstance(cfg, ReasoningGymData):
+        _data_sets()
+
+
+def _data_sets() -> Mapping[str, Any]:
+    """Return the tasks of reasoning-gym: by name, the classes of a data set and of its parameters."""
     try:
-        from reasoning_gym.factory import DATASETS  # takes 1.5 s, so only when it is needed
+        from reasoning_gym.factory import DATASETS  # takes a second, so only when it is needed
     except ImportError as error:  # the package itself, or one of those that its many tasks need
         raise UserError(
             f'data of kind = "reasoning_gym" needs packages that cannot all be imported: {error}; install '
             "reasoning-gym with all that it requires, or give the prompts in a jsonl or parquet file"
         ) from error
-    if cfg.task not in DATASETS:
-        raise UserError(f'reasoning-gym has no task "{cfg.task}"{_did_you_mean(cfg.task, DATASETS)}')
-    data_set_class, config_class = DATASETS[cfg.task]
+    return DATASETS
+
+
+def _make_data_set(cfg: ReasoningGymData, seed: int) -> Any:
+    tasks = _data_sets()
+    if cfg.task not in tasks:
+        raise UserError(f'reasoning-gym has no task "{cfg.task}"{_did_you_mean(cfg.task, tasks)}')
+    data_set_class, config_class = tasks[cfg.task]
     ours = ("seed", "size")
     known = [field.name for field in dataclasses.fields(config_class) if field.name not in ours]
     for name in cfg.params:

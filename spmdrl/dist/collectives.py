@@ -30,6 +30,8 @@ def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
 
 def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
     """Return True on every rank if `flag` is True on any; on the host, like `host_barrier`."""
+    if mesh.size() == 1:
+        return flag
     vote = torch.tensor(int(flag))
     dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return bool(vote)
@@ -103,6 +105,8 @@ def scatter_sums(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
 
 def gather_rows(mesh: DeviceMesh, mine: Tensor) -> list[Tensor]:
     """Return every rank's rows [n, k] on the host, in mesh order; n may differ between ranks."""
+    if mesh.size() == 1:
+        return [mine]
     counts = torch.empty(mesh.size(), dtype=torch.int64)
     gather_flat(mesh, counts, torch.tensor([mine.shape[0]]))
     padded = mine.new_zeros(int(counts.max()), mine.shape[1])

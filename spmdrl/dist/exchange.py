@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -97,14 +98,18 @@ def exchange(
 ) -> list[Sequence]:
     """Send each sequence to all ranks of share goes_to[place]; return this rank's share, in global order.
 
-    Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. There is one
-    all-to-all for integers and one for floats; `infos` tells every rank how much each rank sends.
+    Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. Between ranks there
+    is one all-to-all for integers and one for floats; `infos` tells every rank how much each rank sends.
     """
+    if mesh.size() == 1:
+        return sorted(sequences, key=lambda sequence: sequence.place)
     mine, me, ranks = mesh.get_local_rank() // ranks_per_share, mesh.get_local_rank(), range(mesh.size())
     in_order = sorted(sequences, key=lambda sequence: sequence.place)
     held = {info.place: info for info in infos if info.held_by == me}
     outgoing = [[s for s in in_order if goes_to[s.place] == rank // ranks_per_share] for rank in ranks]
-    incoming = sorted((info for info in infos if goes_to[info.place] == mine), key=lambda i: (i.held_by, i.place))
+    stays, outgoing[me] = outgoing[me], []
+    comes = (info for info in infos if goes_to[info.place] == mine and info.held_by != me)
+    incoming = sorted(comes, key=lambda info: (info.held_by, info.place))
 
     def splits(width: Callable[[SequenceInfo], int]) -> tuple[list[int], list[int]]:
         sent = [sum(width(held[s.place]) for s in part) for part in outgoing]
@@ -113,8 +118,9 @@ def exchange(
 
     # The rewards of whole rollouts are known already.
     everything = [s for part in outgoing for s in part]
-    whole = torch.tensor([n for s in everything for n in _whole_numbers(s)], dtype=torch.int64)
-    fractions = torch.tensor([x for s in everything for x in s.rollout_logprobs], dtype=torch.float32)
+    whole = torch.tensor([*chain.from_iterable(map(_whole_numbers, everything))], dtype=torch.int64)
+    logprobs_sent = chain.from_iterable(s.rollout_logprobs for s in everything)
+    fractions = torch.tensor([*logprobs_sent], dtype=torch.float32)
     whole = _all_to_all(whole, *splits(lambda info: info.num_whole), mesh)
     fractions = _all_to_all(fractions, *splits(lambda info: info.num_tokens), mesh)
 
@@ -124,7 +130,7 @@ def exchange(
         _sequence(info, numbers, of_tokens.tolist())
         for info, numbers, of_tokens in zip(incoming, parts, logprobs, strict=True)
     ]
-    return sorted(received, key=lambda sequence: sequence.place)
+    return sorted([*stays, *received], key=lambda sequence: sequence.place)
 
 
 def send_tensors(
@@ -160,13 +166,10 @@ def send_tensors(
 
 
 def _whole_numbers(sequence: Sequence) -> Iterator[int]:
-    """Yield everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
-    yield from sequence.token_ids
-    yield from sequence.loss_mask
-    for turn in sequence.turns:
-        yield from (turn.number, turn.start, turn.end, turn.state, _bits(turn.reward))
-    for image in sequence.images:
-        yield from (*_halves(image.digest), image.start, image.num_tokens, *image.grid)
+    """Iterate over everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
+    turns = ((turn.number, turn.start, turn.end, turn.state, _bits(turn.reward)) for turn in sequence.turns)
+    images = ((*_halves(image.digest), image.start, image.num_tokens, *image.grid) for image in sequence.images)
+    return chain(sequence.token_ids, sequence.loss_mask, *turns, *images)
 
 
 def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Sequence:

@@ -18,11 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
 from spmdrl.engine.adapters import AdapterBank
 from spmdrl.model.attention_layer import Attend, AttentionLayer
@@ -31,12 +26,13 @@ from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.linear import linear
 from spmdrl.model.trunk import Trunk
 
+# Layers of transformers, by name: a run has one of them, and importing all takes longer than all else here.
 FAMILIES = (
-    LlamaDecoderLayer,
-    Qwen2DecoderLayer,
-    Qwen2_5_VLDecoderLayer,
-    Qwen3DecoderLayer,
-    Qwen3VLTextDecoderLayer,
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer",
 )
 
 
@@ -49,7 +45,7 @@ def can_decode(model: PreTrainedModel) -> bool:
         and model.dtype == torch.float32
         and rope is not None
         and rope not in BATCH_DEPENDENT_ROPES
-        and all(type(layer) in FAMILIES for layer in decoder.layers)
+        and all(f"{type(layer).__module__}.{type(layer).__qualname__}" in FAMILIES for layer in decoder.layers)
     )
 
 

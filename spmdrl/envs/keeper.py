@@ -130,7 +130,6 @@ class Keeper:
             max_characters=cfg.max_observation_characters,
         )
         loaded = process.load(job, _loaded)
-        process.socket.setblocking(False)
         self._selector.register(process.socket, selectors.EVENT_READ)
         self._to_send, self._received = bytearray(), bytearray()
         self._process = process

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from ctypes import c_bool
 from dataclasses import dataclass
@@ -101,11 +100,15 @@ def _prepare(run: _Run, output: IO[str], passed: c_bool, word: Connection, say: 
     _forget_handlers()
     say.close()  # so that the end of the launch is the end of waiting for its word
     gc.disable()  # all that is imported stays, and looking through it again and again takes long
-    program: Program = importlib.import_module(run.module).main
+    module = importlib.import_module(run.module)
+    module.prepare(run.arguments)
+    program: Program = module.main
     gc.freeze()  # the forks share it for as long as they do not write to it
     gc.enable()
     check = _FORK.Process(target=_check, args=(program, dry_run(run.arguments, run.num_ranks), output))
     check.start()
+    from spmdrl.faults.torchrun import run_forked  # only here, so that the check need not wait for it
+
     check.join()
     if check.exitcode:
         sys.exit(check.exitcode if check.exitcode > 0 else 128 - check.exitcode)
@@ -114,7 +117,8 @@ def _prepare(run: _Run, output: IO[str], passed: c_bool, word: Connection, say: 
         word.recv()
     except EOFError:
         return
-    sys.exit(_run_ranks(program, run))
+    os.environ[SUPERVISED] = "1"
+    sys.exit(run_forked(_rank, program, run.arguments, num_ranks=run.num_ranks))
 
 
 def _forget_handlers() -> None:
@@ -127,31 +131,6 @@ def _forget_handlers() -> None:
 def _check(program: Program, arguments: Sequence[str], output: IO[str]) -> None:
     os.dup2(output.fileno(), sys.stdout.fileno())
     sys.exit(program(arguments))
-
-
-def _run_ranks(program: Program, run: _Run) -> int:
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from spmdrl.faults.torchrun import HANDLED, quietly
-
-    os.environ[SUPERVISED] = "1"
-
-    def run_agent() -> None:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=run.num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",  # the host's name may not resolve
-            max_restarts=0,
-            start_method="fork",
-            signals_to_handle=HANDLED,
-        )
-        elastic_launch(config, _rank)(program, run.arguments)
-
-    return quietly(run_agent)
 
 
 def _rank(program: Program, arguments: Sequence[str]) -> None:

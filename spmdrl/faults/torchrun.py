@@ -11,10 +11,12 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import main as torchrun
 
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -26,6 +28,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, or 128 plus the number of a signal."""
     arguments = ["--signals-to-handle", HANDLED, *(sys.argv[1:] if argv is None else argv)]
     return quietly(lambda: torchrun(arguments))
+
+
+def run_forked(rank: Callable[..., None], *arguments: object, num_ranks: int) -> int:
+    """Run a function in ranks that are forked from this process; returns the exit code of `main`."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # the host's name may not resolve
+        max_restarts=0,
+        start_method="fork",
+        signals_to_handle=HANDLED,
+    )
+    return quietly(lambda: elastic_launch(config, rank)(*arguments))
 
 
 def quietly(run_ranks: Callable[[], object]) -> int:

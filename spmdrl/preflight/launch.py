@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
@@ -13,8 +14,10 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint import ResumePoint, foresee_resume_point
 from spmdrl.checkpoint.places import folder_of
-from spmdrl.config import Config, SftConfig, read_draft
+from spmdrl.config import Config, MissingSetting, SftConfig, read_draft
+from spmdrl.config.read import read_fields
 from spmdrl.config.strict import shown
+from spmdrl.data.sources import import_library
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
@@ -73,6 +76,16 @@ def run_from_command_line(
             return EXIT_USER_ERROR
         raise
     return 0
+
+
+def import_libraries(kind: type[SettingsT], path: str, *overrides: str) -> None:
+    """Import the libraries that generate the prompts of a configuration, for all processes that this one forks.
+
+    Nothing is said of mistakes in it: the check that follows tells them.
+    """
+    with contextlib.suppress(UserError, MissingSetting):
+        for source in read_fields(kind, path, overrides).data.sources:
+            import_library(source)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

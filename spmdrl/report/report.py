@@ -58,6 +58,9 @@ class Report:
         self._times: dict[str, float] = {}
         self._peaks: dict[str, Peak] = {}
         self._predicted: dict[str, Peak] = {}  # for spans that have not been measured yet
+        self._seen: dict[str, Peak] = {}  # predictions for spans that have been measured, and not been compared yet
+        self._measured: dict[str, float] = {}
+        self._has_steps = False
         self._host_peaks_fall = restart_host_peak()
         self._taken = time.perf_counter()
         self._folder = folder if active else None
@@ -107,15 +110,23 @@ class Report:
         return peaks
 
     def expect(self, phases: Sequence[PhaseMemory]) -> None:
-        """Set the predicted memory of the phases; each is compared once with its measured peak."""
+        """Set the predicted memory of the phases; each is compared once with its measured peak: those of the first step
+        above its line, later ones by `compare`."""
         predicted = predicted_peaks(phases, on_gpu=torch.cuda.is_initialized())
         self._predicted = predicted if self._host_peaks_fall else with_host_so_far(predicted)
 
     def compare(self, scalars: Mapping[str, float]) -> None:
-        """Print predicted and measured peaks of the phases that are measured for the first time."""
-        measured = [span for span in self._predicted if f"memory/{span}_peak_gib" in scalars]
-        if measured:
-            self.message(prediction_table({span: self._predicted.pop(span) for span in measured}, scalars))
+        """Print predicted and measured peaks of the phases that were not printed yet, with those in `scalars`."""
+        self._see_peaks(scalars)
+        if self._seen:
+            self.message(prediction_table(self._seen, self._measured))
+        self._seen = {}
+
+    def _see_peaks(self, scalars: Mapping[str, float]) -> None:
+        """Remember the peaks of the phases that are measured for the first time."""
+        for span in [span for span in self._predicted if f"memory/{span}_peak_gib" in scalars]:
+            self._seen[span] = self._predicted.pop(span)
+            self._measured |= {name: scalars[name] for name in scalars if name.startswith(f"memory/{span}_")}
 
     def step(
         self,
@@ -129,9 +140,13 @@ class Report:
         """Show and write a finished step, with rows of its samples and of its worst tokens."""
         if self._files:
             self._files.step(step, scalars, samples, histograms, worst_tokens)
+        if self._has_steps:  # a table among them would cut theirs in two
+            self._see_peaks(scalars)
+        else:
+            self.compare(scalars)
+        self._has_steps = True
         if self._display:
             self._display.end_step(step, scalars)
-        self.compare(scalars)
 
     def eval(self, step: int, scalars: Mapping[str, float], *, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Show and write an evaluation of the policy after `step`, with rows of answers; `step` itself may be reported

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
@@ -40,6 +40,8 @@ class RewardClient:
 
     def collect(self, pending: Iterable[Pending]) -> list[Rewarded]:
         """Wait for the rewards. One that cannot be computed is 0, with the reason in `failure`."""
+        pending = list(pending)
+        wait([future for _, future in pending])  # all at once: each wait of its own would wake this thread
         return [(rollout, future.result()) for rollout, future in pending]
 
     def check(self, prompt: Prompt) -> RewardOutcome:

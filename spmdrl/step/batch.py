@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +36,8 @@ from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
 from spmdrl.step.turns import turn_spans
 from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,19 +218,20 @@ def lay_end_to_end(
         )
         sequences = [*sequences, padding]
     seqlens = [len(sequence.token_ids) for sequence in sequences]
-    loss_mask = torch.tensor([trained for sequence in sequences for trained in sequence.loss_mask])
+    lengths, starts = torch.tensor(seqlens), [*itertools.accumulate(seqlens, initial=0)]
+    loss_mask = torch.tensor(_joined(sequence.loss_mask for sequence in sequences))
 
-    def per_token(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(seqlens))
+    def per_token(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
     weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
     return MicroBatch(
-        token_ids=torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
-        cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32),
+        token_ids=torch.tensor(_joined(sequence.token_ids for sequence in sequences)),
+        positions=torch.arange(starts[-1]) - per_token(starts[:-1], torch.int64),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         loss_mask=loss_mask,
         loss_weights=per_token(weight_of_each, torch.float32) * loss_mask,
-        rollout_logprobs=torch.tensor([x for sequence in sequences for x in sequence.rollout_logprobs]),
+        rollout_logprobs=torch.tensor(_joined(sequence.rollout_logprobs for sequence in sequences)),
         rewards=per_token([sequence.reward for sequence in sequences], torch.float64),
         baseline_rewards=per_token([sequence.baseline_reward for sequence in sequences], torch.float64),
         sequence_index=tuple(sequence.index for sequence in sequences),
@@ -235,14 +239,16 @@ def lay_end_to_end(
         turns=tuple(sequence.turns for sequence in sequences),
         earned=tuple(sequence.earned for sequence in sequences),
         images=tuple(
-            image.moved(start)
-            for sequence, start in zip(sequences, itertools.accumulate(seqlens, initial=0), strict=False)
-            for image in sequence.images
+            image.moved(start) for sequence, start in zip(sequences, starts, strict=False) for image in sequence.images
         ),
         environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
         if environment_weight
         else None,
     )
+
+
+def _joined(parts: Iterable[tuple[T, ...]]) -> list[T]:
+    return list(itertools.chain.from_iterable(parts))
 
 
 def _on_read_tokens(sequence: Sequence, weight: float) -> torch.Tensor:

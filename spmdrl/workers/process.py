@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -54,6 +55,10 @@ class WorkerProcess:
         places = {} if self._folder is None else {"HOME": self._folder.path, "TMPDIR": self._folder.path}
         output = None if self._folder is None else subprocess.DEVNULL
         self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self._looks = {event: select.poll() for event in (select.POLLIN, select.POLLOUT)}
+        for event, look in self._looks.items():
+            look.register(self.socket, event)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program, str(os.getpid()), str(theirs.fileno()), *_import_path()],
@@ -85,14 +90,7 @@ class WorkerProcess:
 
     def is_ready(self) -> bool:
         """True when the process can be asked. An idle one sends nothing: if there is input, it has ended."""
-        try:
-            self.socket.settimeout(0)
-            self.socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:  # it was killed
-            return False
-        return False
+        return self._process.returncode is None and not self._looks[select.POLLIN].poll(0)
 
     def exchange(self, message: object, limit_s: float, read: Callable[[Any], T]) -> T:
         """Send a message and `read` the answer, which is parsed JSON. Returns or raises NoAnswer within the limit.
@@ -104,8 +102,7 @@ class WorkerProcess:
         content = framed(message)
         deadline = time.monotonic() + limit_s
         try:
-            self.socket.settimeout(limit_s)
-            self.socket.sendall(content)
+            self._send(content, deadline)
             return read(json.loads(self._receive_line(deadline)))
         except TimeoutError:
             self.kill()
@@ -144,22 +141,36 @@ class WorkerProcess:
             return f"was killed by {signal.Signals(number).name}"
         return f"exited with code {code}"
 
+    def _send(self, content: bytes, deadline: float) -> None:
+        """Write to the process. Raises TimeoutError at the deadline, or when the pool is closed."""
+        left = memoryview(content)
+        while left:
+            try:
+                left = left[self.socket.send(left) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+
     def _receive_line(self, deadline: float) -> bytes:
         """Read a line from the process. Raises TimeoutError at the deadline, or when the pool is closed."""
         received = b""
         while not received.endswith(b"\n"):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or self._closed.is_set():
-                raise TimeoutError
-            self.socket.settimeout(min(left_s, _POLL_S))
-            with contextlib.suppress(TimeoutError):
-                part = self.socket.recv(_READ_BYTES)
-                if not part:
-                    raise EOFError
-                received += part
+            self._wait(select.POLLIN, deadline)
+            part = self.socket.recv(_READ_BYTES)
+            if not part:
+                raise EOFError
+            received += part
             if len(received) > _MAX_ANSWER_BYTES:
                 raise ValueError(INVALID_ANSWER)
         return received
+
+    def _wait(self, event: int, deadline: float) -> None:
+        """Wait until the socket can be read or written. Raises TimeoutError as `exchange` needs it."""
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._closed.is_set():
+                raise TimeoutError
+            if self._looks[event].poll(min(left_s, _POLL_S) * 1000):
+                return
 
 
 def unprotected_in(answer: Any) -> list[str]:

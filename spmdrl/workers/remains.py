@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import time
 
 from spmdrl.workers.folders import empty
@@ -23,7 +24,14 @@ def clear(walls: Walls) -> None:
     if walls.owns_processes and not _has_children():
         _end_others()
     for folder in walls.own_folders:
-        empty(folder)
+        if not (walls.in_memory and _is_untouched(folder)):
+            empty(folder)
+
+
+def _is_untouched(folder: str) -> bool:
+    """True when a file system in memory has nothing but its top, with the rights that it had at first."""
+    there = os.statvfs(folder)
+    return there.f_files - there.f_ffree == 1 and stat.S_IMODE(os.stat(folder).st_mode) == 0o700
 
 
 def _has_children() -> bool:

@@ -57,6 +57,7 @@ class Walls:
     missing: list[str]  # sentences about what it cannot protect
     owns_processes: bool  # all processes that it can signal belong to it, but for their first
     own_folders: tuple[str, ...]  # whose files nobody else has
+    in_memory: bool = False  # each of them is a file system in memory
 
 
 def enter(sandbox: Sandbox, pipe: int) -> Walls:
@@ -123,7 +124,7 @@ def _separate_as_far_as_possible(sandbox: Sandbox, pipe: int) -> Walls:
     _continue_inside(pipe)
     version = fence(_writable(sandbox))
     if not files_problem:
-        return Walls(missing=[], owns_processes=True, own_folders=_writable(sandbox))
+        return Walls(missing=[], owns_processes=True, own_folders=_writable(sandbox), in_memory=True)
     within_reach = f"files in {_SHARED_MEMORY} are" if version else "files are"
     missing = [f"{within_reach} within reach (they cannot be made read-only: {files_problem})"]
     return Walls(missing=missing, owns_processes=True, own_folders=(sandbox.folder,))

@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,33 @@ def test_the_order_is_that_of_rows_in_memory(tmp_path: Path, kind: str) -> None:
         assert all(row.metadata == {"note": "n" * (int(str(row.answer)) % 7)} for row in found)
 
 
+@pytest.mark.parametrize("row_group_size", [7, 64, 300], ids=["many groups", "groups", "one group"])
+def test_a_parquet_file_that_is_larger_than_what_is_kept_gives_the_same_rows_in_few_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group_size: int
+) -> None:
+    """No pass holds a row group whole, and each takes out what will be asked for soon."""
+    records = [{"prompt": f"question {i}", "answer": str(i), "notes": ["n" * (i % 9)] * 3} for i in range(300)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "p", row_group_size=row_group_size)
+    expected = FileSource(FileData(kind="parquet", path=str(tmp_path / "p")), seed=3)
+    monkeypatch.setattr(rows, "_KEPT_BYTES", pyarrow.Table.from_pylist(records).nbytes // 10)
+    monkeypatch.setattr(rows, "_BATCH_ROWS", 16)
+    source = FileSource(FileData(kind="parquet", path=str(tmp_path / "p")), seed=3)
+    passes = Counter[int]()
+    kept: list[int] = []
+    read = source._rows._batches
+
+    def counted(group: int) -> Iterator[Any]:
+        passes[group] += 1
+        kept.append(sum(part.num_bytes for part in source._rows._kept.values()))
+        return read(group)
+
+    monkeypatch.setattr(source._rows, "_batches", counted)
+    assert [source.row(index) for index in range(600)] == [expected.row(index) for index in range(600)]
+    assert max(kept) <= 1.2 * rows._KEPT_BYTES, "small batches have room to spare"
+    assert max(passes.values()) <= 2 * 20, "an epoch is ten times what is kept"
+    assert source.row(0) == expected.row(0) and source.row(0) == expected.row(0)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_that_is_written_to_during_a_run_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -239,7 +267,7 @@ def test_a_file_that_is_written_to_during_a_run_is_noticed(
         file = FileData(kind="parquet", path=str(tmp_path / "p"))
         table = pyarrow.Table.from_pylist([{"prompt": f"question {i}", "answer": str(i)} for i in range(50)])
         pyarrow.parquet.write_table(table, tmp_path / "p", row_group_size=5)
-        monkeypatch.setattr(rows, "_CACHED_BYTES", 0)
+        monkeypatch.setattr(rows, "_KEPT_BYTES", 0)
     source = FileSource(file, seed=0)
     with open(file.path, "ab") as appended:
         appended.write(b"\n")
@@ -328,8 +356,8 @@ def test_an_item_does_not_depend_on_what_was_drawn_before(task: str) -> None:
 
 
 def test_data_sets_that_draw_while_they_are_made_are_made_anew() -> None:
-    assert ReasoningGymSource(words(), seed=0)._can_reseed
-    assert not ReasoningGymSource(ReasoningGymData(kind="reasoning_gym", task="survo"), seed=0)._can_reseed
+    assert ReasoningGymSource(words(), seed=0)._items.can_reseed
+    assert not ReasoningGymSource(ReasoningGymData(kind="reasoning_gym", task="survo"), seed=0)._items.can_reseed
 
 
 def test_numpy_sized_seeds_fit_every_task() -> None:
@@ -339,6 +367,7 @@ def test_numpy_sized_seeds_fit_every_task() -> None:
 
 def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = break_library("reasoning_gym", tmp_path, monkeypatch)
+    monkeypatch.setattr(sources, "_ITEMS", {})
     with pytest.raises(UserError, match=f'^data of kind = "reasoning_gym" needs packages .*: {lacks}; install'):
         open_source(sums(), seed=0)
 

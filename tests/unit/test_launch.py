@@ -21,9 +21,10 @@ from transformers import AutoConfig, Qwen3MoeConfig
 import spmdrl
 from spmdrl.faults import gpus
 from spmdrl.faults.supervise import Commands
+from spmdrl.preflight import launch
 from spmdrl.tools import command, doctor, local
 from spmdrl.tools.tiny_model import save_tiny_model
-from spmdrl.train import main
+from spmdrl.train import main, prepare
 from tests.helpers import fake_packages
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,32 @@ def test_local_counts_the_gpus_of_the_driver(stubs: Stubs, monkeypatch: pytest.M
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(stubs.folder))
     assert gpus.count_gpus() == 3
+
+
+GENERATED = """
+data.sources = [{ kind = "reasoning_gym", task = "chain_sum" }, { kind = "jsonl", path = "absent.jsonl" }]
+optim.lr = "fast"
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "imported"),
+    [
+        (GENERATED, ["run.nothing=1", "optim"], ["reasoning_gym", "jsonl"]),
+        (GENERATED, ["data.sources=[{ kind = 'reasoning_gym', task = 'letter_counting' }]"], ["reasoning_gym"]),
+        ("[data]", [], []),
+        ("data = ", [], []),
+    ],
+)
+def test_libraries_of_prompts_are_imported_whatever_else_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, overrides: list[str], imported: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(launch, "import_library", lambda source: found.append(source.kind))
+    (tmp_path / "run.toml").write_text(settings)
+    prepare([str(tmp_path / "run.toml"), *overrides])
+    prepare([str(tmp_path / "absent.toml")])
+    assert found == imported
 
 
 def test_on_gpus_the_ranks_are_torchruns() -> None:

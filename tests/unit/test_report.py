@@ -496,7 +496,9 @@ def test_git_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder
     assert describe_machine()["git_commit"] is None
 
 
-def test_each_phase_is_compared_with_its_prediction_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_phase_is_compared_with_its_prediction_once_and_not_among_the_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     phases = [PhaseMemory(name, {}, {"process": 2**30}) for name in ("load", "rollout", "refit", "save")]
     with Report(ReportConfig(console="plain"), None, num_steps=2, active=True) as report:
         report.expect(phases)
@@ -506,8 +508,12 @@ def test_each_phase_is_compared_with_its_prediction_once(capsys: pytest.CaptureF
             measured = {name: metric.value() for name, metric in resource_metrics(report.take_peaks()).items()}
             assert measured["memory/peak_gib"] >= measured[f"memory/{span}_peak_gib"] > 0
             report.step(step, scalars_of(step) | measured, samples=[], histograms={})
+        report.compare({})
     shown = capsys.readouterr().out
-    assert shown.count("predicted") == 2 and "refit" not in shown
+    first, *_, last = (place for place, line in enumerate(shown.splitlines()) if re.match(r"step +\d+/", line))
+    tables = [place for place, line in enumerate(shown.splitlines()) if line.startswith("peak memory")]
+    assert len(tables) == 2 and tables[0] < first and last < tables[1] and last == first + 2
+    assert "refit" not in shown
     assert shown.count("\n  rollout       1.00  ") == shown.count("\n  save        1.00  ") == 1
 
 

@@ -298,6 +298,26 @@ def test_one_rollout_leaves_the_next_no_files(sandboxed: RewardPool) -> None:
     assert given(sandboxed, "os.listdir('.')") == "[]"
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [
+        "os.mkdir('folder')",
+        "os.symlink('nothing', 'link')",
+        "os.mkfifo('pipe')",
+        "os.close(os.open('/dev/shm/empty', os.O_CREAT))",
+        "os.chmod('.', 0o500)",
+        "os.chmod('/dev/shm', 0)",
+    ],
+)
+def test_one_rollout_leaves_the_next_no_trace(sandboxed: RewardPool, trace: str) -> None:
+    """Also of those that take no room."""
+    if sandboxed.unprotected:
+        pytest.skip(sandboxed.unprotected[0])
+    seen = "[(oct(os.stat(place).st_mode)[-3:], os.listdir(place)) for place in ('.', '/dev/shm')]"
+    assert given(sandboxed, trace) == "None"
+    assert given(sandboxed, seen) == "[('700', []), ('700', [])]"
+
+
 def test_leaves_no_folder(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with RewardPool(config(functions, "as_configured")) as pool:

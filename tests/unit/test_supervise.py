@@ -39,6 +39,9 @@ from pathlib import Path
 
 exec(os.environ.get("IMPORTS", ""))
 
+def prepare(argv):
+    exec(os.environ.get("PREPARES", ""))
+
 def main(argv):
     if "--dry-run" in argv:
         exec(os.environ.get("CHECK", ""))
@@ -223,6 +226,22 @@ def test_exit_codes_of_the_ranks_are_those_of_the_launch(start: Callable[..., En
     assert start("sys.exit(3)") == Ending(code=3)
     assert start("os.kill(os.getpid(), 9)") == Ending(code=137)
     assert start("sys.exit(int(os.environ['SPMDRL_SUPERVISED']) + 5)").code == 6
+
+
+def test_what_a_program_prepares_is_there_in_the_check_and_in_every_rank(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREPARES", "sys.prepared = (os.getpid(), argv)")
+    note = "Path('run', '{}-' + str(os.getpid())).write_text(repr(sys.prepared))"
+    monkeypatch.setenv("CHECK", note.format("check"))
+    monkeypatch.setenv("PROGRAM", note.format("rank"))
+    with Requests() as requests, Forked("stand_in", ["c.toml", "optim.lr=1"], num_ranks=2) as starter:
+        assert launch(starter, requests).code == 0
+    notes = [path for path in run.iterdir() if path.name.startswith(("check-", "rank-"))]
+    assert len(notes) == 3
+    (prepared,) = {note.read_text() for note in notes}
+    assert prepared.endswith(", ('c.toml', 'optim.lr=1'))")
+    assert not any(f"({note.name.partition('-')[2]}," in prepared for note in notes), "it was another process"
 
 
 def test_forked_ranks_meet_and_their_end_is_told(

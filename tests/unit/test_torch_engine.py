@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from spmdrl.engine.dense_decoder import FAMILIES
 from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
@@ -129,6 +131,13 @@ def test_weights_side_by_side_take_no_more_memory(dense) -> None:
     engine = engine_for(dense)
     sizes = {weight.untyped_storage()._cdata: weight.untyped_storage().nbytes() for weight in engine.weights.values()}
     assert sum(sizes.values()) == sum(weight.nbytes for weight in dense.parameters())
+
+
+@pytest.mark.parametrize("layer", FAMILIES)
+def test_what_decodes_without_modules_is_named_as_transformers_names_it(layer: str) -> None:
+    module, _, name = layer.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    assert f"{found.__module__}.{found.__qualname__}" == layer
 
 
 def test_other_families_decode_by_their_own_forward_pass(tmp_path: Path) -> None:
