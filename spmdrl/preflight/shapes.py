@@ -12,6 +12,7 @@ from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.layer_kinds import recurrent_layers, remembered_elements
+from spmdrl.model.tensor_plans import decoder_plan
 
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
@@ -71,7 +72,7 @@ def tower_names(config: Any, names: Iterable[str]) -> frozenset[str]:
 
 def split_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
     """Select the parameters that the model's tensor-parallel plan divides."""
-    plan: Mapping[str, str] = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    plan = decoder_plan(config.get_text_config())
     patterns = [
         re.compile(re.escape(module).replace(r"\*", r"\d+") + r"(\.(weight|bias))?$")
         for module, style in plan.items()
