@@ -289,15 +289,18 @@ def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 
 
 def _gathered(cfg: Config | SftConfig, rank: Rank, *, trainable: bool = True) -> int:
-    """Count the weights of a model that are gathered at the same time; a tower that looks is another part of it than
-    its layers, of which one block and the next are gathered."""
+    """Count the weights of a model that are gathered at the same time; a tower computes before and after the layers."""
     in_layers, tower = gathered_weights(cfg.model, rank.size, trainable=trainable), rank.looking_tower
     if tower is None:
         return in_layers
     if not cfg.model.reshard_after_forward and trainable:
         return in_layers + tower.parameters
-    in_tower = tower.parameters - max(0, tower.num_blocks - 2) * tower.block_parameters
-    return max(in_layers, rank.size.root + in_tower)
+    return max(in_layers, rank.size.root + _gathered_in_tower(tower))
+
+
+def _gathered_in_tower(tower: Tower) -> int:
+    """Count the weights of a tower outside its blocks, of the block that computes, and of its neighbour."""
+    return tower.parameters - max(0, tower.num_blocks - 2) * tower.block_parameters
 
 
 def _forward(cfg: Config, rank: Rank) -> int:
@@ -373,7 +376,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 
 def _tower_in_backward(cfg: Config | SftConfig, rank: Rank, settings: ActivationSettings) -> tuple[int, int, int]:
     """Return bytes of a trained tower's activations, of the backward pass of one block, and of the whole gradients of
-    two blocks that are being reduced to shards; 0 where the tower is frozen, or there is none."""
+    what is outside its blocks and of two that are being reduced to shards; 0 where no tower is trained."""
     tower, b = rank.looking_tower, rank.compute_bytes
     if tower is None:
         return 0, 0, 0
@@ -382,7 +385,7 @@ def _tower_in_backward(cfg: Config | SftConfig, rank: Rank, settings: Activation
         tower, level=settings.level, every_layers=settings.every_layers, num_patches=patches, compute_bytes=b
     )
     block = block_workspace_bytes(tower, level=settings.level, num_patches=patches, compute_bytes=b)
-    return kept, block, 2 * (_FLOAT32 + b) * tower.block_parameters
+    return kept, block, (_FLOAT32 + b) * _gathered_in_tower(tower)
 
 
 def _logits(cfg: Config | SftConfig, rank: Rank) -> int:

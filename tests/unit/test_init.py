@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools.init import main
+from spmdrl.tools.init import _parse, choose, main, measure, starting_tables
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.train import main as train
-from tests.helpers.vision import photo
+from tests.helpers.vision import photo, save_vision_files
+from tests.helpers.vision_models import save_gemma3_vl
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,16 @@ def test_images_count_as_the_models_own_processor_counts_them(eyes: Path, pictur
         Path("limit.toml").write_text(re.sub(r"max_prompt_tokens = \d+", f"max_prompt_tokens = {limit}", said))
         assert train(["limit.toml", "--dry-run", "--ranks", "2"]) == code
     assert main([*given[:-2], "--out", "beside.toml"]) == 2  # there are no images beside the rows
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="then it is never chosen")
+def test_the_engine_is_one_that_sees_what_the_model_sees(eyes: Path, pictures: Path) -> None:
+    gemma = save_gemma3_vl(pictures.parent / "gemma")
+    save_vision_files(gemma)
+    for model, engine in ((str(eyes), "sglang"), (gemma, "torch")):
+        given = ["--model", model, "--data", str(pictures), "--reward", "exact", "--gpus", "1", "--image-root", "drawn"]
+        choices = choose(_parse(given))
+        assert starting_tables(choices, measure(choices))["rollout"]["engine"] == engine
 
 
 def test_images_that_a_model_does_not_see_are_left_out_by_name(
