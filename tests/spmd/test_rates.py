@@ -30,8 +30,11 @@ from tests.helpers.vision_models import save_qwen3_vl
 LAYER, EMBEDDING = "layers.0.*", "embed_tokens.weight"
 # So that clipping does not look at what a rate of 0 leaves alone.
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e6}
-SGD: dict[str, Any] = {"name": "sgd", "lr": 0.5, "momentum": 0.5, "max_grad_norm": 1e6}
-LINEAR: dict[str, Any] = {"schedule": "linear", "warmup_steps": 2, "min_lr_fraction": 0.1}
+SEVERAL: dict[str, Any] = {
+    **{"name": "sgd", "lr": 0.5, "momentum": 0.5, "max_grad_norm": 1e6},
+    **{"schedule": "linear", "warmup_steps": 2, "min_lr_fraction": 0.1},
+    "rates": {LAYER: 0.05, EMBEDDING: 0.0},
+}
 
 
 def start(path: str, meshes: Meshes, optim: Mapping[str, Any], *, freeze: tuple[str, ...] = ()) -> Learner:
@@ -40,91 +43,93 @@ def start(path: str, meshes: Meshes, optim: Mapping[str, Any], *, freeze: tuple[
     return Learner.start(policy, OptimConfig(**optim), objective, num_updates=4, dtype=torch.float32)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """States after two updates, and the metrics of the second one with other rates."""
+def after_two_updates(path: str, meshes: Meshes, optim: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
+    learner = start(path, meshes, optim, **options)
+    for step in (1, 2):
+        update_once(learner, meshes, step=step)
+    return full_state(learner)
 
-    frozen: dict[str, Tensor]
-    at_zero: dict[str, Tensor]
-    plain: dict[str, Tensor]
-    at_same: dict[str, Tensor]
-    other: dict[str, Tensor]
+
+@dataclass(frozen=True)
+class Resumed:
+    """States after two updates at several rates, without and with a checkpoint between, and the rates of the first."""
+
+    straight: dict[str, Tensor]
     resumed: dict[str, Tensor]
     rates: dict[str, float]
 
 
-def _trained(path: str, folder: str) -> Trained:
+def _resumed(path: str, folder: str, meshes: Meshes) -> Resumed:
+    first, second = (start(path, meshes, SEVERAL) for _ in range(2))
+    metrics = scalars(update_once(first, meshes, step=1))
+    save_and_wait(folder, {"policy": first}, meshes, step=1)
+    update_once(first, meshes, step=2)
+    checkpoint.restore(Path(folder), {"policy": second}, meshes.training, step=1)
+    update_once(second, meshes, step=2)
+    rates = {name: value for name, value in metrics.items() if name.startswith("update/lr")}
+    return Resumed(full_state(first), full_state(second), rates)
+
+
+def _on_one_rank(path: str, folder: str) -> Resumed:
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        return _resumed(path, folder, build_meshes(world))
+
+
+def _on_two_ranks(path: str, folder: str) -> tuple[Resumed, dict[str, dict[str, Tensor]]]:
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
+        return _resumed(path, folder, meshes), {
+            "frozen": after_two_updates(path, meshes, ADAMW, freeze=(LAYER, EMBEDDING)),
+            "at 0": after_two_updates(path, meshes, ADAMW | {"rates": {LAYER: 0.0, EMBEDDING: 0.0}}),
+            "plain": after_two_updates(path, meshes, ADAMW),
+            "the same": after_two_updates(path, meshes, ADAMW | {"rates": {LAYER: ADAMW["lr"]}}),
+        }
 
-        def after_two(optim: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
-            learner = start(path, meshes, optim, **options)
-            for step in (1, 2):
-                update_once(learner, meshes, step=step)
-            return full_state(learner)
 
-        other = SGD | LINEAR | {"rates": {LAYER: 0.05, EMBEDDING: 0.0}}
-        first, second = start(path, meshes, other), start(path, meshes, other)
-        update_once(first, meshes, step=1)
-        save_and_wait(folder, {"policy": first}, meshes, step=1)
-        metrics = update_once(first, meshes, step=2)
-        checkpoint.restore(Path(folder), {"policy": second}, meshes.training, step=1)
-        update_once(second, meshes, step=2)
-        return Trained(
-            frozen=after_two(ADAMW, freeze=(LAYER, EMBEDDING)),
-            at_zero=after_two(ADAMW | {"rates": {LAYER: 0.0, EMBEDDING: 0.0}}),
-            plain=after_two(ADAMW),
-            at_same=after_two(ADAMW | {"rates": {LAYER: 1e-2}}),
-            other=full_state(first),
-            resumed=full_state(second),
-            rates={name: value for name, value in scalars(metrics).items() if name.startswith("update/lr")},
-        )
+@dataclass(frozen=True)
+class Trained:
+    """The same run on one and on two ranks, and states of two ranks after two updates."""
+
+    one: Resumed
+    two: Resumed
+    states: dict[str, dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trained]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("rates")
     path = save_qwen3(folder / "model")
-    return {number: run_ranks(number, _trained, path, str(folder / str(number)))[0] for number in (1, 2)}
+    (one,) = run_ranks(1, _on_one_rank, path, str(folder / "1"))
+    (two, states), _ = run_ranks(2, _on_two_ranks, path, str(folder / "2"))
+    return Trained(one, two, states)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rate_of_0_leaves_weights_as_freezing_does(trained: dict[int, Trained], num_ranks: int) -> None:
-    found = trained[num_ranks]
-    moved = 0
-    for name, value in found.frozen.items():
-        assert torch.equal(value, found.at_zero[name]), name
-        moved += not torch.equal(value, found.plain[name])
-    assert moved > len(found.frozen) / 2
+def test_a_rate_of_0_leaves_weights_as_freezing_does(trained: Trained) -> None:
+    frozen, plain = trained.states["frozen"], trained.states["plain"]
+    for name, value in frozen.items():
+        assert torch.equal(value, trained.states["at 0"][name]), name
+    assert sum(not torch.equal(value, plain[name]) for name, value in frozen.items()) > len(frozen) / 2
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_rate_of_all_others_changes_no_bit(trained: dict[int, Trained], num_ranks: int) -> None:
-    found = trained[num_ranks]
-    assert found.plain.keys() == found.at_same.keys()
-    for name, value in found.plain.items():
-        assert torch.equal(value, found.at_same[name]), name
+def test_the_rate_of_all_others_changes_no_bit(trained: Trained) -> None:
+    plain, same = trained.states["plain"], trained.states["the same"]
+    assert plain.keys() == same.keys()
+    for name, value in plain.items():
+        assert torch.equal(value, same[name]), name
 
 
-def test_a_run_with_rates_resumes_and_is_that_of_one_rank(trained: dict[int, Trained]) -> None:
-    one, two = trained[1].other, trained[2].other
+def test_a_run_with_rates_resumes_and_is_that_of_one_rank(trained: Trained) -> None:
+    one, two = trained.one.straight, trained.two.straight
     assert one.keys() == two.keys()
     for name, value in two.items():
-        assert torch.equal(value, trained[2].resumed[name]), name
+        assert torch.equal(value, trained.two.resumed[name]), name
         torch.testing.assert_close(value, one[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_schedule_scales_every_rate_and_metrics_show_them(trained: dict[int, Trained]) -> None:
-    # The second of four updates ends the warm-up.
-    assert (
-        trained[1].rates
-        == trained[2].rates
-        == {
-            "update/lr": 0.5,
-            f"update/lr/{LAYER}": 0.05,
-            f"update/lr/{EMBEDDING}": 0.0,
-        }
-    )
+def test_the_schedule_scales_every_rate_and_metrics_show_them(trained: Trained) -> None:
+    # The first of two updates of the warm-up.
+    expected = {"update/lr": 0.25, f"update/lr/{LAYER}": 0.025, f"update/lr/{EMBEDDING}": 0.0}
+    assert trained.one.rates == trained.two.rates == expected
 
 
 def test_rates_that_mean_nothing_are_refused(tmp_path: Path) -> None:
