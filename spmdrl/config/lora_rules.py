@@ -18,3 +18,9 @@ def merged_belongs_to_adapters(cfg: Config | SftConfig) -> Iterator[str]:
 def adapters_freeze_the_whole_model(cfg: Config | SftConfig) -> Iterator[str]:
     if cfg.lora is not None and cfg.model.freeze is not None:
         yield "model.freeze has no meaning with [lora], under which only adapters are trained; remove one of them"
+
+
+@rule(Config, SftConfig)
+def adapters_learn_at_one_rate(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.lora is not None and cfg.optim.rates:
+        yield "optim.rates has no meaning with [lora], under which only adapters are trained; remove one of them"

@@ -15,6 +15,10 @@ class OptimConfig(Section):
     """`adamw` (fused where it works), `sgd`, or a class of yours, `package.module:Class` or `path/file.py:Class`."""
     lr: Positive
     """Peak learning rate."""
+    rates: dict[str, NonNegative] = Field(default_factory=dict)
+    """Peak learning rates of parameters that do not learn at `lr`, by patterns of their names in the base model, as in
+    `model.freeze`, such as `{ "visual.*" = 1e-7 }`; no parameter may match two. The schedule scales them too, and 0
+    leaves weights as they are. A critic has them as well, where it has such parameters."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay; not applied to one-dimensional parameters."""
     betas: Annotated[tuple[BelowOne, BelowOne], Field(strict=False)] = (0.9, 0.999)

@@ -18,6 +18,7 @@ class VisionFamily:
     image_token_id: int  # the placeholder, one for each token that the tower makes of an image
     merge: int  # patches along a side that become one token
     pixels: tuple[int, ...]  # sizes of what the tower takes: of a patch, laid out flat, or of a whole image
+    patch_values: int  # numbers in a patch, over its frames and channels
     tokens_per_image: int | None = None  # where all images have the same; None: by the grid
     num_levels: int = 1  # tensors that the tower makes for each token: its embedding, and what later layers add
     has_grid_positions: bool = False  # mRoPE: positions of frame, row and column
@@ -41,6 +42,7 @@ def family_of(config: Any) -> VisionFamily | None:
             image_token_id=config.image_token_id,
             merge=config.vision_config.spatial_merge_size,
             pixels=(_patch_values(config.vision_config),),
+            patch_values=_patch_values(config.vision_config),
             num_levels=1 + len(deepstack),
             has_grid_positions=True,
         )
@@ -53,6 +55,7 @@ def family_of(config: Any) -> VisionFamily | None:
             image_token_id=config.image_token_id,
             merge=vision.image_size // vision.patch_size // side,
             pixels=(vision.num_channels, vision.image_size, vision.image_size),
+            patch_values=vision.num_channels * vision.patch_size**2,
             tokens_per_image=config.mm_tokens_per_image,
             frame=(config.boi_token_index, config.eoi_token_index),
             sees_whole_images=True,

@@ -16,6 +16,7 @@ import numpy
 import PIL.Image
 
 from spmdrl.config.strict import open_file, shown
+from spmdrl.data.hub_snapshots import blob_of
 from spmdrl.data.image_forms import MAX_IMAGE_BYTES, file_or_path
 from spmdrl.types import UserError
 
@@ -66,17 +67,19 @@ def image_file(value: Any, root: Path) -> ImageFile:
 
 
 def _inside(path: str, root: Path) -> Path:
-    """Return the file of a path, without links. Raises UserError when it lies outside of the root."""
+    """Return the file of a path, without links. Raises UserError when it lies outside of the root, and is no blob of
+    the hub's repository of which the root is a snapshot."""
     try:
-        real, top = os.path.realpath(root / path), os.path.realpath(root)
+        real, top = Path(os.path.realpath(root / path)), Path(os.path.realpath(root))
+        blob = None if real.is_relative_to(top) else blob_of(top / path, top)
     except (OSError, ValueError) as error:
         raise UserError(f"the image {shown(path)} is not a path: {error}") from error
-    if not Path(real).is_relative_to(top):
+    if blob is None and not real.is_relative_to(top):
         raise UserError(
             f"the image {shown(path)} lies outside of {shown(root)}, where the images of this data are; set image_root "
             "to a folder that holds all of them"
         )
-    return Path(real)
+    return blob or real
 
 
 def size_of(image: ImageFile, *, max_pixels: int) -> tuple[int, int]:

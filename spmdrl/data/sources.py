@@ -127,6 +127,10 @@ class FileSource:
             raise UserError(f"{self.path} has {len(self._places)} rows, and every one of them is held out or too long")
         return kept
 
+    def in_file_order(self) -> Iterator[Row]:
+        """Yield every row once, each read when it is asked for."""
+        return (row for _, row in self._scan())
+
     def _scan(self) -> Iterator[tuple[int, Row]]:
         """Yield all rows of the file with their places, in its order."""
         for place, record in self._rows.scan():

@@ -80,8 +80,61 @@ class NoImages:
 NO_IMAGES = NoImages("there are images, and the model reads text only")
 
 
-class ImageReader:
-    """Reads images for a vision model, with the processor in its directory."""
+class ImageCounter:
+    """Counts the tokens of images for a vision model, with the processor in its directory."""
+
+    def __init__(
+        self, family: VisionFamily, model_dir: str, cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._family, self._model_dir, self._cfg, self._tokenizer = family, model_dir, cfg, tokenizer
+
+    @cached_property
+    def placeholder(self) -> Placeholder:
+        """The place of each image. Raises UserError for a tokenizer of another model."""
+        token_id = self._family.image_token_id
+        text = self._spelt(token_id)
+        if self._family.frame is None:
+            return Placeholder(written=text, text=text, token_id=token_id)
+        begin, end = map(self._spelt, self._family.frame)
+        return Placeholder(written=begin, text=f"\n\n{begin}{text}{end}\n\n", token_id=token_id)
+
+    def num_tokens(self, image: ImageFile) -> int:
+        """Count the placeholders of an image by its size, without decoding it. Raises UserError."""
+        height, width = size_of(image, max_pixels=self._cfg.max_image_pixels)
+        if self._family.tokens_per_image is not None:
+            return self._family.tokens_per_image
+        processor = self._processor
+        try:
+            num_patches = processor.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise UserError(f"{image.name} of {width} x {height} pixels does not suit the model: {error}") from error
+        return self._family.num_tokens((1, 1, num_patches))
+
+    @cached_property
+    def _processor(self) -> Any:
+        processor = load_processor(self._model_dir, self._cfg)
+        if (merge := getattr(processor, "merge_size", self._family.merge)) != self._family.merge:
+            raise self._of_another_model(f"merges {merge} x {merge} patches, and the model {self._family.merge}")
+        return processor
+
+    def _of_another_model(self, difference: str) -> UserError:
+        return UserError(
+            f"model.path = {shown(self._model_dir)}: its processor {difference}; it belongs to another model; copy the "
+            "right one's files"
+        )
+
+    def _spelt(self, token_id: int) -> str:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None or token_id not in self._tokenizer.added_tokens_decoder:
+            raise UserError(
+                f"the model has the token {token_id} in the places of images, which is no control token of its "
+                "tokenizer; the tokenizer belongs to another model"
+            )
+        return str(token)
+
+
+class ImageReader(ImageCounter):
+    """Reads images for a vision model: keeps what the processor makes of them."""
 
     def __init__(
         self,
@@ -92,29 +145,9 @@ class ImageReader:
         tokenizer: PreTrainedTokenizerBase,
         store: ImageStore,
     ) -> None:
+        super().__init__(family, model_dir, cfg, tokenizer=tokenizer)
         self.store = store
-        self._family, self._model_dir, self._cfg, self._tokenizer = family, model_dir, cfg, tokenizer
         self._read: OrderedDict[str, ImageSpan] = OrderedDict()  # of files in memory, by what they are
-
-    @cached_property
-    def placeholder(self) -> Placeholder:
-        token_id = self._family.image_token_id
-        text = self._spelt(token_id)
-        if self._family.frame is None:
-            return Placeholder(written=text, text=text, token_id=token_id)
-        begin, end = map(self._spelt, self._family.frame)
-        return Placeholder(written=begin, text=f"\n\n{begin}{text}{end}\n\n", token_id=token_id)
-
-    def num_tokens(self, image: ImageFile) -> int:
-        height, width = size_of(image, max_pixels=self._cfg.max_image_pixels)
-        if self._family.tokens_per_image is not None:
-            return self._family.tokens_per_image
-        processor = self._processor
-        try:
-            num_patches = processor.get_number_of_image_patches(height, width)
-        except ValueError as error:
-            raise UserError(f"{image.name} of {width} x {height} pixels does not suit the model: {error}") from error
-        return self._family.num_tokens((1, 1, num_patches))
 
     def span(self, image: ImageFile) -> ImageSpan:
         if isinstance(image.content, Path):  # whose content may change
@@ -154,28 +187,6 @@ class ImageReader:
         assert self._family.tokens_per_image is not None, "its images have a grid"
         side = self._family.merge * math.isqrt(self._family.tokens_per_image)
         return pixels, (1, side, side)
-
-    @cached_property
-    def _processor(self) -> Any:
-        processor = load_processor(self._model_dir, self._cfg)
-        if (merge := getattr(processor, "merge_size", self._family.merge)) != self._family.merge:
-            raise self._of_another_model(f"merges {merge} x {merge} patches, and the model {self._family.merge}")
-        return processor
-
-    def _of_another_model(self, difference: str) -> UserError:
-        return UserError(
-            f"model.path = {shown(self._model_dir)}: its processor {difference}; it belongs to another model; copy the "
-            "right one's files"
-        )
-
-    def _spelt(self, token_id: int) -> str:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is None or token_id not in self._tokenizer.added_tokens_decoder:
-            raise UserError(
-                f"the model has the token {token_id} in the places of images, which is no control token of its "
-                "tokenizer; the tokenizer belongs to another model"
-            )
-        return str(token)
 
 
 def load_processor(model_dir: str, cfg: DataConfig) -> Any:

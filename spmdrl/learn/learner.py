@@ -11,6 +11,7 @@ from spmdrl.learn.limits import Limits
 from spmdrl.learn.objective import ObjectiveFunction
 from spmdrl.learn.optim import make_optimizer
 from spmdrl.model.policy import PackedModel
+from spmdrl.model.rates import patterns_of
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class Learner:
         """Make a learner that has learned nothing yet; `dtype` is that of forward and backward."""
         return cls(
             model=model,
-            optimizer=make_optimizer(model, optim),
+            optimizer=make_optimizer(model, optim, patterns_of(model.model, optim.rates)),
             loss_scale=LossScale.for_dtype(dtype),
             optim=optim,
             objective=objective,

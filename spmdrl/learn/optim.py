@@ -1,8 +1,9 @@
-"""The optimizer by name, and the learning rate of each optimizer step."""
+"""The optimizer by name, and the learning rates of each optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from spmdrl.config import OptimConfig
 from spmdrl.model.host_state import with_state_on_host
 from spmdrl.types import UserError
 from spmdrl.user_code import load
+
+_PATTERN = "pattern"  # of a group of parameters: its key in `optim.rates`, None where it has none
 
 
 def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
@@ -51,8 +54,13 @@ def optimizer_problems(cfg: OptimConfig) -> Iterator[str]:
         yield f'optim.name = "{cfg.name}" does not work with these settings: {reason}'
 
 
-def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Make the optimizer of this rank's shards; one-dimensional parameters (norms, biases) are not decayed."""
+def make_optimizer(
+    policy: nn.Module, cfg: OptimConfig, own_rates: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> torch.optim.Optimizer:
+    """Make the optimizer of this rank's shards; one-dimensional parameters (norms, biases) are not decayed.
+
+    `own_rates` are the parameters with another learning rate than `cfg.lr`, each with its key in `cfg.rates`.
+    """
     kind, options = optimizer_class(cfg.name)
     if cfg.name == "adamw":
         options |= {"betas": cfg.betas, "eps": cfg.eps}
@@ -62,25 +70,33 @@ def make_optimizer(policy: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
         options |= cfg.params
     if cfg.state_on_host:
         kind = with_state_on_host(kind)
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, str | None, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in policy.parameters():
         if parameter.requires_grad:
             # By mesh too: torch updates many parameters in one call, but not of different meshes.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
+            groups.setdefault((parameter.ndim > 1, own_rates.get(parameter), mesh), []).append(parameter)
     return kind(
         [
-            {"params": parameters, "weight_decay": cfg.weight_decay if is_decayed else 0.0}
-            for (is_decayed, _), parameters in groups.items()
+            {
+                "params": parameters,
+                "lr": _peak(cfg, pattern),
+                "weight_decay": cfg.weight_decay if is_decayed else 0.0,
+                _PATTERN: pattern,
+            }
+            for (is_decayed, pattern, _), parameters in groups.items()
         ],
         lr=cfg.lr,
         **options,
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, update: int, num_updates: int) -> float:
-    """Set and return the learning rate of optimizer step `update`, counted from 1."""
-    lr = cfg.lr * lr_fraction(
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, update: int, num_updates: int
+) -> dict[str | None, float]:
+    """Set the learning rates of optimizer step `update`, counted from 1. Returns that of `cfg.lr` under None, and each
+    other under its key in `cfg.rates`."""
+    fraction = lr_fraction(
         update,
         schedule=cfg.schedule,
         num_steps=num_updates,
@@ -88,6 +104,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, upd
         decay_steps=cfg.decay_steps,
         min_lr_fraction=cfg.min_lr_fraction,
     )
+    rates = {pattern: fraction * _peak(cfg, pattern) for pattern in (None, *cfg.rates)}
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        group["lr"] = rates[group[_PATTERN]]
+    return rates
+
+
+def _peak(cfg: OptimConfig, pattern: str | None) -> float:
+    return cfg.lr if pattern is None else cfg.rates[pattern]

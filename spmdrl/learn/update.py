@@ -22,7 +22,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import Objective
-from spmdrl.learn.optim import set_learning_rate
+from spmdrl.learn.optim import set_learning_rates
 from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
 from spmdrl.types import MicroBatch, MiniBatch, TrainingDiverged
@@ -104,8 +104,9 @@ def _optimizer_step(
     local_square = _squared_norm(learner.model, num_ranks=meshes.training.size(), device=device)
     loss, squared_norm = sum_over(meshes.training, torch.stack([local_loss, local_square])).tolist()
     grad_norm = math.sqrt(squared_norm) / scale
-    lr = set_learning_rate(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
-    metrics = merge_all(parts) | {f"{area}/loss": Mean(loss, 1.0), f"{area}/lr": Mean(lr, 1.0)}
+    rates = set_learning_rates(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
+    metrics = merge_all(parts) | {f"{area}/loss": Mean(loss, 1.0)}
+    metrics |= {_rate_name(area, pattern): Mean(rate, 1.0) for pattern, rate in rates.items()}
     metrics |= {f"{area}/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
     # A collective: the limits are on the metrics of all ranks. They come first, because a mismatch explains a loss that
@@ -133,6 +134,10 @@ def _optimizer_step(
     if learner.loss_scale.dynamic:
         metrics |= {f"{area}/overflow_fraction": Mean(0.0, 1.0), f"{area}/loss_scale": Mean(scale, 1.0)}
     return _Result(metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)})
+
+
+def _rate_name(area: str, pattern: str | None) -> str:
+    return f"{area}/lr" if pattern is None else f"{area}/lr/{pattern}"
 
 
 def _local_gradients(model: PackedModel) -> list[Tensor]:

@@ -37,7 +37,16 @@ from spmdrl.memory.device import (
     staging_bytes,
     states_per_weight,
 )
-from spmdrl.memory.images import Tower, engine_bytes, features_bytes, pass_bytes
+from spmdrl.memory.images import (
+    Tower,
+    block_workspace_bytes,
+    engine_bytes,
+    features_bytes,
+    kept_bytes,
+    pass_bytes,
+    pixels_bytes,
+    shown_tokens,
+)
 from spmdrl.memory.overhead import Overhead, Parts
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
@@ -110,6 +119,11 @@ class Rank:
     def frozen_tower(self) -> Tower | None:
         """The tower that looks at each image once a step."""
         return self.tower if self.looks_once else None
+
+    @property
+    def looking_tower(self) -> Tower | None:
+        """The tower that looks in every pass of its model, because it is trained."""
+        return None if self.looks_once else self.tower
 
     def for_critic(self) -> Rank | None:
         """Describe this rank with the critic in place of the policy, as a model with one logit."""
@@ -238,6 +252,7 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
         if rank.frozen_tower
         else 0,
+        "pixels of images": pixels_bytes(rank.looking_tower, cfg, rank.run) if rank.looking_tower else 0,
     }
 
 
@@ -257,10 +272,10 @@ def _logprobs(cfg: Config, rank: Rank) -> dict[str, int]:
     The policy's root stays gathered while the reference computes, and the critic after it.
     """
     critic = rank.for_critic()
-    reference = gathered_weights(cfg.model, rank.size, trainable=False) if cfg.loads_reference else 0
-    critics = gathered_weights(cfg.model, critic.size) if critic else 0
+    reference = _gathered(cfg, rank, trainable=False) if cfg.loads_reference else 0
+    critics = _gathered(cfg, critic) if critic else 0
     return {
-        "gathered": (gathered_weights(cfg.model, rank.size) + max(reference, critics)) * rank.compute_bytes,
+        "gathered": (_gathered(cfg, rank) + max(reference, critics)) * rank.compute_bytes,
         "activations and logits": max(_forward(cfg, one) for one in (rank, critic) if one),
     }
 
@@ -269,15 +284,43 @@ def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device that forward and backward of one model add."""
     return {
         "gradients": 0 if cfg.model.cpu_offload and not rank.size.adapters else rank.size.gradient_bytes,
-        "gathered": gathered_weights(cfg.model, rank.size) * rank.compute_bytes,
+        "gathered": _gathered(cfg, rank) * rank.compute_bytes,
     } | _backward(cfg, rank)
+
+
+def _gathered(cfg: Config | SftConfig, rank: Rank, *, trainable: bool = True) -> int:
+    """Count the weights of a model that are gathered at the same time; a tower computes before and after the layers."""
+    in_layers, tower = gathered_weights(cfg.model, rank.size, trainable=trainable), rank.looking_tower
+    if tower is None:
+        return in_layers
+    if not cfg.model.reshard_after_forward and trainable:
+        return in_layers + tower.parameters
+    return max(in_layers, rank.size.root + _gathered_in_tower(tower))
+
+
+def _gathered_in_tower(tower: Tower) -> int:
+    """Count the weights of a tower outside its blocks, of the block that computes, and of its neighbour."""
+    return tower.parameters - max(0, tower.num_blocks - 2) * tower.block_parameters
 
 
 def _forward(cfg: Config, rank: Rank) -> int:
     """Bytes at the peak of a forward pass without gradients: in a layer, or at the head."""
     tokens = micro_batch_tokens(cfg, rank.run)
     layer = forward_bytes(rank.decoder.split(cfg.parallel.tp), compute_bytes=rank.compute_bytes, num_tokens=tokens)
-    return max(layer, tokens * rank.decoder.hidden * rank.compute_bytes + _logits(cfg, rank))
+    tower = rank.looking_tower
+    looking = (
+        pass_bytes(tower, num_patches=_micro_batch_patches(cfg, rank, tower), compute_bytes=rank.compute_bytes)
+        if tower
+        else 0
+    )
+    return max(layer, looking, tokens * rank.decoder.hidden * rank.compute_bytes + _logits(cfg, rank))
+
+
+def _micro_batch_patches(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> int:
+    """Count the patches of the images of a full micro-batch, of which every rank of cp and tp looks at all."""
+    tokens = micro_batch_tokens(cfg, rank.run) * cfg.parallel.cp
+    sequences = math.ceil(tokens / rank.run.max_sequence_tokens)
+    return shown_tokens(cfg, rank.run, num_sequences=sequences) * tower.patches_per_token
 
 
 def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
@@ -285,8 +328,9 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 
     At the head: a tile of logits, and the gradient of the head's [V, D] weight. In the last layer, with the activations
     of all layers: recomputed activations, the head's gradient, and whole gradients of two layers that are being reduced
-    to shards. At the end: the whole gradients of the weights outside the layers. A frozen base has no gradients; of
-    experts with adapters there are merged weights, with the layers' activations.
+    to shards. At the end: the whole gradients of the weights outside the layers, and what a trained tower needs for
+    its last block. Until then its activations wait. A frozen base has no gradients; of experts with adapters there are
+    merged weights, with the layers' activations.
     """
     tokens, b = micro_batch_tokens(cfg, rank.run), rank.compute_bytes
     decoder, part = rank.decoder, rank.decoder.split(cfg.parallel.tp)
@@ -305,22 +349,43 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     head = is_trained * b * decoder.vocabulary * decoder.hidden // cfg.parallel.tp
     experts = rank.size.adapted_experts
     kept = rank.size.num_layers if settings.level == "none" else 1
+    waiting, last_block, block_gradients = _tower_in_backward(cfg, rank, settings)
     moments = (
         {
             "activations": activations,
+            "activations of images": waiting,
             "logits": _logits(cfg, rank),
             "whole gradients": head,
             "merged experts": kept * b * experts,
         },
         {
             "activations": activations,
+            "activations of images": waiting,
             "one layer": layer_workspace_bytes(part, settings, num_tokens=tokens),
             "whole gradients": head + is_trained * 2 * (_FLOAT32 + b) * rank.size.largest_layer,
             "merged experts": (kept * b + _FLOAT32 + b) * experts,
         },
-        {"whole gradients": is_trained * (_FLOAT32 + b) * rank.size.root},
+        {
+            "activations of images": waiting,
+            "one block": last_block,
+            "whole gradients": is_trained * (_FLOAT32 + b) * rank.size.root + block_gradients,
+        },
     )
     return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _tower_in_backward(cfg: Config | SftConfig, rank: Rank, settings: ActivationSettings) -> tuple[int, int, int]:
+    """Return bytes of a trained tower's activations, of the backward pass of one block, and of the whole gradients of
+    what is outside its blocks and of two that are being reduced to shards; 0 where no tower is trained."""
+    tower, b = rank.looking_tower, rank.compute_bytes
+    if tower is None:
+        return 0, 0, 0
+    patches = _micro_batch_patches(cfg, rank, tower)
+    kept = kept_bytes(
+        tower, level=settings.level, every_layers=settings.every_layers, num_patches=patches, compute_bytes=b
+    )
+    block = block_workspace_bytes(tower, level=settings.level, num_patches=patches, compute_bytes=b)
+    return kept, block, (_FLOAT32 + b) * _gathered_in_tower(tower)
 
 
 def _logits(cfg: Config | SftConfig, rank: Rank) -> int:

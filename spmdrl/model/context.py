@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
+from spmdrl.model.block_attention import Block, seeing_blocks
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.ring import has_ring_attention, ring_attention
 from spmdrl.types import UserError
@@ -53,18 +54,27 @@ def context_problems(num_heads: int, num_kv_heads: int, cp: int, style: Style) -
 
 
 def context_attention(
-    cu_seqlens: Tensor, seqlens: list[int], kernel: Kernel, mesh: DeviceMesh, *, style: Style
+    cu_seqlens: Tensor,
+    seqlens: list[int],
+    kernel: Kernel,
+    mesh: DeviceMesh,
+    *,
+    style: Style,
+    blocks: Sequence[Block] = (),
 ) -> Attend:
     """Causal attention within whole sequences, for this rank's chunk of n tokens.
 
     cu_seqlens is [S+1] int32 on the device of the tokens, seqlens the same lengths on the host; both describe all T
     tokens, and R divides T. The function returned takes query [1, H, n, D], key and value [1, K, n, D] of this rank and
     gives [1, n, H, D]. Gradients of queries, keys and values are complete; the gradient of the layer's sinks is this
-    rank's part, to be summed over the ranks.
+    rank's part, to be summed over the ranks. The tokens of each of the `blocks` among the T, which are in order, see
+    each other as well, for which the style must be "ulysses".
     """
     assert sum(seqlens) % mesh.size() == 0, f"{sum(seqlens)} tokens cannot be split into {mesh.size()} equal chunks"
     if style == "ulysses":
-        return _UlyssesAttention(causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel), mesh)
+        causal = causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel)
+        return _UlyssesAttention(seeing_blocks(causal, seqlens, blocks, kernel) if blocks else causal, mesh)
+    assert not blocks, "a chunk could divide a block: preflight refuses it"
     heads_per_group = functools.partial(_heads_per_group, sum(seqlens))
     if kernel == "flash_attn_2" and has_ring_attention():
         return ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)

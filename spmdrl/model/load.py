@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,6 +45,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Critic, PackedModel, Policy, ValueHead
 from spmdrl.model.prefetch import prefetch_layers
+from spmdrl.model.rates import rate_problems
 from spmdrl.model.recurrent import recurrent_context_problems, restart_at_every_sequence
 from spmdrl.model.ring import is_for_ring_attention
 from spmdrl.model.split import split_model, split_problems
@@ -129,6 +130,12 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
 def frozen_part_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each of `model.freeze` that does not fit the model; takes no memory."""
     yield from freeze_problems(model_without_memory(model_config, cfg), cfg.freeze)
+
+
+def own_rate_problems(model_config: Any, cfg: ModelConfig, rates: Mapping[str, float]) -> Iterator[str]:
+    """Yield a sentence for each of `optim.rates` that does not fit the model; takes no memory."""
+    if rates:
+        yield from rate_problems(model_without_memory(model_config, cfg), rates, cfg.freeze)
 
 
 def frozen_names(model_config: Any, cfg: ModelConfig) -> frozenset[str]:

@@ -156,12 +156,12 @@ class PackedModel(nn.Module):
         return slice(start, start + length)
 
     def _attend(self, micro_batch: MicroBatch, seqlens: list[int]) -> Attend:
-        cu_seqlens = self._on_device(micro_batch.cu_seqlens)
+        cu_seqlens, blocks = self._on_device(micro_batch.cu_seqlens), self.trunk.seen_whole(micro_batch.images)
         if self.context is None:
             sampled = self._on_device(micro_batch.loss_mask)
-            blocks = self.trunk.seen_whole(micro_batch.images)
             return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled, blocks=blocks)
-        return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=self.context_style)
+        style = self.context_style
+        return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=style, blocks=blocks)
 
 
 class Policy(PackedModel):

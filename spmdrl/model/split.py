@@ -28,6 +28,7 @@ from spmdrl.model.tensor_parallel import (
     split_parameter,
     sum_weight_gradients,
 )
+from spmdrl.model.tensor_plans import model_plan
 from spmdrl.types import UserError
 
 _ALIGNED_BYTES = 16
@@ -152,7 +153,7 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: i
     for axis, num_ranks in (("tp", tp), ("ep", ep)):
         instead = "set tp = 1; cp and dp_shard split every model" if axis == "tp" else "set ep = 1"
         if num_ranks > 1 and not any(rule.axis == axis for rule in rules):
-            yield f"parallel.{axis} = {num_ranks}, but transformers has no {axis} plan for {name}; {instead}"
+            yield f"parallel.{axis} = {num_ranks}, but there is no {axis} plan for {name}; {instead}"
         for _, style, where in (rule for rule in unknown if rule[0] == axis):
             yield (
                 f'parallel.{axis} = {num_ranks}, but {name} needs "{style}" for {where}, which is not supported; '
@@ -189,7 +190,7 @@ def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | No
 def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
     """Yield the rules for the model's layers; `_split_vocabulary` handles the embedding and the head."""
     ep_plan = model.ep_plan if ep > 1 else {}
-    tp_plan = model.tp_plan if tp > 1 else {}
+    tp_plan = model_plan(model) if tp > 1 else {}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     modules = dict(model.named_modules())
     for name, module in modules.items():

@@ -37,6 +37,7 @@ from spmdrl.model.load import (
     load_critic_config,
     load_model_config,
     model_without_memory,
+    own_rate_problems,
     parallel_model_problems,
 )
 from spmdrl.model.operators import kernel_of_run
@@ -90,6 +91,7 @@ def open_inputs(
         found.ask(_weight_problems, model)
     found.ask(_adapter_problems, cfg, policy)
     found.ask(_vision_problems, cfg, policy)
+    found.ask(_rate_problems, cfg, policy)
     for model in (policy, critic):
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
@@ -356,6 +358,11 @@ def _adapter_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator
 def _vision_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
     yield from frozen_part_problems(policy.config, policy.cfg)
     yield from vision_problems(cfg, policy.config)
+
+
+def _rate_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+    if cfg.lora is None:
+        yield from own_rate_problems(policy.config, policy.cfg, cfg.optim.rates)
 
 
 def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel) -> Iterator[str]:

@@ -31,7 +31,8 @@ _EXPERTS = {
     "Qwen3-30B-A3B": (2048, 768, 48, 32, 4, False),
     "Qwen3-235B-A22B": (4096, 1536, 94, 64, 4, False),
 }
-# As in _DENSE, of a model with a tower for images.
+# As in _DENSE, of a model with a tower for images. These and _TOWER are those of the copy of its config.json in
+# DiffSynth's WanMLLMEncoder, and give the 4.44 billion parameters that it is said to have.
 _VISION = {
     "Qwen3-VL-4B-Instruct": (2560, 9728, 36, 32, 8, True),
 }

@@ -12,7 +12,9 @@ from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.layer_kinds import recurrent_layers, remembered_elements
+from spmdrl.model.tensor_plans import decoder_plan
 
+_FIRST_BLOCK = re.compile(r"\.(blocks|layers)\.0\.")  # of a tower
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
 
@@ -52,13 +54,23 @@ def tower_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tower | None
     family = family_of(config)
     if family is None:
         return None
-    vision = config.vision_config
+    vision, names = config.vision_config, tower_names(config, shapes)
+    first_block = {name for name in names if _FIRST_BLOCK.search(name)}
     return Tower(
+        num_blocks=getattr(vision, "depth", None) or vision.num_hidden_layers,
         hidden=vision.hidden_size,
+        heads=getattr(vision, "num_heads", None) or vision.num_attention_heads,
         mlp_width=vision.intermediate_size,
+        is_gated=any(".gate_proj." in name for name in first_block),
+        has_rms_norms=not any("norm" in name and name.endswith(".bias") for name in first_block),
+        rotates=family.has_grid_positions,
+        pools=family.tokens_per_image is not None,
+        patch_values=family.patch_values,
+        patches_per_token=family.merge**2,
         num_levels=family.num_levels,
         features_width=config.get_text_config().hidden_size,
-        parameters=sum(math.prod(shapes[name]) for name in tower_names(config, shapes)),
+        parameters=sum(math.prod(shapes[name]) for name in names),
+        block_parameters=sum(math.prod(shapes[name]) for name in first_block),
     )
 
 
@@ -71,7 +83,7 @@ def tower_names(config: Any, names: Iterable[str]) -> frozenset[str]:
 
 def split_by_tp(config: Any, names: Iterable[str]) -> frozenset[str]:
     """Select the parameters that the model's tensor-parallel plan divides."""
-    plan: Mapping[str, str] = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    plan = decoder_plan(config.get_text_config())
     patterns = [
         re.compile(re.escape(module).replace(r"\*", r"\d+") + r"(\.(weight|bias))?$")
         for module, style in plan.items()

@@ -14,10 +14,10 @@ def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]
     family = family_of(model_config)
     if family is None:
         return
-    if family.sees_whole_images and cfg.parallel.cp > 1:
+    if family.sees_whole_images and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":
         yield (
-            f"parallel.cp = {cfg.parallel.cp}, but the tokens of an image of {family.model_type} see each other, and "
-            "chunks could divide them; set cp = 1"
+            f'parallel.cp_style = "{cfg.parallel.cp_style}", but the tokens of an image of {family.model_type} see '
+            'each other, and chunks could divide them; set it to "ulysses", or cp = 1'
         )
     if isinstance(cfg, SftConfig):
         return

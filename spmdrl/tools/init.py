@@ -16,9 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config, FileData, ModelConfig
-from spmdrl.data.sources import FileSource, first_record
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config, DataConfig, FileData, ModelConfig
+from spmdrl.config.base import MOST
+from spmdrl.data.families import family_of
+from spmdrl.data.sources import FileSource, Row, first_record, in_row
 from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
+from spmdrl.data.vision import ImageCounter
+from spmdrl.engine.sglang.images import image_problems
 from spmdrl.faults.gpus import count_gpus
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
 from spmdrl.memory.device import GIB
@@ -32,6 +38,7 @@ from spmdrl.types import UserError
 # The usual names of columns, the likeliest first.
 PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction", "input")
 ANSWERS = ("answer", "label", "solution", "final_answer", "target", "ground_truth", "expected", "output")
+IMAGES = ("images", "image")
 REWARDS = ("math", "exact", "code")
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
@@ -41,7 +48,7 @@ MAX_HELD_OUT = 200
 GPU_GIB = 79.0  # of the GPUs that most have
 RESPONSE_TOKENS = {"math": 3072, "code": 2048}  # where a model reasons before it answers
 COMMENTS = {
-    "data.max_prompt_tokens": "the longest of {rows} has {prompt}",
+    "data.max_prompt_tokens": "the longest of {rows} has {prompt}{with_images}",
     "rollout.prompts_per_step": "with group_size, the rollouts of a step",
     "rollout.max_response_tokens": "a longer response is cut off",
     "pack.max_tokens_per_micro_batch": "of one forward pass on a rank",
@@ -72,12 +79,18 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The number of rows, the longest texts in tokens, and how many tokens the model was made for."""
+    """The number of rows, the longest prompt and answer in tokens, and the model that is to read them."""
 
     rows: int
     prompt: int
     answer: int
-    model_limit: int
+    has_images: bool
+    model: Any  # transformers' config
+
+    @property
+    def model_limit(self) -> int:
+        """How many tokens the model was made for."""
+        return getattr(self.model.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,6 +132,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", metavar="FILE", help="jsonl or parquet, or hf:ORGANISATION/NAME:FILE")
     parser.add_argument("--prompt-column", metavar="NAME", help="if its name is not a usual one")
     parser.add_argument("--answer-column", metavar="NAME", help='the reference answer; "" if the data has none')
+    parser.add_argument("--image-column", metavar="NAME", help='if its name is not a usual one; "" leaves images out')
+    parser.add_argument("--image-root", metavar="DIR", help="folder of the images, if they are not beside the data")
     parser.add_argument("--reward", metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score")
     parser.add_argument("--gpus", type=int, help="of this machine; 0: its CPU; otherwise as many as are visible")
     parser.add_argument("--gpu-gib", type=float, default=GPU_GIB, help=f"memory of each; {GPU_GIB:g} unless given")
@@ -140,10 +155,12 @@ def choose(arguments: argparse.Namespace) -> Choices:
     if (kind := KINDS.get(Path(path).suffix)) is None:
         raise UserError(f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is")
     file = _here(data_file, path, "--data", download=arguments.download)
-    columns = list(first_record(FileData(kind=kind, path=file)))  # type: ignore[arg-type]
+    record = first_record(FileData(kind=kind, path=file))  # type: ignore[arg-type]
+    columns = list(record)
     prompt = _column(columns, arguments.prompt_column, PROMPTS, "--prompt-column", "column of the prompt")
     others = [column for column in columns if column != prompt]
     answer = _column(others, arguments.answer_column, (*ANSWERS, ""), "--answer-column", "column of the answer")
+    images = _image_column(record, arguments.image_column, load_model_config(ModelConfig(path=folder)))
     reward = arguments.reward or _ask("--reward", f"reward, {', '.join(REWARDS)} or my.py:function")
     if reward not in REWARDS and ":" not in reward:
         raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
@@ -152,7 +169,14 @@ def choose(arguments: argparse.Namespace) -> Choices:
     return Choices(
         model=model,
         model_folder=folder,
-        data=FileData(kind=kind, path=path, prompt_column=prompt, answer_column=answer),  # type: ignore[arg-type]
+        data=FileData(
+            kind=kind,  # type: ignore[arg-type]
+            path=path,
+            prompt_column=prompt,
+            answer_column=answer,
+            image_column=images,
+            image_root=arguments.image_root,
+        ),
         data_file=file,
         download=arguments.download,
         reward=reward,
@@ -191,25 +215,60 @@ def _column(columns: Collection[str], given: str | None, usual: Sequence[str], o
     return given
 
 
+def _image_column(record: Mapping[str, Any], given: str | None, model_config: Any) -> str | None:
+    """Return the name of the column of images: the given one, or the first usual one; None where there is none.
+
+    Raises UserError for images that the model would not see.
+    """
+    if given is not None:
+        return _column(record.keys(), given, (), "--image-column", "") or None
+    found = next((name for name in IMAGES if name in record), None)
+    if found is not None and family_of(model_config) is None:
+        if record[found]:
+            raise UserError(
+                f'the data has images in "{found}", and {model_config.model_type} reads text only; take a model that '
+                'reads images, or leave them out with --image-column ""'
+            )
+        return None
+    return found
+
+
 def _run_name(text: str) -> str:
     kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
     return kept.lstrip("._-") or "run"
 
 
 def measure(choices: Choices) -> Measured:
-    """Measure all rows of the data with the model's tokenizer. Raises UserError when they cannot be read."""
+    """Measure all rows of the data with the model's tokenizer and processor. Raises UserError when they cannot be
+    read."""
     tokenizer = load_tokenizer(choices.model_folder)
-    source = FileSource(choices.data.model_copy(update={"path": choices.data_file}), seed=0)
-    rows = [source.row(index) for index in range(source.num_rows)]
-    prompts = [encode_prompt(tokenizer, row.prompt, system_prompt=None, chat_template="auto")[0] for row in rows]
-    answers = [tokenizer.encode(row.answer or "", add_special_tokens=False) for row in rows]
     model = load_model_config(ModelConfig(path=choices.model_folder))
+    data = choices.data.model_copy(update={"path": choices.data_file})
+    limits = DataConfig(sources=(data,), max_prompt_tokens=MOST)
+    family = family_of(model)
+    counter = None if family is None else ImageCounter(family, choices.model_folder, limits, tokenizer=tokenizer)
+    prompts, answers, images = list[int](), list[int](), 0
+    for row in FileSource(data, seed=0).in_file_order():
+        prompts.append(_prompt_tokens(row, tokenizer, counter))
+        answers.append(len(tokenizer.encode(row.answer or "", add_special_tokens=False)))
+        images += len(row.images)
     return Measured(
-        rows=len(rows),
-        prompt=max(map(len, prompts)),
-        answer=max(map(len, answers)),
-        model_limit=getattr(model, "max_position_embeddings", None) or sys.maxsize,
+        rows=len(prompts),
+        prompt=max(prompts),
+        answer=max(answers),
+        has_images=images > 0,
+        model=model,
     )
+
+
+def _prompt_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, counter: ImageCounter | None) -> int:
+    """Count the tokens of a prompt with those of its images, which are not decoded."""
+    with in_row(row.where):
+        if row.images and counter is None:
+            raise UserError("the prompt has images, and the model reads text only; take a model that reads images")
+        place = counter.placeholder if row.images and counter else None
+        token_ids, _ = encode_prompt(tokenizer, row.prompt, system_prompt=None, chat_template="auto", place=place)
+        return len(token_ids) + sum(counter.num_tokens(image) - 1 for image in row.images if counter)
 
 
 def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
@@ -227,7 +286,8 @@ def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
     usual = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
     # An epoch has at least one step, but for data of fewer rows than ranks.
     prompts = max(ranks, min(usual, (measured.rows - held_out) // ranks * ranks))
-    source = choices.data.model_dump(include={"kind", "path", "prompt_column", "answer_column"})
+    columns = {"prompt_column", "answer_column", "image_column"}
+    source = choices.data.model_dump(include={"kind", "path", "image_root"} | columns, exclude_none=True)
     kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
     tables: dict[str, Any] = {
         "run": {"name": choices.name, "num_steps": 200, "seed": 1} | ({"download": True} if choices.download else {}),
@@ -245,6 +305,8 @@ def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
         "pack": {"max_tokens_per_micro_batch": max(16384, prompt + response)},
         "checkpoint": {"every": 50},
     }
+    if tables["rollout"]["engine"] == "sglang" and any(image_problems(Config.model_validate(tables), measured.model)):
+        tables["rollout"]["engine"] = "torch"
     return tables | ({"eval": {"num_prompts": held_out, "every": 25, "sources": [source]}} if held_out else {})
 
 
@@ -269,7 +331,10 @@ def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fi
         for key, value in table.items():
             if key == "sources":
                 continue
-            comment = COMMENTS.get(f"{name}.{key}", "").format(rows=measured.rows, prompt=measured.prompt)
+            with_images = ", with those of its images" if measured.has_images else ""
+            comment = COMMENTS.get(f"{name}.{key}", "").format(
+                rows=measured.rows, prompt=measured.prompt, with_images=with_images
+            )
             if f"{name}.{key}" in fitted:
                 comment = f"so that it fits into {choices.gpu_gib:g} GiB"
             yield f"{key} = {inline(value)}" + (f" # {comment}" if comment else "")

@@ -86,7 +86,7 @@ def test_the_tower_stays_as_it_was(folder: Path, straight: Path) -> None:
 
 
 def test_a_tower_that_is_trained_moves_and_the_engine_sees_by_it(folder: Path) -> None:
-    launch(folder, 2, "run.name=trained", "run.num_steps=2", "model.freeze=[]")
+    launch(folder, 2, "run.name=trained", "run.num_steps=2", "model.freeze=[]", 'optim.rates={"visual.*"=1e-4}')
     before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()
     run = folder / "runs/trained"
     after = weights(run)
@@ -94,6 +94,12 @@ def test_a_tower_that_is_trained_moves_and_the_engine_sees_by_it(folder: Path) -
     assert tower and not any(bool((before[name] == after[name]).all()) for name in tower)
     assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in rows(run)[1:])
     assert all(row["images/tower_passes"] == 0 < row["images/patches"] for row in rows(run)[1:])
+    assert all(row["update/lr/visual.*"] == 1e-4 != row["update/lr"] for row in rows(run)[1:])
+
+
+def test_a_rate_for_what_is_not_trained_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder / "c.toml"), 'optim.rates={"visual.*"=1e-4}', "--dry-run"]) == 2
+    assert 'optim.rates has a rate for "visual.*", but the tower is not trained' in capsys.readouterr().err
 
 
 def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path) -> None:

@@ -5,6 +5,7 @@ A state can begin empty, in a slot that another request has used, or where a cac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ from tests.helpers.sglang_engine import (
 # Other than what SGLang takes where it does not know where to look.
 ROTARY = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 LONGER_THAN_A_CHUNK = 80  # tokens of a response, where the delta rule reads prompts 64 at a time
+
+
+def save_with_yarn(path: Path, **_: Any) -> str:
+    """A random Qwen3-Next with YaRN, of which config.json has the older names: SGLang starts with these alone."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    others = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    file = Path(save_qwen3_next(path, rope_parameters=yarn | others), "config.json")
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    file.write_text(json.dumps(config | others | {"rope_scaling": yarn}))
+    return str(path)
 
 
 def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
@@ -58,6 +70,7 @@ def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
         (save_qwen3_next, 1),
         pytest.param(save_qwen3_5, 1, marks=pytest.mark.slow),
         pytest.param(save_qwen3_5_moe, 1, marks=pytest.mark.slow),
+        pytest.param(save_with_yarn, 1, marks=pytest.mark.slow),
         pytest.param(save_qwen3_next, 2, marks=pytest.mark.slow),
         pytest.param(save_qwen3_5, 2, marks=pytest.mark.slow),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmdrl.algo.metrics import Metrics
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
@@ -25,12 +26,12 @@ def start_learner(path: str, meshes: Meshes) -> Learner:
     return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
 
 
-def update_once(learner: Learner, meshes: Meshes, *, step: int) -> None:
+def update_once(learner: Learner, meshes: Meshes, *, step: int) -> Metrics:
     share = COUNT // meshes.training.size()
     first = meshes.training.get_local_rank() * share
     mine = random_sequences(COUNT, seed=step)[first : first + share]
     batch = build_batch(mine, plan_for(COUNT, meshes.training.size()), meshes, aggregation="token_mean")
-    update(learner, completed(batch, meshes).mini_batches, meshes, step=step)
+    return update(learner, completed(batch, meshes).mini_batches, meshes, step=step)
 
 
 def full_state(learner: Learner) -> dict[str, Tensor]:

@@ -48,15 +48,16 @@ Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of ea
 LAYOUTS: dict[str, ParallelConfig] = {
     "fsdp": ParallelConfig(),
     "cp": ParallelConfig(cp=2),
+    "ulysses": ParallelConfig(cp=2, cp_style="ulysses"),
     "tp": ParallelConfig(tp=2),
     "ep": ParallelConfig(ep=2),
 }
 MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen2_5_vl: ("fsdp", "cp", "tp"),
-    save_gemma3_vl: ("fsdp", "tp"),  # the tokens of an image see each other
-    save_qwen3_vl: ("fsdp", "cp"),  # transformers has no plan for tensor parallelism
+    save_gemma3_vl: ("fsdp", "ulysses", "tp"),  # the tokens of an image see each other
+    save_qwen3_vl: ("fsdp", "cp", "tp"),
     save_qwen3_vl_moe: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),
-    save_qwen3_5_vl: ("fsdp", "tp"),  # a recurrent layer
+    save_qwen3_5_vl: ("fsdp", "cp", "tp"),  # a recurrent layer
 }
 
 

@@ -432,6 +432,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "a_directory_says_what_adapters_are": ("lora.path=a", "lora.rank=3"),
     "merged_belongs_to_adapters": ("export.merged=false",),
     "adapters_freeze_the_whole_model": ("lora.rank=3", "model.freeze=[]"),
+    "adapters_learn_at_one_rate": ("lora.rank=3", 'optim.rates={"layers.0.*"=0}'),
     "cp_style_needs_cp": ("parallel.cp_style=ulysses",),
     "one_size_of_micro_batches": ("pack.sequences_per_micro_batch=2",),
     "loaded_rollouts_are_not_saved_again": ("debug.load_rollouts=a", "debug.save_rollouts=1"),

@@ -144,7 +144,13 @@ OVERRIDES = st.lists(
 
 
 FAMILY = VisionFamily(
-    model_type="qwen2_5_vl", tower=("visual",), image_token_id=IMAGE, merge=2, pixels=(96,), has_grid_positions=True
+    model_type="qwen2_5_vl",
+    tower=("visual",),
+    image_token_id=IMAGE,
+    merge=2,
+    pixels=(96,),
+    patch_values=96,
+    has_grid_positions=True,
 )
 ROWS = [{"prompt": "1 + 1 =", "answer": "2", "level": 3}, {"prompt": [{"role": "user", "content": "a"}], "answer": 7}]
 

@@ -29,7 +29,7 @@ from spmdrl.data import vision
 from spmdrl.data.conversations import imitated
 from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
-from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, decode, size_of
+from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, decode, image_file, size_of
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision import ImageReader
@@ -475,6 +475,56 @@ def test_an_image_root_holds_all_images(qwen: Bench) -> None:
     assert "lies outside" in qwen.refusal(row, image_root=root)
     rooted = qwen.prompts([row | {"images": "deep/er/../../a.png"}], image_root=str(qwen.folder / "deep/.."))
     assert rooted[0].images == qwen.prompts([row | {"images": "a.png"}])[0].images
+
+
+def test_images_of_a_hub_are_blobs_of_their_repository_and_nothing_else(qwen: Bench) -> None:
+    hub = qwen.folder / "hub"
+    repository, other = hub / "datasets--org--shapes", hub / "datasets--org--other"
+    snapshot = repository / "snapshots/0a1b"
+    for folder in (snapshot / "images", repository / "blobs/deep", other / "blobs", other / "snapshots/0a1b"):
+        folder.mkdir(parents=True)
+    for place in (repository / "blobs/ab", repository / "blobs/deep/ab", other / "blobs/ab", hub / "secret"):
+        photo(8, 8).save(place, "png")
+    (repository / "blobs/cd").symlink_to("../../secret")
+    (repository / "stolen").symlink_to("../datasets--org--other/blobs")
+    links = {
+        "images/a.png": "../../../blobs/ab",
+        "b.png": str(repository / "blobs/ab"),
+        "twice.png": "images/a.png",  # through another link
+        "deep.png": "../../blobs/deep/ab",
+        "chain.png": "../../blobs/cd",
+        "theirs.png": "../../../datasets--org--other/blobs/ab",
+        "moved.png": "../../stolen/ab",
+        "up.png": "../../blobs/../../secret",
+        "secret.png": "../../../secret",
+        "gone.png": "../../blobs/ef",
+        "folder.png": "../../blobs/deep",
+        "blobs": "../../blobs",
+    }
+    for name, target in links.items():
+        (snapshot / name).symlink_to(target)
+
+    def refused(path: str, root: Path = snapshot) -> bool:
+        try:
+            found = image_file(path, root).content
+        except UserError as error:
+            assert "lies outside of" in str(error)
+            return True
+        assert found == repository / "blobs/ab"
+        return False
+
+    allowed = ("images/a.png", "b.png", "images/../b.png", "./images/a.png")
+    assert not any(map(refused, allowed)) and not refused("a.png", snapshot / "images")
+    assert all(refused(name) for name in links.keys() - {*allowed})
+    for path in ("blobs/ab", "../../blobs/ab", "images/../../../blobs/ab", str(repository / "blobs/ab"), ".."):
+        assert refused(path), path
+    assert refused("../b.png", snapshot / "images")  # in the snapshot, and not in the root
+    copy = hub / "copy/snapshots/0a1b"  # laid out as the cache is, under another name
+    copy.mkdir(parents=True)
+    (hub / "copy/blobs").mkdir()
+    photo(8, 8).save(hub / "copy/blobs/ab", "png")
+    (copy / "a.png").symlink_to("../../blobs/ab")
+    assert refused("a.png", copy)
 
 
 def test_a_template_without_places_for_images_is_refused(qwen: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools.init import main
-from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.tools.init import _parse, choose, main, measure, starting_tables
+from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
+from spmdrl.train import main as train
+from tests.helpers.vision import photo, save_vision_files
+from tests.helpers.vision_models import save_gemma3_vl
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,68 @@ def test_lengths_and_columns_are_those_of_the_data(model: Path, sums: Path, caps
     told = capsys.readouterr().err
     assert "mine.toml is there already; name another file with --out" in told
     assert "--answer-column lable: the data has label" in told
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("init-eyes") / "model"
+    save_tiny_model(folder, num_layers=1, hidden_size=32, vision=True)
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rows with no image, one of a token, or three of nine; their folder is not that of the rows."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drawn").mkdir()
+    photo(16, 16).save(tmp_path / "drawn/small.png")
+    photo(48, 48).save(tmp_path / "drawn/large.png")
+    of_each = [[], ["small.png"], ["large.png"] * 3]
+    rows = [
+        {"prompt": "<image>" * len(some) + f"{number + 10}: how many?", "image": some, "answer": str(len(some))}
+        for number, some in ((number, of_each[number % 3]) for number in range(30))
+    ]
+    file = tmp_path / "pictures.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_images_count_as_the_models_own_processor_counts_them(eyes: Path, pictures: Path) -> None:
+    given = ["--model", str(eyes), "--data", str(pictures), "--reward", "exact", "--gpus", "0", "--image-root", "drawn"]
+    assert main(given) == 0  # it has passed its dry run, which reads the size of every image
+    tables = written()
+    (source,) = tables["data"]["sources"]
+    assert (source["image_column"], source["image_root"]) == ("image", "drawn")
+    said = Path("mine.toml").read_text()
+    (longest,) = re.findall(r"# the longest of 30 has (\d+), with those of its images", said)
+    without = len(character_tokenizer(vision=True).encode("10: how many?"))
+    assert 3 * 9 + without < int(longest) <= tables["data"]["max_prompt_tokens"] < 128
+    for limit, code in ((int(longest), 0), (int(longest) - 1, 2)):  # then the dry run names the row
+        Path("limit.toml").write_text(re.sub(r"max_prompt_tokens = \d+", f"max_prompt_tokens = {limit}", said))
+        assert train(["limit.toml", "--dry-run", "--ranks", "2"]) == code
+    assert main([*given[:-2], "--out", "beside.toml"]) == 2  # there are no images beside the rows
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="then it is never chosen")
+def test_the_engine_is_one_that_sees_what_the_model_sees(eyes: Path, pictures: Path) -> None:
+    gemma = save_gemma3_vl(pictures.parent / "gemma")
+    save_vision_files(gemma)
+    for model, engine in ((str(eyes), "sglang"), (gemma, "torch")):
+        given = ["--model", model, "--data", str(pictures), "--reward", "exact", "--gpus", "1", "--image-root", "drawn"]
+        choices = choose(_parse(given))
+        assert starting_tables(choices, measure(choices))["rollout"]["engine"] == engine
+
+
+def test_images_that_a_model_does_not_see_are_left_out_by_name(
+    model: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = pictures.read_text().replace("<image>", "").splitlines(keepends=True)
+    pictures.write_text("".join(reversed(lines)))  # the first row has images
+    given = ["--model", str(model), "--data", str(pictures), "--reward", "exact", "--gpus", "0"]
+    assert main(given) == 2
+    assert 'the data has images in "image", and qwen3 reads text only' in capsys.readouterr().err
+    assert main([*given, "--image-column", ""]) == 0
+    assert "image_column" not in written()["data"]["sources"][0]
 
 
 def test_a_step_has_no_more_prompts_than_the_data(model: Path, sums: Path) -> None:

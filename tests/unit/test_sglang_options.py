@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     Gemma3Config,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
@@ -300,6 +301,26 @@ def test_hybrids_that_sglang_does_not_know_are_told(
     said = list(hybrid_problems(config(tmp_path, *overrides), model))
     assert len(said) == len(sentences)
     assert all(sentence in problem for sentence, problem in zip(sentences, said, strict=True))
+
+
+def test_rotary_settings_that_sglang_checks_too_early_are_refused_under_their_newer_name(tmp_path: Path) -> None:
+    def problems(rope: dict[str, Any], *, older: bool) -> list[str]:
+        others = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+        Qwen3NextConfig(rope_parameters=rope | others).save_pretrained(tmp_path / "model")
+        file = tmp_path / "model/config.json"
+        written = json.loads(file.read_text())
+        if older:
+            del written["rope_parameters"]
+            file.write_text(json.dumps(written | others | {"rope_scaling": rope}))
+        model = AutoConfig.from_pretrained(file.parent)
+        assert model.rope_parameters == rope | others  # transformers reads both alike
+        return list(hybrid_problems(config(tmp_path, f"model.path={file.parent}"), model))
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    (sentence,) = problems(yarn, older=False)
+    assert 'has rope_parameters of the type "yarn" in its config.json' in sentence and "as rope_scaling" in sentence
+    assert not problems(yarn, older=True)
+    assert not problems({"rope_type": "linear", "factor": 2.0}, older=False)
 
 
 @pytest.mark.parametrize(

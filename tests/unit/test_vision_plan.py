@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from spmdrl.config import ModelConfig
 from spmdrl.memory.device import GIB
-from spmdrl.memory.images import engine_bytes, pass_bytes
+from spmdrl.memory.images import engine_bytes, kept_bytes, pass_bytes
+from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.trunk import Trunk
 from spmdrl.preflight.flops import forward_flops
 from spmdrl.preflight.forecast import Model, predict
+from spmdrl.preflight.shapes import tower_of
 from spmdrl.preflight.vision import vision_problems
 from tests.helpers.configs import minimal_config
+from tests.helpers.live import Watch
 from tests.helpers.models import save_gemma3
-from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl
+from tests.helpers.vision_models import picture, save_gemma3_vl, save_qwen2_5_vl, save_qwen3_5_vl, save_qwen3_vl
 
 TOWER = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -40,7 +46,44 @@ def test_a_frozen_tower_has_weights_and_nothing_more(tmp_path: Path, save) -> No
     assert phases["images"].device["gathered"] == 2 * (frozen.size.root + in_tower)
     levels, text = 3 if save is save_qwen3_vl else 1, config.text_config.hidden_size
     assert phases["save"].host["features of images"] == 2 * 8 * 8 * levels * text  # of 8 prompts with 8 tokens
-    assert "images" not in {phase.name for phase in predictions["trained"].phases}
+    looking = {phase.name: phase for phase in predictions["trained"].phases}
+    assert "images" not in looking and trained.tower is not None
+    # A micro-batch of 64 tokens has 4 sequences of 16, of which 8 are prompts; a step has 8 prompts.
+    patches = 4 * 8 * trained.tower.patches_per_token
+    waiting = kept_bytes(trained.tower, level="none", every_layers=1, num_patches=patches, compute_bytes=2)
+    assert looking["forward-backward"].device["activations of images"] == waiting
+    assert looking["save"].host["pixels of images"] == 2 * 4 * patches * trained.tower.patch_values
+    assert not {"activations of images", "pixels of images"} & {
+        *phases["forward-backward"].device,
+        *phases["save"].host,
+    }
+    in_blocks = trained.tower.num_blocks * trained.tower.block_parameters
+    assert 0 < in_blocks < in_tower
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("save", [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_5_vl, save_gemma3_vl])
+def test_what_a_trained_tower_keeps_is_what_the_formula_says(
+    tmp_path: Path, save: Callable[..., str], dtype: torch.dtype
+) -> None:
+    path = save(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    shown = [picture(path, number) for number in range(4)]
+    patches = sum(math.prod(one.grid) for one in shown)
+    tower = tower_of(config, Model.read(config, ModelConfig(path=path)).shapes)
+    assert tower is not None
+    for level, every_layers in (("none", 1), ("full", 1), ("selective", 1), ("full", 2)):
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
+        trunk = Trunk(model)
+        if level != "none":
+            checkpoint_layers(model, trunk.tower_blocks, recomputed=level, every_layers=every_layers)
+        with Watch() as watch:
+            features = trunk.encode([one.pixels for one in shown], [one.grid for one in shown])
+            measured = watch.live_bytes
+        sizes = {"num_patches": patches, "compute_bytes": dtype.itemsize}
+        predicted = kept_bytes(tower, level=level, every_layers=every_layers, **sizes)
+        assert 0.85 < predicted / measured < 1.15, (level, every_layers, predicted / measured)
+        del features
 
 
 @pytest.mark.parametrize("freeze", [None, ()])
@@ -74,7 +117,9 @@ def test_what_a_tower_does_not_allow_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(save_gemma3_vl(tmp_path / "vl"))
     cfg = minimal_config(parallel={"cp": 2}, critic={"path": "other"}, advantage={"estimator": "gae"})
     cp, critic = vision_problems(cfg, config)
-    assert cp.startswith("parallel.cp = 2, but the tokens of an image of gemma3 see each other")
+    assert cp.startswith('parallel.cp_style = "all_gather", but the tokens of an image of gemma3 see each other')
+    assert cp.endswith('set it to "ulysses", or cp = 1')
+    assert not list(vision_problems(minimal_config(parallel={"cp": 2, "cp_style": "ulysses"}), config))
     assert critic.startswith('critic.path = "other", but the critic sees images as the tower of model.path does')
     exact = minimal_config().model_copy(update={"true_on_policy": True})
     assert "the tower of gemma3 does not compute the same bits" in next(vision_problems(exact, config))

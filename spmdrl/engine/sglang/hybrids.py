@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.config.strict import read_json
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
 _ATTENTION = "full_attention"
+_CHECKED_TOO_EARLY = ("yarn", "llama3", "longrope")  # rotary types whose settings depend on other sizes
 _SLOTS_OF_A_REQUEST = 4  # states: its own, and of prefixes that are kept; with fewer than 3 fewer requests run at once
 
 
@@ -40,10 +43,25 @@ def hybrid_problems(cfg: Config, model_config: Any) -> Iterator[str]:
             f"rollout.tp_size = {cfg.rollout.tp_size} does not divide the {heads} key heads of the model's gated delta "
             f"nets; set it to one of {possible}"
         )
+    if model_config.model_type == "qwen3_next":
+        yield from _rotary_problems(cfg.model.path, model_config.rope_parameters["rope_type"])
     if cfg.sends_adapters:
         yield (
             f"adapters of {model_config.model_type} were not tried with SGLang; set lora.merge = true, which sends "
             "merged weights"
+        )
+
+
+def _rotary_problems(model_dir: str, rope_type: str) -> Iterator[str]:
+    """Yield a sentence when config.json has rotary settings under their newer name, which SGLang's class hands to
+    transformers' checks before it has the sizes that these compare them with."""
+    if rope_type in _CHECKED_TOO_EARLY and "rope_parameters" in read_json(
+        Path(model_dir, "config.json"), dict[str, Any]
+    ):
+        yield (
+            f'model.path = "{model_dir}" has rope_parameters of the type "{rope_type}" in its config.json, with which '
+            "SGLang's qwen3_next does not start; write them there as rope_scaling, with rope_theta and "
+            'partial_rotary_factor beside it, as older checkpoints do, or set rollout.engine = "torch"'
         )
 
 
