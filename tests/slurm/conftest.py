@@ -30,6 +30,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.stop()
 
 
+@pytest.fixture(autouse=True)
+def _at_rest(cluster: Cluster) -> Iterator[None]:
+    """No drill meets what another one has left."""
+    yield
+    cluster.settle()
+
+
 @pytest.fixture(scope="session")
 def drill(cluster: Cluster) -> Drill:
     """The report."""

@@ -20,8 +20,11 @@ from tests.helpers.slurm_cluster import LIMIT_S, Cluster, Job, environment_of
 from tests.helpers.slurm_drill import Drill
 from tests.helpers.small_run import assert_same_weights, rows, without_curves
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S)]
+# "signal": what ends a drill that hangs must not end the cluster's fixtures with it.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S, method="signal")]
 TWO_NODES = ("--nodes=2",)
+NOTICED = "SlurmdTimeout=20"  # of launch/slurm_cluster.sh
+USUAL_S = 300  # SLURM's own, later than ranks that have lost one wait for each other
 ENDLESS = ("run.num_steps=100000", "checkpoint.every=2", "eval.every=1000", "export.at_end=false")
 
 
@@ -54,6 +57,21 @@ class Run:
         job.wait_until(lambda: self.saved > after, "more steps")
         job.cancel()
         job.wait_for("CANCELLED")
+
+    def goes_on_at_last(self, job: Job, *, after: int) -> int:
+        """The same for a job that may be put back once more before it saves a step; returns how often it was."""
+
+        def further() -> bool:
+            facts = job.facts()
+            if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
+                job.start_now()
+            return self.saved > after
+
+        job.wait_until(further, "more steps")
+        restarts = int(job.facts()["Restarts"])
+        job.cancel()
+        job.wait_for("CANCELLED")
+        return restarts
 
 
 def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
@@ -139,13 +157,12 @@ def test_preemption_saves_and_puts_the_job_back(cluster: Cluster, folder: Path, 
 
 def test_preemption_by_the_jobs_own_signal(cluster: Cluster, folder: Path, drill: Drill) -> None:
     run = Run(cluster, folder, "preempted-signal")
-    with cluster.signalling_as_the_job_asked():
+    with cluster.set("SlurmctldParameters=preempt_send_user_signal"):
         job = run.submit_and_wait(options=(*TWO_NODES, "--time=60"))
         cluster.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:")
         job.wait_for("PENDING", restarts=1)
     saved = run.saved
     assert f"stopped after step {saved} of 100000 (SIGUSR1)" in job.output()
-    job.cancel()
     drill.record(
         "preemption with SlurmctldParameters=preempt_send_user_signal (SIGUSR1 to the batch script)",
         f"saved step {saved}, put back",
@@ -175,25 +192,61 @@ def test_a_node_whose_daemon_dies_gives_the_job_to_others(cluster: Cluster, fold
     cluster.start_node("n2")
     run.goes_on(job, after=saved)
     drill.record(
-        "the slurmd of the second node dies, its ranks do not",
+        f"the slurmd of the second node dies, its ranks do not; {NOTICED}",
         f"SLURM put the job back after SlurmdTimeout; saved step {saved}; went on after it",
     )
 
 
-def test_a_node_that_dies_whole_is_survived(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    """A signal of the job's first life reaches the step of its second one (`slurm.run`)."""
-    run = Run(cluster, folder, "without-node")
+@pytest.mark.parametrize("node", ["n2", "n1"])
+def test_a_node_that_dies_whole_is_survived(cluster: Cluster, folder: Path, drill: Drill, node: str) -> None:
+    """n1 has the batch script. A signal of the job's first life may reach the step of its second one (`slurm.after`):
+    then there is a third."""
+    run = Run(cluster, folder, f"without-{node}")
     job = run.submit_and_wait()
-    cluster.kill_node("n2")
+    cluster.kill_node(node)
     job.wait_for("PENDING", restarts=1)
     saved = run.saved
-    cluster.start_node("n2")
-    run.goes_on(job, after=saved)
-    again = "before they had joined each other" in job.output()
+    cluster.start_node(node)
+    restarts = run.goes_on_at_last(job, after=saved)
     drill.record(
-        "slurmd, slurmstepd, torchrun and rank of the second node die together",
-        f"SLURM put the job back (NODE_FAIL); it went on after step {saved}; a late signal of its first life "
-        f"{'ended the first step, which was started again' if again else 'did not come'}",
+        f"all processes of {node} die at once: slurmd, slurmstepd, torchrun, the rank"
+        f"{', srun and the batch script' if node == 'n1' else ''}; {NOTICED}",
+        f"SLURM put the job back (NODE_FAIL); it went on after step {saved}, in its life number {restarts + 1}",
+    )
+
+
+def test_a_node_that_dies_whole_is_noticed_by_the_run_before_slurm(
+    cluster: Cluster, folder: Path, drill: Drill
+) -> None:
+    run = Run(cluster, folder, "noticed")
+    with cluster.set(f"SlurmdTimeout={USUAL_S}"):
+        job = run.submit_and_wait()
+        cluster.kill_node("n2")
+        job.wait_until(lambda: "is put back" in job.output(), "put back by its own script")
+        saved = run.saved
+        assert f"\nSLURM gets no answer from n2: job {job.number} is put back into the queue\n" in job.output()
+        cluster.start_node("n2")
+        job.wait_for("PENDING", restarts=1)
+        run.goes_on_at_last(job, after=saved)
+    drill.record(
+        f"all processes of n2 die at once; SlurmdTimeout={USUAL_S}, SLURM's default",
+        f"'SLURM gets no answer from n2: job {job.number} is put back into the queue'; it went on after step {saved}",
+    )
+
+
+def test_a_node_that_dies_whole_is_told_where_slurm_may_not_requeue(
+    cluster: Cluster, folder: Path, drill: Drill
+) -> None:
+    run = Run(cluster, folder, "told")
+    job = run.submit_and_wait(options=(*TWO_NODES, "--no-requeue"))
+    cluster.kill_node("n2")
+    facts = job.wait_for("NODE_FAIL", "FAILED")
+    assert facts["Restarts"] == "0" and "Traceback" not in job.output()
+    report = read_error(run.files)
+    assert report is not None and report.kind == "lost" and report.rank == 1 and report.message in job.output()
+    drill.record(
+        f"all processes of n2 die at once, of a job with --no-requeue; {NOTICED}",
+        f"{facts['JobState']}: {report.message!r}",
     )
 
 
@@ -261,7 +314,8 @@ def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, in
 
 def test_the_time_limit_itself_and_scancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
     run = Run(cluster, folder, "limited")
-    job = run.submit(*ENDLESS, options=(*TWO_NODES, "--time=4", "--signal=B:USR1@60"))
+    job = run.submit_and_wait(options=(*TWO_NODES, "--time=60", "--signal=B:USR1@60"))
+    job.limit(minutes=2)  # from now on: a busy machine may need a minute to start
     job.wait_for("PENDING", restarts=1)
     first = run.saved
     assert first > 0 and f"stopped after step {first} of 100000 (SIGUSR1)" in job.output()
@@ -274,7 +328,7 @@ def test_the_time_limit_itself_and_scancel(cluster: Cluster, folder: Path, drill
     assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == run.saved
     assert int(facts["Restarts"]) == 1 and "Traceback" not in job.output()
     drill.record(
-        "2 nodes, --time 4 --signal=B:USR1@60; scancel after the restart",
+        "2 nodes, --signal=B:USR1@60 and a time limit of 2 minutes from its first steps on; scancel after the restart",
         f"saved step {first}, put back, went on; scancel: saved step {run.saved}, left `requeue`, was not put back; no "
         "traceback",
     )
