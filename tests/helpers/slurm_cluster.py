@@ -109,6 +109,14 @@ class Cluster:
         """Start the daemon of a node again."""
         subprocess.run([SCRIPT, "node", self.folder, node], check=True, timeout=60)
 
+    def preempt(self) -> None:
+        """Submit a short job that takes n1 and n2 from jobs of the other partitions."""
+        self.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:")
+
+    def silent(self) -> list[str]:
+        """The nodes that do not answer."""
+        return self.call("sinfo", "--noheader", "--dead", "--Node", "--format=%N").split()
+
     def settle(self) -> None:
         """End what a drill has left: cancel all jobs, start dead nodes again, and wait until every node is idle."""
         if numbers := self.call("squeue", "--noheader", "--format=%A").split():
@@ -204,10 +212,13 @@ class Job:
             "scontrol", "update", f"jobid={self.number}", f"TimeLimit={hours * 60 + minutes_so_far + minutes}"
         )
 
-    def start_now(self) -> None:
-        """SLURM lets a job that was put back wait for two minutes; this one does not."""
+    def start_soon(self) -> None:
+        """SLURM lets a job that was put back wait for two minutes; this one waits for three seconds.
+
+        Nodes refuse a job that starts within a second after its last life ("Job credential revoked").
+        """
         self.wait_until(lambda: self.facts()["Reason"] == "BeginTime", "wait to begin")
-        self.cluster.call("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+        self.cluster.call("scontrol", "update", f"jobid={self.number}", "StartTime=now+3")
 
     def signal_batch(self, name: str) -> None:
         """Send the batch script alone a signal, as `--signal=B:` does."""

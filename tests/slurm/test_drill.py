@@ -10,68 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmdrl.checkpoint.places import newest_step
-from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
-from tests.helpers.slurm_cluster import LIMIT_S, Cluster, Job, environment_of
+from tests.helpers.slurm_cluster import LIMIT_S, Cluster, environment_of
 from tests.helpers.slurm_drill import Drill
+from tests.helpers.slurm_runs import ENDLESS, TWO_NODES, LastingRun, Run
 from tests.helpers.small_run import assert_same_weights, rows, without_curves
 
 # "signal": what ends a drill that hangs must not end the cluster's fixtures with it.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S, method="signal")]
-TWO_NODES = ("--nodes=2",)
 NOTICED = "SlurmdTimeout=20"  # of launch/slurm_cluster.sh
 USUAL_S = 300  # SLURM's own, later than ranks that have lost one wait for each other
-ENDLESS = ("run.num_steps=100000", "checkpoint.every=2", "eval.every=1000", "export.at_end=false")
-
-
-class Run:
-    """A run of the small model in a job, by its name."""
-
-    def __init__(self, cluster: Cluster, folder: Path, name: str) -> None:
-        self.cluster, self.name = cluster, name
-        self.arguments = [str(folder / "c.toml"), f"run.name={name}"]
-        self.path = folder / "runs" / name
-        self.files = FaultFiles(self.path)
-
-    @property
-    def saved(self) -> int:
-        return newest_step(self.path / "checkpoints")
-
-    def submit(self, *settings: str, options: tuple[str, ...] = TWO_NODES, **variables: str) -> Job:
-        return self.cluster.submit(options, *self.arguments, *settings, **variables)
-
-    def submit_and_wait(self, *, saved: int = 4, options: tuple[str, ...] = TWO_NODES) -> Job:
-        """An endless run, when it has saved this step."""
-        job = self.submit(*ENDLESS, options=options)
-        job.wait_until(lambda: self.saved >= saved, "steps")
-        return job
-
-    def goes_on(self, job: Job, *, after: int, restarts: int = 1) -> None:
-        """The job that was put back starts, and saves more steps than it had."""
-        job.start_now()
-        job.wait_for("RUNNING", restarts=restarts)
-        job.wait_until(lambda: self.saved > after, "more steps")
-        job.cancel()
-        job.wait_for("CANCELLED")
-
-    def goes_on_at_last(self, job: Job, *, after: int) -> int:
-        """The same for a job that may be put back once more before it saves a step; returns how often it was."""
-
-        def further() -> bool:
-            facts = job.facts()
-            if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-                job.start_now()
-            return self.saved > after
-
-        job.wait_until(further, "more steps")
-        restarts = int(job.facts()["Restarts"])
-        job.cancel()
-        job.wait_for("CANCELLED")
-        return restarts
 
 
 def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
@@ -91,7 +42,7 @@ def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
     assert 3 <= stopped_after < 24
     assert f"stopped after step {stopped_after} of 24 (SIGUSR1)" in job.output()
     assert f"job {job.number} is put back into the queue" in job.output()
-    job.start_now()
+    job.start_soon()
     assert job.wait_for("COMPLETED", "FAILED")["JobState"] == "COMPLETED", job.output()
     assert "Traceback" not in job.output() and "exit barrier" not in job.output()
     without = Run(cluster, folder, "unstopped")
@@ -136,42 +87,115 @@ def is_checked(run: Run) -> bool:
     )
 
 
-def test_preemption_saves_and_puts_the_job_back(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    for partition in ("gpu", "cancel"):
-        run = Run(cluster, folder, f"preempted-{partition}")
-        job = run.submit_and_wait(options=(*TWO_NODES, f"--partition={partition}"))
-        urgent = cluster.call(
-            "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:"
-        )
-        job.wait_for("PENDING", restarts=1)
-        saved = run.saved
-        assert f"stopped after step {saved} of 100000 (SIGTERM)" in job.output() and "Traceback" not in job.output()
-        Job(cluster, urgent, folder).wait_for("COMPLETED")
-        run.goes_on(job, after=saved)
-        mode = cluster.call("scontrol", "show", "partition", partition).split("PreemptMode=")[1].split()[0]
-        drill.record(
-            f"preemption by a partition of higher tier, PreemptMode={mode}, GraceTime=60 (SIGTERM to the steps alone)",
-            f"saved step {saved}, put back, went on after it",
-        )
+def test_a_job_that_is_preempted_saves_and_is_put_back(
+    cluster: Cluster, folder: Path, drill: Drill, lasting: LastingRun
+) -> None:
+    restarts = lasting.restarts
+    cluster.preempt()
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    said = lasting.job.output()
+    assert f"stopped after step {saved} of 100000 (SIGTERM)" in said and "Traceback" not in said
+    lasting.goes_on(after=saved)
+    drill.record(
+        "preemption by a partition of higher tier, PreemptMode=REQUEUE, GraceTime=60 (SIGTERM to the steps alone)",
+        f"saved step {saved}, put back, went on after it",
+    )
 
 
-def test_preemption_by_the_jobs_own_signal(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "preempted-signal")
+def test_preemption_by_the_jobs_own_signal(cluster: Cluster, drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
     with cluster.set("SlurmctldParameters=preempt_send_user_signal"):
-        job = run.submit_and_wait(options=(*TWO_NODES, "--time=60"))
-        cluster.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:")
-        job.wait_for("PENDING", restarts=1)
-    saved = run.saved
-    assert f"stopped after step {saved} of 100000 (SIGUSR1)" in job.output()
+        cluster.preempt()
+        saved = lasting.is_put_back(restarts=restarts + 1)
+    assert f"stopped after step {saved} of 100000 (SIGUSR1)" in lasting.job.output()
+    lasting.goes_on(after=saved)
     drill.record(
         "preemption with SlurmctldParameters=preempt_send_user_signal (SIGUSR1 to the batch script)",
-        f"saved step {saved}, put back",
+        f"saved step {saved}, put back, went on after it",
     )
+
+
+def test_the_time_limit_itself(drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    lasting.job.limit(minutes=2)  # from now on: a busy machine may need a minute to start
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    assert f"stopped after step {saved} of 100000 (SIGUSR1)" in lasting.job.output()
+    lasting.job.limit(minutes=60)
+    lasting.goes_on(after=saved)
+    drill.record(
+        "--signal=B:USR1@60 and a time limit of 2 minutes from its first steps on",
+        f"saved step {saved}, put back, went on after it",
+    )
+
+
+def test_a_node_whose_daemon_dies_gives_the_job_to_others(cluster: Cluster, drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    cluster.kill_slurmd("n2")
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    cluster.start_node("n2")
+    lasting.goes_on(after=saved)
+    drill.record(
+        f"the slurmd of n2 dies, its ranks do not; {NOTICED}",
+        f"SLURM put the job back after SlurmdTimeout; saved step {saved}; went on after it",
+    )
+
+
+def test_a_node_that_dies_whole_is_noticed_by_the_run_before_slurm(
+    cluster: Cluster, drill: Drill, lasting: LastingRun
+) -> None:
+    restarts = lasting.restarts
+    sentence = f"SLURM gets no answer from n2: job {lasting.job.number} is put back into the queue"
+    with cluster.set(f"SlurmdTimeout={USUAL_S}"):
+        cluster.kill_node("n2")
+        lasting.job.wait_until(lambda: f"\n{sentence}\n" in lasting.job.output(), "put back by its own script")
+        cluster.start_node("n2")
+        saved = lasting.is_put_back(restarts=restarts + 1)
+    lasting.goes_on(after=saved)
+    drill.record(
+        f"all processes of n2 die at once; SlurmdTimeout={USUAL_S}, SLURM's default",
+        f"{sentence!r}; it went on after step {saved}",
+    )
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_that_dies_whole_is_survived(cluster: Cluster, drill: Drill, lasting: LastingRun, node: str) -> None:
+    """n1 has the batch script. A signal of the job's first life may reach the step of its second one (`slurm.after`):
+    then there is a third."""
+    restarts = lasting.restarts
+    cluster.kill_node(node)
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    cluster.start_node(node)
+    lasting.goes_on(after=saved)
+    again = lasting.restarts - restarts
+    drill.record(
+        f"all processes of {node} die at once: slurmd, slurmstepd, torchrun, the rank"
+        f"{', srun and the batch script' if node == 'n1' else ''}; {NOTICED}",
+        f"SLURM put the job back (NODE_FAIL); it went on after step {saved}, put back {again} time(s) in all",
+    )
+
+
+def test_scancel_saves_and_puts_nothing_back(drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    lasting.job.cancel()
+    facts = lasting.job.wait_for("CANCELLED")
+    requeue = read_requeue(lasting.files)
+    assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == lasting.saved
+    assert int(facts["Restarts"]) == restarts
+    drill.record("scancel", f"saved step {lasting.saved}, left `requeue`, was not put back")
+
+
+def test_preemption_in_a_partition_that_would_cancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
+    run = Run(cluster, folder, "preempted")
+    job = run.submit_endless(options=(*TWO_NODES, "--partition=cancel"))
+    cluster.preempt()
+    job.wait_for("PENDING", restarts=1)
+    assert f"stopped after step {run.saved} of 100000 (SIGTERM)" in job.output() and "Traceback" not in job.output()
+    drill.record("the same, PreemptMode=CANCEL", f"saved step {run.saved}, put back")
 
 
 def test_a_rank_that_is_killed_ends_the_job_by_name(cluster: Cluster, folder: Path, drill: Drill) -> None:
     run = Run(cluster, folder, "killed")
-    job = run.submit_and_wait()
+    job = run.submit_endless()
     (second,) = [status for status in read_statuses(run.files) if status.rank == 1]
     os.kill(second.pid, signal.SIGKILL)
     facts = job.wait_for("FAILED")
@@ -183,62 +207,11 @@ def test_a_rank_that_is_killed_ends_the_job_by_name(cluster: Cluster, folder: Pa
     drill.record("kill -9 of the rank of the second node", f"exit 4, not put back: {report.message!r}")
 
 
-def test_a_node_whose_daemon_dies_gives_the_job_to_others(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "without-slurmd")
-    job = run.submit_and_wait()
-    cluster.kill_slurmd("n2")
-    job.wait_for("PENDING", restarts=1)
-    saved = run.saved
-    cluster.start_node("n2")
-    run.goes_on(job, after=saved)
-    drill.record(
-        f"the slurmd of the second node dies, its ranks do not; {NOTICED}",
-        f"SLURM put the job back after SlurmdTimeout; saved step {saved}; went on after it",
-    )
-
-
-@pytest.mark.parametrize("node", ["n2", "n1"])
-def test_a_node_that_dies_whole_is_survived(cluster: Cluster, folder: Path, drill: Drill, node: str) -> None:
-    """n1 has the batch script. A signal of the job's first life may reach the step of its second one (`slurm.after`):
-    then there is a third."""
-    run = Run(cluster, folder, f"without-{node}")
-    job = run.submit_and_wait()
-    cluster.kill_node(node)
-    job.wait_for("PENDING", restarts=1)
-    saved = run.saved
-    cluster.start_node(node)
-    restarts = run.goes_on_at_last(job, after=saved)
-    drill.record(
-        f"all processes of {node} die at once: slurmd, slurmstepd, torchrun, the rank"
-        f"{', srun and the batch script' if node == 'n1' else ''}; {NOTICED}",
-        f"SLURM put the job back (NODE_FAIL); it went on after step {saved}, in its life number {restarts + 1}",
-    )
-
-
-def test_a_node_that_dies_whole_is_noticed_by_the_run_before_slurm(
-    cluster: Cluster, folder: Path, drill: Drill
-) -> None:
-    run = Run(cluster, folder, "noticed")
-    with cluster.set(f"SlurmdTimeout={USUAL_S}"):
-        job = run.submit_and_wait()
-        cluster.kill_node("n2")
-        job.wait_until(lambda: "is put back" in job.output(), "put back by its own script")
-        saved = run.saved
-        assert f"\nSLURM gets no answer from n2: job {job.number} is put back into the queue\n" in job.output()
-        cluster.start_node("n2")
-        job.wait_for("PENDING", restarts=1)
-        run.goes_on_at_last(job, after=saved)
-    drill.record(
-        f"all processes of n2 die at once; SlurmdTimeout={USUAL_S}, SLURM's default",
-        f"'SLURM gets no answer from n2: job {job.number} is put back into the queue'; it went on after step {saved}",
-    )
-
-
 def test_a_node_that_dies_whole_is_told_where_slurm_may_not_requeue(
     cluster: Cluster, folder: Path, drill: Drill
 ) -> None:
     run = Run(cluster, folder, "told")
-    job = run.submit_and_wait(options=(*TWO_NODES, "--no-requeue"))
+    job = run.submit_endless(options=(*TWO_NODES, "--no-requeue"))
     cluster.kill_node("n2")
     facts = job.wait_for("NODE_FAIL", "FAILED")
     assert facts["Restarts"] == "0" and "Traceback" not in job.output()
@@ -310,25 +283,3 @@ def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, in
     assert len(rows(own / "of-nobody")) == 2
     assert (own / "of-nobody/metrics.jsonl").owner() == "nobody"
     drill.record("two nodes, as the user nobody", "completed; the run's files are the user's")
-
-
-def test_the_time_limit_itself_and_scancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "limited")
-    job = run.submit_and_wait(options=(*TWO_NODES, "--time=60", "--signal=B:USR1@60"))
-    job.limit(minutes=2)  # from now on: a busy machine may need a minute to start
-    job.wait_for("PENDING", restarts=1)
-    first = run.saved
-    assert first > 0 and f"stopped after step {first} of 100000 (SIGUSR1)" in job.output()
-    job.start_now()
-    job.wait_for("RUNNING", restarts=1)
-    job.wait_until(lambda: run.saved > first, "more steps")
-    job.cancel()
-    facts = job.wait_for("CANCELLED")
-    requeue = read_requeue(run.files)
-    assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == run.saved
-    assert int(facts["Restarts"]) == 1 and "Traceback" not in job.output()
-    drill.record(
-        "2 nodes, --signal=B:USR1@60 and a time limit of 2 minutes from its first steps on; scancel after the restart",
-        f"saved step {first}, put back, went on; scancel: saved step {run.saved}, left `requeue`, was not put back; no "
-        "traceback",
-    )
