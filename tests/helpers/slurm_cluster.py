@@ -134,7 +134,12 @@ class Cluster:
     def told(self) -> str:
         """What the cluster says of itself, for somebody who asks why a drill has failed."""
         log = (self.folder / "logs" / "slurmctld").read_text().splitlines()[-15:]
-        return "\n".join([self.call("sinfo", "--long", "--Node"), self.call("squeue", "--long"), *log])
+        running = [
+            f"{node}: {one.status()} {' '.join(one.cmdline())[:150]}"
+            for node in NODES
+            for one in self.processes_on(node)
+        ]
+        return "\n".join([self.call("sinfo", "--long", "--Node"), self.call("squeue", "--long"), *running, *log])
 
     def _slurmd(self, node: str) -> psutil.Process:
         return psutil.Process(self._pid(node))

@@ -153,7 +153,7 @@ def test_a_node_that_dies_whole_is_noticed_by_the_run_before_slurm(
     lasting.goes_on(after=saved)
     drill.record(
         f"all processes of n2 die at once; SlurmdTimeout={USUAL_S}, SLURM's default",
-        f"{sentence!r}; it went on after step {saved}",
+        f"{sentence!r}; it went on after step {saved}, put back {lasting.restarts - restarts} time(s) in all",
     )
 
 
@@ -238,8 +238,8 @@ def test_the_jobs_of_an_array_are_runs_of_their_own(cluster: Cluster, folder: Pa
     job = run.submit(*settings, options=("--nodes=1", "--array=1-2"))
     for index in (1, 2):
         assert job.wait_for("COMPLETED", "FAILED", index=index)["JobState"] == "COMPLETED", job.output(index)
-    one, other = (rows(folder / "runs" / f"seed-{index}") for index in (1, 2))
-    assert len(one) == len(other) == 2
+    for index in (1, 2):
+        assert [row["step"] for row in rows(folder / "runs" / f"seed-{index}")] == [0, 1, 2]
     samples = [(folder / f"runs/seed-{index}/samples.jsonl").read_text() for index in (1, 2)]
     assert samples[0] != samples[1]
     refused = Run(cluster, folder, "same").submit(options=("--nodes=1", "--array=1-1"))
@@ -280,6 +280,6 @@ def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, in
         HOME=str(own),
     )
     assert job.wait_for("COMPLETED", "FAILED")["JobState"] == "COMPLETED", job.output()
-    assert len(rows(own / "of-nobody")) == 2
+    assert [row["step"] for row in rows(own / "of-nobody")] == [0, 1, 2]
     assert (own / "of-nobody/metrics.jsonl").owner() == "nobody"
     drill.record("two nodes, as the user nobody", "completed; the run's files are the user's")
