@@ -86,7 +86,8 @@ class Cluster:
 
     def processes_on(self, node: str) -> list[psutil.Process]:
         """The processes of jobs on a node: batch scripts, srun, torchrun and the ranks."""
-        return [one for one in psutil.process_iter() if environment_of(one).get("SLURMD_NODENAME") == node]
+        here = {"SLURMD_NODENAME": node, "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        return [one for one in psutil.process_iter(["cmdline"]) if here.items() <= environment_of(one).items()]
 
     def ranks_on(self, node: str) -> list[psutil.Process]:
         """Those that srun has started, and not sbatch: torchrun and the ranks."""
@@ -134,11 +135,7 @@ class Cluster:
     def told(self) -> str:
         """What the cluster says of itself, for somebody who asks why a drill has failed."""
         log = (self.folder / "logs" / "slurmctld").read_text().splitlines()[-15:]
-        running = [
-            f"{node}: {one.status()} {' '.join(one.cmdline())[:150]}"
-            for node in NODES
-            for one in self.processes_on(node)
-        ]
+        running = [f"{node}: {one.info['cmdline']}" for node in NODES for one in self.processes_on(node)]
         return "\n".join([self.call("sinfo", "--long", "--Node"), self.call("squeue", "--long"), *running, *log])
 
     def _slurmd(self, node: str) -> psutil.Process:
