@@ -190,7 +190,7 @@ def test_preemption_in_a_partition_that_would_cancel(cluster: Cluster, folder: P
     cluster.preempt()
     job.wait_for("PENDING", restarts=1)
     assert f"stopped after step {run.saved} of 100000 (SIGTERM)" in job.output() and "Traceback" not in job.output()
-    drill.record("the same, PreemptMode=CANCEL", f"saved step {run.saved}, put back")
+    drill.record("preemption in a partition with PreemptMode=CANCEL, GraceTime=60", f"saved step {run.saved}, put back")
 
 
 def test_a_rank_that_is_killed_ends_the_job_by_name(cluster: Cluster, folder: Path, drill: Drill) -> None:
