@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from spmdrl.faults.gpus import gpus_of_driver
 from spmdrl.faults.supervise import Commands, Ending, Requests, launch, tell
-from spmdrl.faults.verdict import EXIT_USER_ERROR
+from spmdrl.faults.verdict import EXIT_HANG, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 # Below the ports that the kernel gives to connections; jobs on the same node need different ones.
 FIRST_PORT, NUM_PORTS = 20000, 12000
+MOST_RESTARTS = 20  # of a job whose ranks are told to stop, by whatever that may be, before they have saved a step
 ARRAY_INDEX = "%a"  # stands for the index of an array job in arguments, as it does in sbatch's --output
 
 
@@ -26,12 +27,14 @@ class Job:
     """This job, as SLURM's variables describe it."""
 
     number: int
+    nodes: str  # as SLURM abbreviates their names
     num_nodes: int
     first_node: str
     cores_per_node: str
     gpus_per_node: int  # granted by SLURM
     ranks_per_node: int
     array_index: str | None
+    restarts: int  # how often it was put back into the queue
 
     @property
     def num_ranks(self) -> int:
@@ -82,45 +85,61 @@ def job_of(environment: Mapping[str, str]) -> Job:
     hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True).stdout
     return Job(
         number=int(environment["SLURM_JOB_ID"]),
+        nodes=nodes,
         num_nodes=int(environment["SLURM_NNODES"]),
         first_node=hosts.split()[0],
         cores_per_node=environment["SLURM_CPUS_ON_NODE"],
         gpus_per_node=granted,
         ranks_per_node=ranks,
         array_index=environment.get("SLURM_ARRAY_TASK_ID"),
+        restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
     )
 
 
-def run(job: Job, module: str, given: Sequence[str], requests: Requests) -> Ending:
-    """Run the job's ranks to their end.
+def after(job: Job, ending: Ending) -> str:
+    """Put a job back into the queue where that brings it further; returns a sentence about it.
 
-    SLURM may end a step that nobody meant: a signal that it could not deliver to a node that was down is delivered when
-    the node is back, to the step of the same number of the same job, which is another one by then. So a step that was
-    told to stop, while this program was not, and that has saved nothing, is started once more.
+    A request that came to the ranks alone is no word about the job: it was preempted, or a signal of its last life
+    has come late, for SLURM delivers to a node that was down when it is back. After such a signal the node is no
+    longer the job's own, so its ranks cannot start there again; the job has to begin once more.
     """
-    starter = Commands(module=module, arguments=job.arguments(given), num_ranks=job.num_ranks, command=job.command)
-    ending = launch(starter, requests)
-    if not ending.stopped or ending.told or ending.advanced:
-        return ending
-    tell(ending)
-    return launch(starter, requests)
-
-
-def put_back(job: Job, ending: Ending) -> str:
-    """Put a job that has stopped back into the queue, where that brings it further; returns a sentence about it."""
     if ending.told and ending.reason != "SIGUSR1":
-        return ""  # by scancel or preemption: whoever sent the signal decides what becomes of the job
-    if not ending.advanced:
-        limit = "raise its time limit (sbatch --time), or let it stop later (--signal=B:USR1@SECONDS before it)"
-        advice = limit if ending.told else "what ended its ranks is above"
-        return (
-            f"job {job.number} is not put back into the queue, because it has saved no step and would do the same "
-            f"again: {advice}"
-        )
+        return ""  # by scancel, preemption or the end of a node: SLURM decides what becomes of the job
+    if ending.stopped:
+        return may_loop(job, ending) or put_back(job)
+    if ending.code in (EXIT_LOST_RANK, EXIT_HANG) and (silent := silent_nodes(job)):
+        return f"SLURM gets no answer from {', '.join(silent)}: {put_back(job)}"
+    return ""
+
+
+def may_loop(job: Job, ending: Ending) -> str:
+    """Return why a job that has stopped would do so for ever; empty where it would not."""
+    if ending.advanced or (not ending.told and job.restarts < MOST_RESTARTS):
+        return ""
+    by_limit = "raise its time limit (sbatch --time), or let it stop later (--signal=B:USR1@SECONDS before it)"
+    by_others = f"it has been put back {job.restarts} times, and what ended its ranks is above"
+    return (
+        f"job {job.number} is not put back into the queue, because it has saved no step and would do the same again: "
+        f"{by_limit if ending.told else by_others}"
+    )
+
+
+def put_back(job: Job) -> str:
+    """Put the job back into the queue; returns a sentence that says whether that was possible."""
     done = subprocess.run(["scontrol", "requeue", str(job.number)], check=False, capture_output=True, text=True)
     if done.returncode:
         return f"job {job.number} could not be put back into the queue: {done.stderr.strip()}"
     return f"job {job.number} is put back into the queue"
+
+
+def silent_nodes(job: Job) -> list[str]:
+    """Return the names of the job's nodes that do not answer SLURM.
+
+    SLURM ends a job for such a node only after its SlurmdTimeout, which may be later than the ranks have given up.
+    """
+    command = ["sinfo", "--noheader", "--dead", "--Node", f"--nodes={job.nodes}", "--format=%N"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return sorted(set(done.stdout.split()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,12 +148,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Requests() as requests:
         try:
             job = job_of(os.environ)
-            ending = run(job, os.environ.get("MODULE", "spmdrl.train"), given, requests)
+            starter = Commands(
+                module=os.environ.get("MODULE", "spmdrl.train"),
+                arguments=job.arguments(given),
+                num_ranks=job.num_ranks,
+                command=job.command,
+            )
         except ValueError as error:
             print(f"cannot start: {error}", file=sys.stderr)
             return EXIT_USER_ERROR
+        ending = launch(starter, requests)
         tell(ending)
-        if ending.stopped and (sentence := put_back(job, ending)):
+        if sentence := after(job, ending):
             print(sentence, file=sys.stderr, flush=True)
         return ending.code
 

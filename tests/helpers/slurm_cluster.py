@@ -17,7 +17,8 @@ import psutil
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "slurm_cluster.sh"
 JOB = ROOT / "launch" / "slurm.sbatch"
-LIMIT_S = 300.0  # for anything that a busy machine does within a minute
+LIMIT_S = 240.0  # for anything that a quiet machine does within a minute
+NODES = ("n1", "n2", "n3")
 
 
 class Missing(Exception):
@@ -69,11 +70,13 @@ class Cluster:
         return Job(self, done.stdout.strip(), output)
 
     @contextmanager
-    def signalling_as_the_job_asked(self) -> Iterator[None]:
-        """Let preemption send the job's own signal, as sites do with preempt_send_user_signal."""
+    def set(self, *lines: str) -> Iterator[None]:
+        """Put lines into slurm.conf, in place of those with the same name, while the block lasts."""
         file = self.folder / "slurm.conf"
         before = file.read_text()
-        file.write_text(before + "SlurmctldParameters=preempt_send_user_signal\n")
+        names = tuple(line.split("=")[0] + "=" for line in lines)
+        others = [line for line in before.splitlines() if not line.startswith(names)]
+        file.write_text("\n".join([*others, *lines, ""]))
         self.call("scontrol", "reconfigure")
         try:
             yield
@@ -81,22 +84,25 @@ class Cluster:
             file.write_text(before)
             self.call("scontrol", "reconfigure")
 
+    def processes_on(self, node: str) -> list[psutil.Process]:
+        """The processes of jobs on a node: batch scripts, srun, torchrun and the ranks."""
+        here = {"SLURMD_NODENAME": node, "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        return [one for one in psutil.process_iter(["cmdline"]) if here.items() <= environment_of(one).items()]
+
     def ranks_on(self, node: str) -> list[psutil.Process]:
-        """The processes of jobs' steps on a node, torchrun and the ranks among them, but not batch scripts."""
-        return [
-            one for one in psutil.process_iter() if environment_of(one).get("SLURMD_NODENAME") == node and in_step(one)
-        ]
+        """Those that srun has started, and not sbatch: torchrun and the ranks."""
+        return [one for one in self.processes_on(node) if "SLURM_STEP_NODELIST" in environment_of(one)]
 
     def kill_slurmd(self, node: str) -> None:
         """Kill the daemon of a node; its steps go on."""
-        psutil.Process(int((self.folder / "daemons" / node).read_text())).kill()
+        self._slurmd(node).kill()
 
     def kill_node(self, node: str) -> None:
         """Kill all that runs on a node at once, as a power cut does."""
-        steps = self.ranks_on(node)
-        daemons = {one.parent() for one in steps}
-        self.kill_slurmd(node)
-        for one in [*(daemon for daemon in daemons if daemon and daemon.name().startswith("slurmstepd")), *steps]:
+        of_jobs = self.processes_on(node)
+        parents = {one.parent() for one in of_jobs}
+        daemons = [one for one in parents if one is not None and one.name().startswith("slurmstepd")]
+        for one in [self._slurmd(node), *daemons, *of_jobs]:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
 
@@ -104,17 +110,55 @@ class Cluster:
         """Start the daemon of a node again."""
         subprocess.run([SCRIPT, "node", self.folder, node], check=True, timeout=60)
 
+    def preempt(self) -> None:
+        """Submit a short job that takes n1 and n2 from jobs of the other partitions."""
+        self.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:")
+
+    def silent(self) -> list[str]:
+        """The nodes that do not answer."""
+        return self.call("sinfo", "--noheader", "--dead", "--Node", "--format=%N").split()
+
+    def settle(self) -> None:
+        """End what a drill has left: cancel all jobs, start dead nodes again, and wait until every node is idle."""
+        if numbers := self.call("squeue", "--noheader", "--format=%A").split():
+            self.call("scancel", *numbers)
+        for node in NODES:
+            if not psutil.pid_exists(self._pid(node)) or self._slurmd(node).status() == psutil.STATUS_ZOMBIE:
+                self.start_node(node)
+        wait(self.is_idle, "the cluster did not come to rest", self.told)
+
+    def is_idle(self) -> bool:
+        """True when no job is in the queue and every node waits for one."""
+        states = set(self.call("sinfo", "--noheader", "--Node", "--format=%T").split())
+        return states == {"idle"} and not self.call("squeue", "--noheader")
+
+    def told(self) -> str:
+        """What the cluster says of itself, for somebody who asks why a drill has failed."""
+        log = (self.folder / "logs" / "slurmctld").read_text().splitlines()[-15:]
+        running = [f"{node}: {one.info['cmdline']}" for node in NODES for one in self.processes_on(node)]
+        return "\n".join([self.call("sinfo", "--long", "--Node"), self.call("squeue", "--long"), *running, *log])
+
+    def _slurmd(self, node: str) -> psutil.Process:
+        return psutil.Process(self._pid(node))
+
+    def _pid(self, node: str) -> int:
+        return int((self.folder / "daemons" / node).read_text())
+
+
+def wait(holds: Callable[[], Any], what: str, told: Callable[[], str]) -> None:
+    """Until something holds. Fails after `LIMIT_S` with what did not happen, and what is told of it."""
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} within {LIMIT_S:.0f} s\n{told()}")
+        time.sleep(0.3)
+
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
     except (psutil.Error, OSError):
         return {}
-
-
-def in_step(process: psutil.Process) -> bool:
-    """True for a process that srun has started, and not sbatch."""
-    return "SLURM_STEP_NODELIST" in environment_of(process)
 
 
 class Job:
@@ -134,11 +178,23 @@ class Job:
         words = self.cluster.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def told(self) -> str:
+        """What is known of the job, for somebody who asks why a drill has failed."""
+        facts = self.facts()
+        named = " ".join(f"{name}={facts.get(name)}" for name in ("JobState", "Reason", "Restarts", "ExitCode"))
+        return f"{named}\nits output:\n{self.output()}\nthe cluster:\n{self.cluster.told()}"
+
     def wait_until(self, holds: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not holds():
-            assert time.monotonic() < deadline, (what, self.facts(), self.output())
-            time.sleep(0.3)
+        """Until something holds of the job, which must not have ended before."""
+        over = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
+
+        def there() -> bool:
+            if holds():
+                return True
+            assert self.facts()["JobState"] not in over, f"job {self.number} ended before: {what}\n{self.told()}"
+            return False
+
+        wait(there, f"job {self.number} did not come to this: {what}", self.told)
 
     def wait_for(self, *states: str, restarts: int | None = None, index: int | None = None) -> Mapping[str, str]:
         """Until it is in one of these states, after this many restarts."""
@@ -147,13 +203,24 @@ class Job:
             facts = self.facts(index)
             return facts["JobState"] in states and restarts in (None, int(facts["Restarts"]))
 
-        self.wait_until(there, f"{states}, {restarts} restarts")
+        after = "" if restarts is None else f" after {restarts} restarts"
+        wait(there, f"job {self.number} was not {' or '.join(states)}{after}", self.told)
         return self.facts(index)
 
-    def start_now(self) -> None:
-        """SLURM lets a job that was put back wait for two minutes; this one does not."""
-        self.wait_until(lambda: self.facts()["Reason"] == "BeginTime", "waits to begin")
-        self.cluster.call("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+    def limit(self, *, minutes: int) -> None:
+        """Let SLURM's time limit end it after this many more minutes."""
+        hours, minutes_so_far, _ = map(int, self.facts()["RunTime"].split(":"))
+        self.cluster.call(
+            "scontrol", "update", f"jobid={self.number}", f"TimeLimit={hours * 60 + minutes_so_far + minutes}"
+        )
+
+    def start_soon(self) -> None:
+        """SLURM lets a job that was put back wait for two minutes; this one waits for three seconds.
+
+        Nodes refuse a job that starts within a second after its last life ("Job credential revoked").
+        """
+        self.wait_until(lambda: self.facts()["Reason"] == "BeginTime", "wait to begin")
+        self.cluster.call("scontrol", "update", f"jobid={self.number}", "StartTime=now+3")
 
     def signal_batch(self, name: str) -> None:
         """Send the batch script alone a signal, as `--signal=B:` does."""

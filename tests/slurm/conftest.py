@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.slurm_cluster import Cluster, Missing
 from tests.helpers.slurm_drill import Drill
+from tests.helpers.slurm_runs import LastingRun
 from tests.helpers.small_run import sums_from_files, write_small_run
 
 
@@ -44,6 +45,25 @@ def folder(cluster: Cluster) -> Path:
     tables = sums_from_files(path)
     write_small_run(path, model={"num_layers": 2, "spare_tokens": 1}, report={"tensorboard": False}, **tables)
     return path
+
+
+@pytest.fixture(scope="session")
+def _lasting(cluster: Cluster, folder: Path) -> LastingRun:
+    return LastingRun(cluster, folder)
+
+
+@pytest.fixture
+def lasting(_lasting: LastingRun) -> LastingRun:
+    """A run that goes on in a job, and has just saved a step."""
+    _lasting.be_there()
+    return _lasting
+
+
+@pytest.fixture(autouse=True)
+def _at_rest(request: pytest.FixtureRequest, cluster: Cluster) -> None:
+    """No drill meets what another one has left, except the run that lasts."""
+    if "lasting" not in request.fixturenames:
+        cluster.settle()
 
 
 @pytest.fixture(scope="session")

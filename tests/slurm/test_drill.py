@@ -10,50 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmdrl.checkpoint.places import newest_step
-from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
-from tests.helpers.slurm_cluster import LIMIT_S, Cluster, Job, environment_of
+from tests.helpers.slurm_cluster import LIMIT_S, Cluster, environment_of
 from tests.helpers.slurm_drill import Drill
+from tests.helpers.slurm_runs import ENDLESS, TWO_NODES, LastingRun, Run
 from tests.helpers.small_run import assert_same_weights, rows, without_curves
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S)]
-TWO_NODES = ("--nodes=2",)
-ENDLESS = ("run.num_steps=100000", "checkpoint.every=2", "eval.every=1000", "export.at_end=false")
-
-
-class Run:
-    """A run of the small model in a job, by its name."""
-
-    def __init__(self, cluster: Cluster, folder: Path, name: str) -> None:
-        self.cluster, self.name = cluster, name
-        self.arguments = [str(folder / "c.toml"), f"run.name={name}"]
-        self.path = folder / "runs" / name
-        self.files = FaultFiles(self.path)
-
-    @property
-    def saved(self) -> int:
-        return newest_step(self.path / "checkpoints")
-
-    def submit(self, *settings: str, options: tuple[str, ...] = TWO_NODES, **variables: str) -> Job:
-        return self.cluster.submit(options, *self.arguments, *settings, **variables)
-
-    def submit_and_wait(self, *, saved: int = 4, options: tuple[str, ...] = TWO_NODES) -> Job:
-        """An endless run, when it has saved this step."""
-        job = self.submit(*ENDLESS, options=options)
-        job.wait_until(lambda: self.saved >= saved, "steps")
-        return job
-
-    def goes_on(self, job: Job, *, after: int, restarts: int = 1) -> None:
-        """The job that was put back starts, and saves more steps than it had."""
-        job.start_now()
-        job.wait_for("RUNNING", restarts=restarts)
-        job.wait_until(lambda: self.saved > after, "more steps")
-        job.cancel()
-        job.wait_for("CANCELLED")
+# "signal": what ends a drill that hangs must not end the cluster's fixtures with it.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S, method="signal")]
+NOTICED = "SlurmdTimeout=20"  # of launch/slurm_cluster.sh
+USUAL_S = 300  # SLURM's own, later than ranks that have lost one wait for each other
 
 
 def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
@@ -73,7 +42,7 @@ def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
     assert 3 <= stopped_after < 24
     assert f"stopped after step {stopped_after} of 24 (SIGUSR1)" in job.output()
     assert f"job {job.number} is put back into the queue" in job.output()
-    job.start_now()
+    job.start_soon()
     assert job.wait_for("COMPLETED", "FAILED")["JobState"] == "COMPLETED", job.output()
     assert "Traceback" not in job.output() and "exit barrier" not in job.output()
     without = Run(cluster, folder, "unstopped")
@@ -118,43 +87,115 @@ def is_checked(run: Run) -> bool:
     )
 
 
-def test_preemption_saves_and_puts_the_job_back(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    for partition in ("gpu", "cancel"):
-        run = Run(cluster, folder, f"preempted-{partition}")
-        job = run.submit_and_wait(options=(*TWO_NODES, f"--partition={partition}"))
-        urgent = cluster.call(
-            "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:"
-        )
-        job.wait_for("PENDING", restarts=1)
-        saved = run.saved
-        assert f"stopped after step {saved} of 100000 (SIGTERM)" in job.output() and "Traceback" not in job.output()
-        Job(cluster, urgent, folder).wait_for("COMPLETED")
-        run.goes_on(job, after=saved)
-        mode = cluster.call("scontrol", "show", "partition", partition).split("PreemptMode=")[1].split()[0]
-        drill.record(
-            f"preemption by a partition of higher tier, PreemptMode={mode}, GraceTime=60 (SIGTERM to the steps alone)",
-            f"saved step {saved}, put back, went on after it",
-        )
+def test_a_job_that_is_preempted_saves_and_is_put_back(
+    cluster: Cluster, folder: Path, drill: Drill, lasting: LastingRun
+) -> None:
+    restarts = lasting.restarts
+    cluster.preempt()
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    said = lasting.job.output()
+    assert f"stopped after step {saved} of 100000 (SIGTERM)" in said and "Traceback" not in said
+    lasting.goes_on(after=saved)
+    drill.record(
+        "preemption by a partition of higher tier, PreemptMode=REQUEUE, GraceTime=60 (SIGTERM to the steps alone)",
+        f"saved step {saved}, put back, went on after it",
+    )
 
 
-def test_preemption_by_the_jobs_own_signal(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "preempted-signal")
-    with cluster.signalling_as_the_job_asked():
-        job = run.submit_and_wait(options=(*TWO_NODES, "--time=60"))
-        cluster.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=:")
-        job.wait_for("PENDING", restarts=1)
-    saved = run.saved
-    assert f"stopped after step {saved} of 100000 (SIGUSR1)" in job.output()
-    job.cancel()
+def test_preemption_by_the_jobs_own_signal(cluster: Cluster, drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    with cluster.set("SlurmctldParameters=preempt_send_user_signal"):
+        cluster.preempt()
+        saved = lasting.is_put_back(restarts=restarts + 1)
+    assert f"stopped after step {saved} of 100000 (SIGUSR1)" in lasting.job.output()
+    lasting.goes_on(after=saved)
     drill.record(
         "preemption with SlurmctldParameters=preempt_send_user_signal (SIGUSR1 to the batch script)",
-        f"saved step {saved}, put back",
+        f"saved step {saved}, put back, went on after it",
     )
+
+
+def test_the_time_limit_itself(drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    lasting.job.limit(minutes=2)  # from now on: a busy machine may need a minute to start
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    assert f"stopped after step {saved} of 100000 (SIGUSR1)" in lasting.job.output()
+    lasting.job.limit(minutes=60)
+    lasting.goes_on(after=saved)
+    drill.record(
+        "--signal=B:USR1@60 and a time limit of 2 minutes from its first steps on",
+        f"saved step {saved}, put back, went on after it",
+    )
+
+
+def test_a_node_whose_daemon_dies_gives_the_job_to_others(cluster: Cluster, drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    cluster.kill_slurmd("n2")
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    cluster.start_node("n2")
+    lasting.goes_on(after=saved)
+    drill.record(
+        f"the slurmd of n2 dies, its ranks do not; {NOTICED}",
+        f"SLURM put the job back after SlurmdTimeout; saved step {saved}; went on after it",
+    )
+
+
+def test_a_node_that_dies_whole_is_noticed_by_the_run_before_slurm(
+    cluster: Cluster, drill: Drill, lasting: LastingRun
+) -> None:
+    restarts = lasting.restarts
+    sentence = f"SLURM gets no answer from n2: job {lasting.job.number} is put back into the queue"
+    with cluster.set(f"SlurmdTimeout={USUAL_S}"):
+        cluster.kill_node("n2")
+        lasting.job.wait_until(lambda: f"\n{sentence}\n" in lasting.job.output(), "put back by its own script")
+        cluster.start_node("n2")
+        saved = lasting.is_put_back(restarts=restarts + 1)
+    lasting.goes_on(after=saved)
+    drill.record(
+        f"all processes of n2 die at once; SlurmdTimeout={USUAL_S}, SLURM's default",
+        f"{sentence!r}; it went on after step {saved}, put back {lasting.restarts - restarts} time(s) in all",
+    )
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_that_dies_whole_is_survived(cluster: Cluster, drill: Drill, lasting: LastingRun, node: str) -> None:
+    """n1 has the batch script. A signal of the job's first life may reach the step of its second one (`slurm.after`):
+    then there is a third."""
+    restarts = lasting.restarts
+    cluster.kill_node(node)
+    saved = lasting.is_put_back(restarts=restarts + 1)
+    cluster.start_node(node)
+    lasting.goes_on(after=saved)
+    again = lasting.restarts - restarts
+    drill.record(
+        f"all processes of {node} die at once: slurmd, slurmstepd, torchrun, the rank"
+        f"{', srun and the batch script' if node == 'n1' else ''}; {NOTICED}",
+        f"SLURM put the job back (NODE_FAIL); it went on after step {saved}, put back {again} time(s) in all",
+    )
+
+
+def test_scancel_saves_and_puts_nothing_back(drill: Drill, lasting: LastingRun) -> None:
+    restarts = lasting.restarts
+    lasting.job.cancel()
+    facts = lasting.job.wait_for("CANCELLED")
+    requeue = read_requeue(lasting.files)
+    assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == lasting.saved
+    assert int(facts["Restarts"]) == restarts
+    drill.record("scancel", f"saved step {lasting.saved}, left `requeue`, was not put back")
+
+
+def test_preemption_in_a_partition_that_would_cancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
+    run = Run(cluster, folder, "preempted")
+    job = run.submit_endless(options=(*TWO_NODES, "--partition=cancel"))
+    cluster.preempt()
+    job.wait_for("PENDING", restarts=1)
+    assert f"stopped after step {run.saved} of 100000 (SIGTERM)" in job.output() and "Traceback" not in job.output()
+    drill.record("preemption in a partition with PreemptMode=CANCEL, GraceTime=60", f"saved step {run.saved}, put back")
 
 
 def test_a_rank_that_is_killed_ends_the_job_by_name(cluster: Cluster, folder: Path, drill: Drill) -> None:
     run = Run(cluster, folder, "killed")
-    job = run.submit_and_wait()
+    job = run.submit_endless()
     (second,) = [status for status in read_statuses(run.files) if status.rank == 1]
     os.kill(second.pid, signal.SIGKILL)
     facts = job.wait_for("FAILED")
@@ -166,34 +207,19 @@ def test_a_rank_that_is_killed_ends_the_job_by_name(cluster: Cluster, folder: Pa
     drill.record("kill -9 of the rank of the second node", f"exit 4, not put back: {report.message!r}")
 
 
-def test_a_node_whose_daemon_dies_gives_the_job_to_others(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "without-slurmd")
-    job = run.submit_and_wait()
-    cluster.kill_slurmd("n2")
-    job.wait_for("PENDING", restarts=1)
-    saved = run.saved
-    cluster.start_node("n2")
-    run.goes_on(job, after=saved)
-    drill.record(
-        "the slurmd of the second node dies, its ranks do not",
-        f"SLURM put the job back after SlurmdTimeout; saved step {saved}; went on after it",
-    )
-
-
-def test_a_node_that_dies_whole_is_survived(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    """A signal of the job's first life reaches the step of its second one (`slurm.run`)."""
-    run = Run(cluster, folder, "without-node")
-    job = run.submit_and_wait()
+def test_a_node_that_dies_whole_is_told_where_slurm_may_not_requeue(
+    cluster: Cluster, folder: Path, drill: Drill
+) -> None:
+    run = Run(cluster, folder, "told")
+    job = run.submit_endless(options=(*TWO_NODES, "--no-requeue"))
     cluster.kill_node("n2")
-    job.wait_for("PENDING", restarts=1)
-    saved = run.saved
-    cluster.start_node("n2")
-    run.goes_on(job, after=saved)
-    again = "before they had joined each other" in job.output()
+    facts = job.wait_for("NODE_FAIL", "FAILED")
+    assert facts["Restarts"] == "0" and "Traceback" not in job.output()
+    report = read_error(run.files)
+    assert report is not None and report.kind == "lost" and report.rank == 1 and report.message in job.output()
     drill.record(
-        "slurmd, slurmstepd, torchrun and rank of the second node die together",
-        f"SLURM put the job back (NODE_FAIL); it went on after step {saved}; a late signal of its first life "
-        f"{'ended the first step, which was started again' if again else 'did not come'}",
+        f"all processes of n2 die at once, of a job with --no-requeue; {NOTICED}",
+        f"{facts['JobState']}: {report.message!r}",
     )
 
 
@@ -212,8 +238,8 @@ def test_the_jobs_of_an_array_are_runs_of_their_own(cluster: Cluster, folder: Pa
     job = run.submit(*settings, options=("--nodes=1", "--array=1-2"))
     for index in (1, 2):
         assert job.wait_for("COMPLETED", "FAILED", index=index)["JobState"] == "COMPLETED", job.output(index)
-    one, other = (rows(folder / "runs" / f"seed-{index}") for index in (1, 2))
-    assert len(one) == len(other) == 2
+    for index in (1, 2):
+        assert [row["step"] for row in rows(folder / "runs" / f"seed-{index}")] == [0, 1, 2]
     samples = [(folder / f"runs/seed-{index}/samples.jsonl").read_text() for index in (1, 2)]
     assert samples[0] != samples[1]
     refused = Run(cluster, folder, "same").submit(options=("--nodes=1", "--array=1-1"))
@@ -254,27 +280,6 @@ def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, in
         HOME=str(own),
     )
     assert job.wait_for("COMPLETED", "FAILED")["JobState"] == "COMPLETED", job.output()
-    assert len(rows(own / "of-nobody")) == 2
+    assert [row["step"] for row in rows(own / "of-nobody")] == [0, 1, 2]
     assert (own / "of-nobody/metrics.jsonl").owner() == "nobody"
     drill.record("two nodes, as the user nobody", "completed; the run's files are the user's")
-
-
-def test_the_time_limit_itself_and_scancel(cluster: Cluster, folder: Path, drill: Drill) -> None:
-    run = Run(cluster, folder, "limited")
-    job = run.submit(*ENDLESS, options=(*TWO_NODES, "--time=4", "--signal=B:USR1@60"))
-    job.wait_for("PENDING", restarts=1)
-    first = run.saved
-    assert first > 0 and f"stopped after step {first} of 100000 (SIGUSR1)" in job.output()
-    job.start_now()
-    job.wait_for("RUNNING", restarts=1)
-    job.wait_until(lambda: run.saved > first, "more steps")
-    job.cancel()
-    facts = job.wait_for("CANCELLED")
-    requeue = read_requeue(run.files)
-    assert requeue is not None and requeue.reason == "SIGTERM" and requeue.step == run.saved
-    assert int(facts["Restarts"]) == 1 and "Traceback" not in job.output()
-    drill.record(
-        "2 nodes, --time 4 --signal=B:USR1@60; scancel after the restart",
-        f"saved step {first}, put back, went on; scancel: saved step {run.saved}, left `requeue`, was not put back; no "
-        "traceback",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import signal
@@ -19,9 +20,10 @@ from spmdrl.faults import slurm, supervise
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.rank_status import own_host
-from spmdrl.faults.slurm import Job, job_of, put_back
+from spmdrl.faults.slurm import Job, after, job_of
 from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch
 from spmdrl.faults.verdict import (
+    EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_LOST_RANK,
     EXIT_REQUEUE,
@@ -388,39 +390,36 @@ def stopped(**changes: object) -> Ending:
 
 
 def test_a_job_goes_back_into_the_queue_only_if_that_brings_it_further(stubs: Stubs, job: Job) -> None:
-    assert put_back(job, stopped()) == "job 12123 is put back into the queue"
+    assert after(job, stopped()) == "job 12123 is put back into the queue"
     assert stubs.calls[-1] == "scontrol requeue 12123"
     before = stubs.calls
-    assert "it has saved no step" in put_back(job, stopped(advanced=False))
-    assert "--time" in put_back(job, stopped(advanced=False))
-    assert "--time" not in put_back(job, stopped(reason="SIGTERM", told=False, advanced=False))
-    assert put_back(job, stopped(reason="SIGTERM")) == "", "scancel"
+    assert "it has saved no step" in after(job, stopped(advanced=False))
+    assert "--time" in after(job, stopped(advanced=False))
+    assert after(job, stopped(reason="SIGTERM")) == "", "scancel"
+    assert after(job, Ending(code=0)) == after(job, Ending(code=EXIT_USER_ERROR)) == ""
     assert stubs.calls == before
-    assert put_back(job, stopped(reason="SIGTERM", told=False)).endswith("put back into the queue")
     stubs.add("scontrol", exit_code=1)
-    assert "could not be put back" in put_back(job, stopped())
+    assert "could not be put back" in after(job, stopped())
 
 
-@pytest.mark.parametrize(
-    ("endings", "launches"),
-    [
-        ([stopped(reason="SIGTERM", told=False, advanced=False), Ending(code=0)], 2),
-        ([stopped(reason="SIGTERM", told=False, advanced=False)] * 3, 2),
-        ([stopped(reason="SIGTERM", told=True, advanced=False)], 1),
-        ([stopped(reason="SIGTERM", told=False, advanced=True)], 1),
-        ([Ending(code=4)], 1),
-    ],
-)
-def test_a_step_that_is_ended_by_a_signal_of_an_earlier_life_is_started_once_more(
-    job: Job, monkeypatch: pytest.MonkeyPatch, endings: list[Ending], launches: int
-) -> None:
-    made: list[Ending] = []
+def test_a_job_whose_ranks_alone_were_told_to_stop_begins_once_more(stubs: Stubs, job: Job) -> None:
+    """It was preempted, or a signal of its last life came late: not even the loss of all work is the job's doing."""
+    for advanced in (True, False):
+        ending = stopped(reason="SIGTERM", told=False, advanced=advanced)
+        assert after(job, ending) == "job 12123 is put back into the queue"
+    often = dataclasses.replace(job, restarts=slurm.MOST_RESTARTS)
+    told = after(often, stopped(reason="SIGTERM", told=False, advanced=False))
+    assert "is not put back" in told and "--time" not in told
 
-    def next_ending(*_: object, **__: object) -> Ending:
-        made.append(endings[len(made)])
-        return made[-1]
 
-    monkeypatch.setattr(slurm, "launch", next_ending)
-    with Requests() as requests:
-        assert slurm.run(job, "spmdrl.train", [], requests) == endings[launches - 1]
-    assert len(made) == launches
+@pytest.mark.parametrize("code", [EXIT_LOST_RANK, EXIT_HANG])
+def test_a_job_that_has_lost_a_node_goes_back_before_slurm_has_noticed(stubs: Stubs, job: Job, code: int) -> None:
+    stubs.add("sinfo")
+    assert after(job, Ending(code=code)) == "", "all nodes answer: the rank has ended by itself"
+    stubs.add("sinfo", prints="node8\\nnode8\\n")  # once for each partition
+    assert after(job, Ending(code=code)) == "SLURM gets no answer from node8: job 12123 is put back into the queue"
+    assert stubs.calls[-2:] == [
+        "sinfo --noheader --dead --Node --nodes=node[7-8] --format=%N",
+        "scontrol requeue 12123",
+    ]
+    assert after(job, Ending(code=code, told=True)) == "", "SLURM has ended the job itself"
