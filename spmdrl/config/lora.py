@@ -9,7 +9,7 @@ from pydantic import Field
 
 from spmdrl.config.base import Count, PathText, Positive, Section, idle_settings, rule
 
-_FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets")
+_FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets", "init")
 
 
 class LoraConfig(Section):
@@ -22,6 +22,9 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """The linear layers that get adapters, by the ends of their names, such as `["q_proj", "v_proj"]`; `"all-linear"`
     are all but the head."""
+    init: Literal["default", "pissa", "olora"] = "default"
+    """Where training begins: `default` at a random A and B = 0; `pissa` at the largest singular values of each weight,
+    `olora` at its first columns made orthogonal, both minus themselves, so that the policy begins as its base."""
     path: PathText | None = None
     """Start from the adapters in this directory, which are in PEFT's format, of this or any other program's. It says
     what rank, alpha and targets are."""

@@ -56,6 +56,7 @@ class ModelSize:
     frozen_shard: int = 0  # of the shard, what is not trained
     adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
     adapter_shard: int = 0  # of these, those that this rank's optimizer steps
+    adapter_start: int = 0  # elements of the start that adapters subtract, whole on every rank
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
 
     @property
@@ -154,7 +155,7 @@ def training_memory(
     `compute_bytes` is the size of an element of the compute dtype.
     """
     on_device = [size for size in trained if size.adapters or not model.cpu_offload]
-    adapters = sum(size.adapters for size in trained) * _FLOAT32
+    adapters = sum(size.adapters + size.adapter_start for size in trained) * _FLOAT32
     bases = 0 if model.cpu_offload else sum(size.base_bytes(compute_bytes) for size in trained)
     stepped = sum(size.stepped for size in on_device) * _FLOAT32
     return TrainingMemory(

@@ -45,6 +45,7 @@ class Model:
     critic: Model | None = None  # trained together with it
     targets: Mapping[str, int] = field(default_factory=dict)  # weights with adapters, and the elements of these
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
+    keeps_start: bool = False  # of adapters that begin at a part of the weights
 
     @classmethod
     def read(
@@ -52,7 +53,9 @@ class Model:
     ) -> Model:
         """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
         targets = {} if lora is None else adapter_sizes(config, cfg, lora)
-        return cls(config, *parameter_shapes(config, cfg), critic, targets, frozen_names(config, cfg))
+        keeps_start = lora is not None and lora.init != "default"
+        frozen = frozen_names(config, cfg)
+        return cls(config, *parameter_shapes(config, cfg), critic, targets, frozen, keeps_start)
 
     @property
     def looks_once(self) -> bool:
@@ -87,6 +90,7 @@ class Model:
             model_size(self.shapes, self.layers, layout=layout, frozen=self.frozen, apart=tower),
             adapters=adapters,
             adapter_shard=math.ceil(adapters / num_training),
+            adapter_start=adapters if self.keeps_start else 0,
             adapted_experts=max(experts),
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spmdrl.model.policy import Policy
 from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.sink import AdapterVersion
+from spmdrl.types import Sequence as Tokens
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
@@ -47,11 +48,23 @@ def merged(model: nn.Module, adapters: AdapterVersion) -> Any:
     return whole
 
 
+def token_mean_loss(model: Any, sequences: Sequence[Tokens]) -> Tensor:
+    """The loss of fine-tuning that transformers' own forward pass gives, averaged over all trained tokens."""
+    losses, num_tokens = [], 0
+    for sequence in sequences:
+        pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
+        labels = torch.tensor([[token if trained else -100 for token, trained in pairs]])
+        count = sum(sequence.loss_mask)
+        losses.append(count * model(input_ids=torch.tensor([sequence.token_ids]), labels=labels).loss)
+        num_tokens += count
+    return torch.stack(losses).sum() / num_tokens
+
+
 @torch.no_grad()
 def change_adapters(policy: Policy, amount: float) -> None:
     """Change every adapter as an update would: alike on every rank."""
     assert policy.adapters is not None
-    tensors = policy.adapters.tensors
+    tensors = policy.adapters.trained
     for number, (name, tensor) in enumerate(tensors.items()):
         generator = torch.Generator().manual_seed(number)
         tensors[name] = tensor + amount * torch.randn(tensor.shape, generator=generator)

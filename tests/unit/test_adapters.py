@@ -98,6 +98,11 @@ def test_the_planner_counts_adapters(tmp_path: Path, num_ranks: int) -> None:
     assert planned.gradients == 4 * adapters + 4 * own
     assert planned.optimizer == 8 * own
     assert planned.adapters == 4 * adapters
+    with_start = Model.read(config, cfg, lora=LoraConfig(rank=5, init="pissa")).size(
+        ParallelConfig(), num_training=num_ranks
+    )
+    beside = training_memory(cfg, OptimConfig(lr=1.0), [with_start], compute_bytes=2)
+    assert beside == replace(planned, weights=planned.weights + 4 * adapters, adapters=8 * adapters)
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
@@ -120,6 +125,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
         "adapters of rank 8, alpha 16, rslora false, and those of this run are of other layers; set [lora] back"
     )
     assert "are of rank 8, alpha 32, rslora false; set" in problem(held, replace(held, alpha=32.0))
+    assert "are of rank 8, alpha 16, rslora false, init pissa; set" in problem(held, replace(held, init="pissa"))
 
 
 def test_experts_of_one_layer_are_named_in_full(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class _Adapted:
         planned = plan_adapters(model, cfg.lora)
         layers = tuple(target.module for target in targets_of(model, planned.wanted))
         has_experts = any(isinstance(target, ExpertsTarget) for target in targets_of(model, ALL_LINEAR))
-        return cls(planned.strength.rank, layers, has_experts)
+        return cls(planned.sent_strength.rank, layers, has_experts)
 
     @property
     def modules(self) -> list[str]:
