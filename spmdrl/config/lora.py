@@ -9,6 +9,7 @@ from pydantic import Field
 
 from spmdrl.config.base import Count, PathText, Positive, Section, idle_settings, rule
 
+QuantizedBase = Literal["nf4", "8bit"]  # bits in which the base's weights are kept
 _FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets", "init")
 
 
@@ -28,6 +29,9 @@ class LoraConfig(Section):
     path: PathText | None = None
     """Start from the adapters in this directory, which are in PEFT's format, of this or any other program's. It says
     what rank, alpha and targets are."""
+    base: QuantizedBase | None = None
+    """Keep the weights of the base's linear layers, but not of the head, in few bits: `nf4` in 4, `8bit` in 8, whole on
+    every rank (QLoRA). Unset: as they compute. Needs the extra `quantized`."""
     merge: bool = False
     """Give the engine merged weights, W + B A, at every refit, for what it cannot adapt itself."""
     dropout: float = 0.0

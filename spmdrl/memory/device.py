@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
@@ -57,6 +57,8 @@ class ModelSize:
     adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
     adapter_shard: int = 0  # of these, those that this rank's optimizer steps
     adapter_start: int = 0  # elements of the start that adapters subtract, whole on every rank
+    kept_bytes: int = 0  # of weights that are kept in few bits, whole on every rank; they are no part of `shard`
+    largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
 
     @property
@@ -70,8 +72,8 @@ class ModelSize:
         return (self.stepped + self.adapters) * _FLOAT32
 
     def base_bytes(self, compute_bytes: int) -> int:
-        """Bytes of the model's shards: float32 where they are trained, else as they compute."""
-        return self.shard * (compute_bytes if self.adapters else _FLOAT32)
+        """Bytes of the model's weights: of shards float32 where they are trained, else as they compute."""
+        return self.shard * (compute_bytes if self.adapters else _FLOAT32) + self.kept_bytes
 
 
 def model_size(
@@ -81,15 +83,22 @@ def model_size(
     layout: ShardLayout,
     frozen: Collection[str] = (),
     apart: Collection[str] = (),
+    kept: Mapping[str, int] | None = None,
 ) -> ModelSize:
     """Count parameters, given the shape of each and the names of those in each decoder layer.
 
     `frozen` are the names of those that are not trained, `apart` of those that are gathered by themselves: a tower's.
+    `kept` are the bytes of those that are kept in few bits, by name.
     """
-    gathered = {name: math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()}
+    kept = kept or {}
+    gathered = {
+        name: 0 if name in kept else math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()
+    }
     in_layers = [sum(gathered[name] for name in layer) for layer in layers]
 
     def shard(name: str) -> int:
+        if name in kept:
+            return 0
         num_rows, *others = shapes[name]
         return math.ceil(num_rows / layout.num_shards(name)) * math.prod(others) // layout.num_parts(name)
 
@@ -101,6 +110,8 @@ def model_size(
         num_layers=len(layers),
         largest_weight=max(map(math.prod, shapes.values())),
         frozen_shard=sum(map(shard, frozen)),
+        kept_bytes=sum(kept.values()),
+        largest_kept=max((math.prod(shapes[name]) for name in kept), default=0),
     )
 
 
@@ -310,7 +321,7 @@ def gathered_weights(model: ModelConfig, size: ModelSize, *, trainable: bool = T
     layers stay gathered.
     """
     layers = 1 + model.prefetch_layers if model.reshard_after_forward or not trainable else size.num_layers
-    return size.root + min(layers, size.num_layers) * size.largest_layer
+    return size.root + min(layers, size.num_layers) * size.largest_layer + size.largest_kept
 
 
 def full_bucket(bucket_bytes: int, size: ModelSize, *, compute_bytes: int) -> int:

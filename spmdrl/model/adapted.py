@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import LoraConfig, ModelConfig
+from spmdrl.config.lora import QuantizedBase
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.adapters import Adapters, Strength, matrix_names
 from spmdrl.model.expert_adapters import ExpertsTarget
@@ -22,6 +23,7 @@ from spmdrl.model.load import load_policy, load_reference, model_without_memory
 from spmdrl.model.operators import operators_of
 from spmdrl.model.peft_files import base_problems, read_adapter
 from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.quantized import bytes_of, quantization_problems, quantized_names
 from spmdrl.model.starts import Init, start_of
 from spmdrl.model.targets import Wanted, short_names, target_problems, targets_of
 from spmdrl.model.weight_files import weights_digest
@@ -45,7 +47,7 @@ def load_trained(
     """
     if lora is None:
         return load_policy(cfg, meshes.model, temperature=temperature, kernel=kernel)
-    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", kernel=kernel)
+    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", quantized=lora.base, kernel=kernel)
     plan = plan_adapters(policy.model, lora)
     tp = meshes.model.tp
     multiply = operators_of(policy.kernel).linear
@@ -67,8 +69,11 @@ def load_trained(
 def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | None) -> Iterator[str]:
     """Yield a sentence when `[lora]` does not fit the model; takes no memory for it."""
     if lora is not None:
+        model = model_without_memory(model_config, cfg)
+        if lora.base is not None:
+            yield from quantization_problems(model, lora.base)
         try:
-            plan_adapters(model_without_memory(model_config, cfg), lora)
+            plan_adapters(model, lora)
         except UserError as error:
             yield from str(error).splitlines()
 
@@ -83,6 +88,12 @@ def adapter_sizes(model_config: Any, cfg: ModelConfig, lora: LoraConfig) -> dict
     }
 
 
+def kept_bytes(model_config: Any, cfg: ModelConfig, base: QuantizedBase) -> dict[str, int]:
+    """Count the bytes of each weight that is kept in few bits, by its name."""
+    model = model_without_memory(model_config, cfg)
+    return {name: bytes_of(model.get_parameter(name).numel(), base) for name in quantized_names(model)}
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The adapters that `[lora]` asks for."""
@@ -90,7 +101,7 @@ class AdapterPlan:
     strength: Strength
     wanted: Wanted  # see `targets_of`
     init: Init = "default"
-    files: Mapping[str, Tensor] = field(default_factory=dict)  # what they begin with, where they come from files
+    files: dict[str, Tensor] = field(default_factory=dict)  # what they begin with, where they come from files
 
     @property
     def sent_strength(self) -> Strength:
@@ -120,7 +131,7 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
     }
     if problems := list(base_problems(files, sizes, lora.path)):
         raise UserError("\n".join(problems))
-    return AdapterPlan(files.strength, files.wanted, files=files.tensors)
+    return AdapterPlan(files.strength, files.wanted, files=dict(files.tensors))
 
 
 def reference_of(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.dist.collectives import copy_from
 from spmdrl.model.adapters import Strength, Target, matrix_names
+from spmdrl.model.quantized import QuantizedLinear
 
 Init = Literal["default", "pissa", "olora"]
 Factors = tuple[Tensor, Tensor]  # A0 [rank, inputs] and B0 [outputs, rank], float32
@@ -32,18 +33,15 @@ def start_of(
     starts: dict[str, Tensor] = {}
     for first in range(0, len(targets), mesh.size()):
         group = targets[first : first + mesh.size()]
-        mine: Factors | None = None
+        pairs = [[torch.empty(shape, device=mesh.device_type) for shape in x.shapes(strength.rank)] for x in group]
         for owner, target in enumerate(group):
-            whole = _whole(model.get_parameter(target.weight))
+            whole = _whole(model, target.weight)
             if owner == mesh.get_local_rank():
-                mine = _FACTORS[kind](whole.float(), strength)
+                pairs[owner] = [matrix.contiguous() for matrix in _FACTORS[kind](whole.float(), strength)]
         for owner, target in enumerate(group):
-            has_them = owner == mesh.get_local_rank()
-            shapes = target.shapes(strength.rank)
-            matrices = mine if has_them else [torch.empty(shape, device=mesh.device_type) for shape in shapes]
-            for name, matrix in zip(matrix_names(target), matrices, strict=True):
-                starts[name] = matrix.contiguous()
-                copy_from(mesh, starts[name], rank=owner)
+            for name, matrix in zip(matrix_names(target), pairs[owner], strict=True):
+                copy_from(mesh, matrix, rank=owner)
+                starts[name] = matrix
     return starts
 
 
@@ -63,10 +61,13 @@ def orthogonal(weight: Tensor, strength: Strength) -> Factors:
     return r[: strength.rank], q[:, : strength.rank]
 
 
-def _whole(weight: Tensor) -> Tensor:
-    """Gather a weight from its shards, which may be in host memory."""
-    if not isinstance(weight, DTensor):
-        return weight
+def _whole(model: nn.Module, name: str) -> Tensor:
+    """Gather a linear layer's weight from its shards, which may be in host memory."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(layer, QuantizedLinear):
+        return layer.whole()
+    weight = layer.weight
+    assert isinstance(weight, DTensor), "a parameter was not sharded"
     mesh = weight.device_mesh
     local = weight.to_local().to(mesh.device_type)
     return DTensor.from_local(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ def merged(model: nn.Module, adapters: AdapterVersion) -> Any:
             layer = whole.get_submodule(name.removeprefix(PREFIX).removesuffix(".lora_A.weight"))
             layer.weight += adapters.scale * tensors[name.replace("lora_A", "lora_B")] @ a
     return whole
+
+
+class NoTokenizer:
+    """In the place of a tokenizer, for an export of weights."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write nothing."""
 
 
 def token_mean_loss(model: Any, sequences: Sequence[Tokens]) -> Tensor:

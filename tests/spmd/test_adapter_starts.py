@@ -22,18 +22,13 @@ from spmdrl.model.adapted import adapter_problems, load_trained, reference_of
 from spmdrl.model.load import load_model_config, load_reference
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf
-from tests.helpers.adapters import token_mean_loss
+from tests.helpers.adapters import NoTokenizer, token_mean_loss
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.models import save_llama, save_qwen3_moe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
 RANK = 4
-
-
-class _NoTokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        pass
 
 
 def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
@@ -61,7 +56,7 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         policy.adapters.load({name: -0.1 * x for name, x in adapters.trained.items()})
         found |= {"off": logprobs(base), "changed": logprobs(policy), "config": adapters.config}
         export_adapter(policy, exports / "adapter", meshes)
-        export_hf(policy, _NoTokenizer(), exports / "hf", meshes, dtype=torch.float32)
+        export_hf(policy, NoTokenizer(), exports / "hf", meshes, dtype=torch.float32)
         return found
 
 

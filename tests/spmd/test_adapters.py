@@ -37,7 +37,7 @@ from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.parity_cases import GradientAsWeight
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main as train
-from tests.helpers.adapters import token_mean_loss
+from tests.helpers.adapters import NoTokenizer, token_mean_loss
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
 from tests.helpers.models import (
@@ -103,15 +103,9 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
         assert isinstance(learner.optimizer, GradientAsWeight)
         export_adapter(policy, exports / "adapter", meshes)
-        tokenizer = _NoTokenizer()
-        export_hf(policy, tokenizer, exports / "hf", meshes, dtype=torch.float32)
+        export_hf(policy, NoTokenizer(), exports / "hf", meshes, dtype=torch.float32)
         update(learner, batch.mini_batches, meshes, step=1)
         return found | {"gradients": {name: x.clone() for name, x in policy.adapters.trained.items()}}
-
-
-class _NoTokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        pass
 
 
 @pytest.mark.parametrize(

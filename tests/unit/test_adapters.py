@@ -105,6 +105,24 @@ def test_the_planner_counts_adapters(tmp_path: Path, num_ranks: int) -> None:
     assert beside == replace(planned, weights=planned.weights + 4 * adapters, adapters=8 * adapters)
 
 
+def test_the_planner_counts_a_base_in_few_bits(tmp_path: Path) -> None:
+    cfg = model_config(save_qwen3(tmp_path))
+    config = AutoConfig.from_pretrained(cfg.path)
+    linears = 3 * sum(map(math.prod, [(48, 64), (48, 32), (48, 32), (64, 48), (48, 80), (48, 80), (80, 48)]))
+
+    def planned(**lora: Any) -> Any:
+        size = Model.read(config, cfg, lora=LoraConfig(rank=5, **lora)).size(ParallelConfig(), num_training=2)
+        return size, training_memory(cfg, OptimConfig(lr=1.0), [size], compute_bytes=2)
+
+    (sharded, before), (size, after) = planned(), planned(base="nf4")
+    assert size.whole == sharded.whole, "engines and exports get all of it"
+    assert size.shard == sharded.shard - linears // 2
+    in_bits = linears // 2 + 4 * linears // 64
+    assert after.weights == before.weights - linears + in_bits
+    assert after.gathered < before.gathered and size.largest_kept == 48 * 80
+    assert planned(base="8bit")[1].weights == after.weights + linears // 2
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     held = Identity(base="a", matrices="b", rank=8, alpha=16.0, rslora=False)
     learner = {"optimizer": "adamw", "has_state": True, "coefficients": {}} | {
