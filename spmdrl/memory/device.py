@@ -60,6 +60,7 @@ class ModelSize:
     kept_bytes: int = 0  # of weights that are kept in few bits, whole on every rank; they are no part of `shard`
     largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
+    all_adapted_experts: int = 0  # undivided, of all layers
 
     @property
     def stepped(self) -> int:
@@ -197,7 +198,10 @@ def plan_memory(
     disaggregated = cfg.rollout.placement == "disaggregated"
     trained = [size, critic] if critic else [size]
     training = training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes)
-    engine_weights = 0 if disaggregated else size.whole * compute_bytes // cfg.rollout.tp_size
+    in_process = engine_facts(cfg.rollout.engine).in_process
+    # The torch engine merges the adapters of a version's experts: of the one before too while it takes the next one.
+    merged = 2 * size.all_adapted_experts if in_process and cfg.sends_adapters else 0
+    engine_weights = 0 if disaggregated else (size.whole + merged) * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
     free = device_bytes - overhead.at_launch - (training.adapters if cfg.offload.trainer == "all" else training.weights)

@@ -10,7 +10,6 @@ outside FSDP; the layer's parameter says what shape and dtype the weight has, an
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import logging
 import sys
@@ -139,7 +138,9 @@ def _library() -> Any:
     log.setLevel(logging.CRITICAL)
     sys.modules["kernels"] = None  # type: ignore[assignment]
     try:
-        return importlib.import_module(f"{_LIBRARY}.functional")
+        from bitsandbytes import functional
+
+        return functional
     except ImportError as error:
         raise UserError(f"lora.base needs {_LIBRARY}, which cannot be imported here: {error}") from error
     finally:

@@ -94,6 +94,7 @@ class Model:
             adapter_shard=math.ceil(adapters / num_training),
             adapter_start=adapters if self.keeps_start else 0,
             adapted_experts=max(experts),
+            all_adapted_experts=sum(math.prod(self.shapes[name]) for name in layout.experts & adapted),
         )
 
 

@@ -184,11 +184,14 @@ def _exported(run: Path) -> dict[str, Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
-def test_a_resumed_run_goes_on_from_the_start_that_was_saved(tmp_path: Path, fine_tuning: Path) -> None:
+@pytest.mark.parametrize("setting", ["lora.init=pissa", "lora.base=nf4"])
+def test_a_resumed_run_has_its_start_and_its_base_again(tmp_path: Path, fine_tuning: Path, setting: str) -> None:
     """On two ranks from a checkpoint of one: the start is the checkpoint's, whatever this launch computes."""
+    if "base" in setting:
+        pytest.importorskip("bitsandbytes")
 
     def launch(name: str, num_steps: int, *overrides: str) -> list[str]:
-        begins = ["lora.init=pissa", "checkpoint.keep_every=1", "export.merged=false"]
+        begins = [setting, "checkpoint.keep_every=1", "export.merged=false"]
         return [f"run.name={name}", f"run.num_steps={num_steps}", *begins, *overrides]
 
     stopped = launch("parts", 1, "export.at_end=false")

@@ -20,9 +20,9 @@ from spmdrl.model.adapted import adapter_sizes
 from spmdrl.model.adapters import Identity, Strength
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.targets import ALL_LINEAR, short_names, target_problems, targets_of
-from spmdrl.preflight.forecast import Model
+from spmdrl.preflight.forecast import Model, predict
 from spmdrl.types import UserError
-from tests.helpers.configs import model_config
+from tests.helpers.configs import minimal_config, model_config
 from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe, save_qwen3_next
 from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
 
@@ -121,6 +121,20 @@ def test_the_planner_counts_a_base_in_few_bits(tmp_path: Path) -> None:
     assert after.weights == before.weights - linears + in_bits
     assert after.gathered < before.gathered and size.largest_kept == 48 * 80
     assert planned(base="8bit")[1].weights == after.weights + linears // 2
+
+
+def test_the_planner_counts_the_experts_that_the_torch_engine_merges(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+
+    def engine_bytes(**lora: Any) -> int:
+        cfg = minimal_config(model={"path": path}, lora=lora)
+        model = Model.read(config, cfg.model, lora=cfg.lora)
+        return predict(cfg, model, num_ranks=1, device_bytes=2**36, on_gpu=False).plan.engine_weights
+
+    experts = sum(x.numel() for x in _model(path).parameters() if x.ndim == 3)
+    assert experts and engine_bytes() - engine_bytes(merge=True) == 2 * 4 * experts
+    assert engine_bytes(targets=["q_proj"]) == engine_bytes(merge=True)
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
