@@ -57,7 +57,8 @@ class ModelSize:
     adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
     adapter_shard: int = 0  # of these, those that this rank's optimizer steps
     adapter_start: int = 0  # elements of the start that adapters subtract, whole on every rank
-    kept_bytes: int = 0  # of weights that are kept in few bits, whole on every rank; they are no part of `shard`
+    kept: int = 0  # elements of weights that are kept in few bits, whole on every rank; they are no part of `shard`
+    kept_bytes: int = 0  # of them
     largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
     all_adapted_experts: int = 0  # undivided, of all layers
@@ -111,6 +112,7 @@ def model_size(
         num_layers=len(layers),
         largest_weight=max(map(math.prod, shapes.values())),
         frozen_shard=sum(map(shard, frozen)),
+        kept=sum(math.prod(shapes[name]) for name in kept),
         kept_bytes=sum(kept.values()),
         largest_kept=max((math.prod(shapes[name]) for name in kept), default=0),
     )

@@ -59,20 +59,33 @@ LORA = LoraConfig(rank=RANK, alpha=6.0)
 # Each way in which ranks share a gradient, in as few layouts as have them all; `make test-long` has every layout.
 DENSE = ("hsdp 2 x tp 2", "dp 2 x cp 2", "one sequence at a time", "checkpointing: full")
 OF_EXPERTS = ("dp 2 x tp 2", "dp 2 x tp 2 x ep 2", "ep 4", "checkpointing: full")
-every = pytest.param((), marks=pytest.mark.slow, id="every layout")
 
 
-@pytest.mark.parametrize("names", [pytest.param(DENSE, id="some"), every])
-def test_layouts_of_adapters_give_what_one_rank_gives(tmp_path: Path, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "lora"),
+    [
+        pytest.param(DENSE, {}, id="some"),
+        pytest.param(("hsdp 2 x tp 2",), {"init": "pissa"}, id="from principal values"),
+        pytest.param(("dp 2 x cp 2",), {"base": "nf4"}, id="on 4 bits", marks=pytest.mark.slow),
+        pytest.param((), {}, id="every layout", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_of_adapters_give_what_one_rank_gives(
+    tmp_path: Path, names: tuple[str, ...], lora: dict[str, Any]
+) -> None:
+    if "base" in lora:
+        pytest.importorskip("bitsandbytes")
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY, num_hidden_layers=2)
-    settings = dataclasses.replace(by_reward(path), lora=LORA)
+    settings = dataclasses.replace(by_reward(path), lora=LORA.model_copy(update=lora))
     found = matrix(settings, lambda case: case.name in names if names else case.parallel.ep == 1)
     assert set(names) < found.keys()
     require_same(found)
 
 
 @needs_expert_plans
-@pytest.mark.parametrize("names", [pytest.param(OF_EXPERTS, id="some"), every])
+@pytest.mark.parametrize(
+    "names", [pytest.param(OF_EXPERTS, id="some"), pytest.param((), id="every layout", marks=pytest.mark.slow)]
+)
 def test_layouts_of_adapted_experts_give_what_one_rank_gives(tmp_path: Path, names: tuple[str, ...]) -> None:
     path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
