@@ -16,6 +16,7 @@ from spmdrl.checkpoint.manifest import STATE
 from spmdrl.checkpoint.restore import refuse_other_adapters
 from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
 from spmdrl.memory.device import training_memory
+from spmdrl.model import quantized
 from spmdrl.model.adapted import adapter_sizes
 from spmdrl.model.adapters import Identity, Strength
 from spmdrl.model.load import model_without_memory
@@ -121,6 +122,17 @@ def test_the_planner_counts_a_base_in_few_bits(tmp_path: Path) -> None:
     assert after.weights == before.weights - linears + in_bits
     assert after.gathered < before.gathered and size.largest_kept == 48 * 80
     assert planned(base="8bit")[1].weights == after.weights + linears // 2
+
+
+def test_a_base_that_cannot_be_kept_in_few_bits_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, with_experts = _model(save_qwen3(tmp_path / "a")), _model(save_qwen3_moe(tmp_path / "b"))
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: name)
+    assert list(quantized.quantization_problems(dense, "nf4")) == []
+    (said,) = quantized.quantization_problems(with_experts, "nf4")
+    assert said.startswith('lora.base = "nf4" keeps linear layers in few bits, and most of this model are experts')
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    (said,) = quantized.quantization_problems(dense, "8bit")
+    assert said.startswith('lora.base = "8bit" needs bitsandbytes, which is not installed; install it with pip')
 
 
 def test_the_planner_counts_the_experts_that_the_torch_engine_merges(tmp_path: Path) -> None:
