@@ -55,6 +55,7 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         found |= {"gradients": {name: x.clone() for name, x in adapters.trained.items()}}
         policy.adapters.load({name: -0.1 * x for name, x in adapters.trained.items()})
         found |= {"off": logprobs(base), "changed": logprobs(policy), "config": adapters.config}
+        found |= {"learned": {name: x.clone() for name, x in adapters.trained.items()}}
         export_adapter(policy, exports / "adapter", meshes)
         export_hf(policy, NoTokenizer(), exports / "hf", meshes, dtype=torch.float32)
         return found
@@ -111,6 +112,15 @@ def test_starts_are_those_of_peft_and_the_first_policy_is_the_base(
     plain = read.merge_and_unload()
     for name, weight in merged.named_parameters():
         torch.testing.assert_close(weight, plain.get_parameter(name), rtol=0, atol=1e-6)
+
+    # They add the product of the matrices that began as the start, less the start's own.
+    base, scale = AutoModelForCausalLM.from_pretrained(path), 6.0 / (RANK**0.5 if cfg.rslora else RANK)
+    for a, b in ((name, name.replace("lora_A", "lora_B")) for name in found["start"] if "lora_A" in name):
+        (a0, b0), (da, db) = ([found[which][name] for name in (a, b)] for which in ("start", "learned"))
+        layer = a.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        added = scale * ((b0 + db) @ (a0 + da) - b0 @ a0)
+        changed, before = (model.get_submodule(layer).weight for model in (merged, base))
+        torch.testing.assert_close(changed, before + added, rtol=0, atol=1e-6)
     if num_ranks == 1:
         (again,) = run_ranks(1, _logprobs, path, LoraConfig(path=str(tmp_path / "adapter")))
         torch.testing.assert_close(again, found["changed"], rtol=0, atol=1e-6)
