@@ -46,9 +46,10 @@ from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.fused import use_fused_layers
 from spmdrl.model.linear import use_fast_linears
-from spmdrl.model.load import compute_dtype, decoder_layers, shard_policy
+from spmdrl.model.load import compute_dtype
 from spmdrl.model.policy import Policy
 from spmdrl.model.prefetch import prefetch_layers
+from spmdrl.model.sharding import decoder_layers, shard_policy
 from spmdrl.preflight.flops import forward_flops
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.step.batch import lay_end_to_end

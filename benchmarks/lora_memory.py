@@ -1,6 +1,7 @@
 """Count what a trainer holds at its first update: of a whole model, and of adapters on the same model.
 
     python benchmarks/lora_memory.py
+    python benchmarks/lora_memory.py --base nf4     # the adapters' base in 4 bits
 
 A random model of 1 billion parameters in bfloat16 on one CPU rank, AdamW, one short sequence. The bytes of weights,
 gradients and optimizer state are those of the tensors themselves, counted after the optimizer's step and before the
@@ -11,12 +12,14 @@ with what the planner says of both.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 import workload
@@ -25,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config import LoraConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
+from spmdrl.config.lora import QuantizedBase
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
@@ -33,11 +37,13 @@ from spmdrl.learn.update import update
 from spmdrl.memory.device import training_memory
 from spmdrl.model.adapted import load_trained
 from spmdrl.model.load import load_model_config
+from spmdrl.model.quantized import QuantizedLinear
 from spmdrl.preflight.forecast import Model
 from spmdrl.step.batch import build_batch
 from spmdrl.tools.parity_cases import plan_of, random_batch
 
 DTYPE = torch.bfloat16
+WAYS = ("adapters", "whole")
 OPTIM = OptimConfig(lr=1e-5)
 
 
@@ -45,23 +51,30 @@ def main() -> None:
     """Write the model, train it in both ways, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--base", choices=get_args(QuantizedBase), help="bits of the adapters' base")
     parser.add_argument("--layers", type=int, default=14, help="14 make 1.0 billion parameters")
     parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--trains", choices=("whole", "adapters"), help=argparse.SUPPRESS)  # set by this program
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, help="the whole model takes 16 bytes a parameter"
+    )
+    parser.add_argument("--trains", choices=WAYS, help=argparse.SUPPRESS)  # set by this program
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trains:
-        print(json.dumps(measure(args.model, LoraConfig(rank=args.rank) if args.trains == "adapters" else None)))
+        lora = LoraConfig(rank=args.rank, base=args.base) if args.trains == "adapters" else None
+        print(json.dumps(measure(args.model, lora)))
         return
     with tempfile.TemporaryDirectory() as folder:
         written = write_checkpoint(Path(folder), dtype=DTYPE, num_layers=args.layers, vocabulary=args.vocabulary)
-        found = {way: _in_a_process(way, folder, args.rank) for way in ("adapters", "whole")}
+        options = ["--rank", str(args.rank), *(["--base", args.base] if args.base else [])]
+        found = {way: _in_a_process(way, folder, options) for way in args.ways}
     parameters = int(written["num_parameters"])
     print(
         json.dumps(
             {
                 "num_parameters": parameters,
                 "rank": args.rank,
+                "base": args.base,
                 **found,
                 "versions": workload.versions(["spmdrl", "torch", "transformers"]),
             }
@@ -69,8 +82,8 @@ def main() -> None:
     )
 
 
-def _in_a_process(way: str, folder: str, rank: int) -> dict[str, dict[str, int]]:
-    command = [sys.executable, __file__, "--trains", way, "--model", folder, "--rank", str(rank)]
+def _in_a_process(way: str, folder: str, options: Sequence[str]) -> dict[str, dict[str, int]]:
+    command = [sys.executable, __file__, "--trains", way, "--model", folder, *options]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -92,7 +105,9 @@ def measure(path: Path, lora: LoraConfig | None) -> dict[str, dict[str, int]]:
         batch = build_batch(sequences, plan, meshes, aggregation="token_mean")
         update(learner, batch.mini_batches, meshes, step=1)
         state = [x for values in learner.optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
-        held = {"weights": _bytes(policy.parameters()), "gradients": gradients[0], "optimizer": _bytes(state)}
+        layers = [layer for layer in policy.modules() if isinstance(layer, QuantizedLinear)]
+        weights = [*policy.parameters(), *itertools.chain.from_iterable(layer.kept_tensors() for layer in layers)]
+        held = {"weights": _bytes(weights), "gradients": gradients[0], "optimizer": _bytes(state)}
     size = Model.read(config, cfg, lora=lora).size(ParallelConfig(), num_training=1)
     planned = training_memory(cfg, OPTIM, [size], compute_bytes=DTYPE.itemsize)
     predicted = {"weights": planned.weights, "gradients": planned.gradients, "optimizer": planned.optimizer}
@@ -102,7 +117,8 @@ def measure(path: Path, lora: LoraConfig | None) -> dict[str, dict[str, int]]:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Count the bytes of the memory behind these tensors, each memory once."""
     locals_ = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
-    storages = {one.data_ptr(): one.nbytes() for one in (x.detach().untyped_storage() for x in locals_)}
+    on_device = (x.detach().untyped_storage() for x in locals_ if not x.is_meta)  # a quantized layer's is elsewhere
+    storages = {one.data_ptr(): one.nbytes() for one in on_device}
     return sum(storages.values())
 
 

@@ -54,7 +54,7 @@ HARMLESS = (
 )
 
 # Settings that say which weights a checkpoint holds. With others its numbers would belong to other weights.
-FIXED = ("model.freeze", "lora.rank", "lora.alpha", "lora.rslora", "lora.targets")
+FIXED = ("model.freeze", "lora.rank", "lora.alpha", "lora.rslora", "lora.targets", "lora.init", "lora.base")
 
 # Shown with changes that have no effect, which may surprise the user.
 _FROM_CHECKPOINT = " (the weights still come from the checkpoint; set a new run.name to start from other weights)"

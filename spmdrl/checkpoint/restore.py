@@ -142,6 +142,7 @@ class _Adapters(Form):
     rank: int
     alpha: float
     rslora: bool
+    init: str = "default"
 
 
 class _Learner(Form):

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from spmdrl.config.base import Count, PathText, Positive, Section, idle_settings, rule
 
-_FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets")
+QuantizedBase = Literal["nf4", "8bit"]  # bits in which the base's weights are kept
+_FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets", "init")
 
 
 class LoraConfig(Section):
@@ -22,9 +23,15 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """The linear layers that get adapters, by the ends of their names, such as `["q_proj", "v_proj"]`; `"all-linear"`
     are all but the head."""
+    init: Literal["default", "pissa", "olora"] = "default"
+    """Where training begins: `default` at a random A and B = 0; `pissa` at the largest singular values of each weight,
+    `olora` at its first columns made orthogonal, both minus themselves, so that the policy begins as its base."""
     path: PathText | None = None
     """Start from the adapters in this directory, which are in PEFT's format, of this or any other program's. It says
     what rank, alpha and targets are."""
+    base: QuantizedBase | None = None
+    """Keep the weights of the base's linear layers, but not of the head, in few bits: `nf4` in 4, `8bit` in 8, whole on
+    every rank (QLoRA). Unset: as they compute. Needs the extra `quantized`."""
     merge: bool = False
     """Give the engine merged weights, W + B A, at every refit, for what it cannot adapt itself."""
     dropout: float = 0.0

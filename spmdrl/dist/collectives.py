@@ -103,6 +103,11 @@ def scatter_sums(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
     scatter(output, mine, group=mesh.get_group())
 
 
+def copy_from(mesh: DeviceMesh, value: Tensor, *, rank: int) -> None:
+    """Overwrite `value` with that of one rank, in the order of the mesh."""
+    dist.broadcast(value, group=mesh.get_group(), group_src=rank)
+
+
 def gather_rows(mesh: DeviceMesh, mine: Tensor) -> list[Tensor]:
     """Return every rank's rows [n, k] on the host, in mesh order; n may differ between ranks."""
     if mesh.size() == 1:

@@ -4,51 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from spmdrl.config import Config
-from spmdrl.model.adapted import plan_adapters
+from spmdrl.engine.expert_adapters import Rows, Weights, compute_by_row, merged_experts
 from spmdrl.model.adapters import PREFIX
-from spmdrl.model.expert_adapters import ExpertsTarget
-from spmdrl.model.load import model_without_memory
-from spmdrl.model.targets import targets_of
 from spmdrl.refit.sink import AdapterVersion
-from spmdrl.types import UserError
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
-Rows = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
-
-
-def expert_problems(cfg: Config, model_config: Any) -> Iterator[str]:
-    """Yield a sentence when `[lora]` would send an engine adapters of experts: engines take those of linear layers."""
-    if cfg.lora is None or not cfg.sends_adapters:
-        return
-    model = model_without_memory(model_config, cfg.model)
-    try:
-        targets = targets_of(model, plan_adapters(model, cfg.lora).wanted)
-    except UserError:
-        return  # said where the model is checked
-    if any(isinstance(target, ExpertsTarget) for target in targets):
-        names = (target.module.rpartition(".")[2] for target in targets if not isinstance(target, ExpertsTarget))
-        yield (
-            f'rollout.engine = "{cfg.rollout.engine}" takes no adapters of experts, which lora.targets includes; set '
-            "lora.merge = true, and it gets merged weights, or set lora.targets to some of "
-            f"{', '.join(dict.fromkeys(names))}"
-        )
 
 
 class AdapterBank:
-    """The adapters that an engine holds, on the linear layers of its model."""
+    """The adapters that an engine holds, on the linear layers and the experts of its model."""
 
-    def __init__(self, model: nn.Module, product: Product) -> None:
+    def __init__(self, model: PreTrainedModel, product: Product) -> None:
         """`product` is how the model's linear layers multiply."""
-        self._product, self._device = product, next(model.parameters()).device
+        self._model, self._product, self._device = model, product, model.device
         self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         self._hooks: dict[str, Any] = {}
+        self._by_row: set[nn.Module] = set()  # modules of experts that ask for their rows' weights
         self._held: dict[int, _Held] = {}  # by version
         self._chosen: list[tuple[Rows, _Held]] = []  # disjoint rows of the next forward pass, and their adapters
 
@@ -58,17 +36,23 @@ class AdapterBank:
         return self._held.keys()
 
     def load(self, adapters: AdapterVersion) -> AdapterVersion:
-        """Copy the adapters of a version; return the copies."""
+        """Copy the adapters of a version; return the copies. The model's weights are those that they change."""
         own = dataclasses.replace(adapters, flat=adapters.flat.to(self._device, copy=True))
         tensors = own.tensors
+        stems = (name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight"))
         pairs = {
-            name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, tensors[name.replace("lora_A", "lora_B")])
-            for name, a in tensors.items()
-            if name.endswith(".lora_A.weight")
+            layer: (tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"])
+            for stem in stems
+            if (layer := stem.removeprefix(PREFIX)) in self._layers
         }
-        self._held[adapters.version] = _Held(pairs, adapters.scale)
+        parameters = adapters.config.get("target_parameters") or ()
+        experts = merged_experts(self._model, tensors, parameters, scale=adapters.scale)
+        self._held[adapters.version] = _Held(pairs, adapters.scale, experts)
         for name in pairs.keys() - self._hooks.keys():
             self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
+        for module in experts.keys() - self._by_row:
+            compute_by_row(module, self._experts_of_rows)
+            self._by_row.add(module)
         return own
 
     def drop(self, version: int) -> None:
@@ -91,6 +75,9 @@ class AdapterBank:
                 y[rows] += self._product(self._product(x[rows], a), b) * held.scale
         return y
 
+    def _experts_of_rows(self, module: nn.Module) -> list[tuple[Rows, Weights]]:
+        return [(rows, held.experts[module]) for rows, held in self._chosen if module in held.experts]
+
     def _hook(self, name: str) -> Callable[..., Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             x = inputs[0].flatten(0, -2)
@@ -102,8 +89,10 @@ class AdapterBank:
 class _Held:
     """The adapters of one version."""
 
-    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], scale: float) -> None:
-        self._pairs, self.scale = pairs, scale
+    def __init__(
+        self, pairs: dict[str, tuple[Tensor, Tensor]], scale: float, experts: Mapping[nn.Module, Weights]
+    ) -> None:
+        self._pairs, self.scale, self.experts = pairs, scale, experts
         self._joined: dict[tuple[str, ...], tuple[Tensor, Tensor] | None] = {}
 
     def side_by_side(self, names: tuple[str, ...], layers: dict[str, nn.Linear]) -> tuple[Tensor, Tensor] | None:

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
 from spmdrl.data.image_store import ImageStore
-from spmdrl.engine.adapters import AdapterBank, expert_problems
+from spmdrl.engine.adapters import AdapterBank
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.image_features import ImageFeatures
 from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, cannot_sample
@@ -107,7 +107,6 @@ class TorchEngine(RolloutEngine):
     @classmethod
     def problems(cls, cfg: Config, model_config: Any, *_: Any, **__: Any) -> Iterator[str]:
         yield from model_problems(model_config)
-        yield from expert_problems(cfg, model_config)
 
     @classmethod
     def start(cls, run: Launch[Config]) -> RolloutEngine:

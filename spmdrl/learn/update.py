@@ -23,8 +23,8 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import Objective
 from spmdrl.learn.optim import set_learning_rates
-from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
+from spmdrl.model.sharding import reshard
 from spmdrl.types import MicroBatch, MiniBatch, TrainingDiverged
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
@@ -56,7 +56,12 @@ class ModelSize:
     frozen_shard: int = 0  # of the shard, what is not trained
     adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
     adapter_shard: int = 0  # of these, those that this rank's optimizer steps
+    adapter_start: int = 0  # elements of the start that adapters subtract, whole on every rank
+    kept: int = 0  # elements of weights that are kept in few bits, whole on every rank; they are no part of `shard`
+    kept_bytes: int = 0  # of them
+    largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
+    all_adapted_experts: int = 0  # undivided, of all layers
 
     @property
     def stepped(self) -> int:
@@ -69,8 +74,8 @@ class ModelSize:
         return (self.stepped + self.adapters) * _FLOAT32
 
     def base_bytes(self, compute_bytes: int) -> int:
-        """Bytes of the model's shards: float32 where they are trained, else as they compute."""
-        return self.shard * (compute_bytes if self.adapters else _FLOAT32)
+        """Bytes of the model's weights: of shards float32 where they are trained, else as they compute."""
+        return self.shard * (compute_bytes if self.adapters else _FLOAT32) + self.kept_bytes
 
 
 def model_size(
@@ -80,15 +85,22 @@ def model_size(
     layout: ShardLayout,
     frozen: Collection[str] = (),
     apart: Collection[str] = (),
+    kept: Mapping[str, int] | None = None,
 ) -> ModelSize:
     """Count parameters, given the shape of each and the names of those in each decoder layer.
 
     `frozen` are the names of those that are not trained, `apart` of those that are gathered by themselves: a tower's.
+    `kept` are the bytes of those that are kept in few bits, by name.
     """
-    gathered = {name: math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()}
+    kept = kept or {}
+    gathered = {
+        name: 0 if name in kept else math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()
+    }
     in_layers = [sum(gathered[name] for name in layer) for layer in layers]
 
     def shard(name: str) -> int:
+        if name in kept:
+            return 0
         num_rows, *others = shapes[name]
         return math.ceil(num_rows / layout.num_shards(name)) * math.prod(others) // layout.num_parts(name)
 
@@ -100,6 +112,9 @@ def model_size(
         num_layers=len(layers),
         largest_weight=max(map(math.prod, shapes.values())),
         frozen_shard=sum(map(shard, frozen)),
+        kept=sum(math.prod(shapes[name]) for name in kept),
+        kept_bytes=sum(kept.values()),
+        largest_kept=max((math.prod(shapes[name]) for name in kept), default=0),
     )
 
 
@@ -154,7 +169,7 @@ def training_memory(
     `compute_bytes` is the size of an element of the compute dtype.
     """
     on_device = [size for size in trained if size.adapters or not model.cpu_offload]
-    adapters = sum(size.adapters for size in trained) * _FLOAT32
+    adapters = sum(size.adapters + size.adapter_start for size in trained) * _FLOAT32
     bases = 0 if model.cpu_offload else sum(size.base_bytes(compute_bytes) for size in trained)
     stepped = sum(size.stepped for size in on_device) * _FLOAT32
     return TrainingMemory(
@@ -185,7 +200,10 @@ def plan_memory(
     disaggregated = cfg.rollout.placement == "disaggregated"
     trained = [size, critic] if critic else [size]
     training = training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes)
-    engine_weights = 0 if disaggregated else size.whole * compute_bytes // cfg.rollout.tp_size
+    in_process = engine_facts(cfg.rollout.engine).in_process
+    # The torch engine merges the adapters of a version's experts: of the one before too while it takes the next one.
+    merged = 2 * size.all_adapted_experts if in_process and cfg.sends_adapters else 0
+    engine_weights = 0 if disaggregated else (size.whole + merged) * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
     free = device_bytes - overhead.at_launch - (training.adapters if cfg.offload.trainer == "all" else training.weights)
@@ -309,7 +327,7 @@ def gathered_weights(model: ModelConfig, size: ModelSize, *, trainable: bool = T
     layers stay gathered.
     """
     layers = 1 + model.prefetch_layers if model.reshard_after_forward or not trainable else size.num_layers
-    return size.root + min(layers, size.num_layers) * size.largest_layer
+    return size.root + min(layers, size.num_layers) * size.largest_layer + size.largest_kept
 
 
 def full_bucket(bucket_bytes: int, size: ModelSize, *, compute_bytes: int) -> int:

@@ -144,7 +144,7 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     bases, critic = [size.base_bytes(rank.compute_bytes) for size in rank.trained], rank.for_critic()
     loading = {  # one model after the other
         "process": host["process"],
-        "files": max(size.shard for size in rank.trained) * rank.file_bytes,
+        "files": max(size.shard + size.kept for size in rank.trained) * rank.file_bytes,
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,17 @@ from transformers import PreTrainedModel
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import LoraConfig, ModelConfig
+from spmdrl.config.lora import QuantizedBase
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.adapters import Adapters, Strength, matrix_names
+from spmdrl.model.expert_adapters import ExpertsTarget
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_policy, load_reference, model_without_memory
 from spmdrl.model.operators import operators_of
 from spmdrl.model.peft_files import base_problems, read_adapter
 from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.quantized import bytes_of, quantization_problems, quantized_names
+from spmdrl.model.starts import Init, start_of
 from spmdrl.model.targets import Wanted, short_names, target_problems, targets_of
 from spmdrl.model.weight_files import weights_digest
 from spmdrl.types import MicroBatch, UserError
@@ -43,24 +47,33 @@ def load_trained(
     """
     if lora is None:
         return load_policy(cfg, meshes.model, temperature=temperature, kernel=kernel)
-    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", kernel=kernel)
+    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", quantized=lora.base, kernel=kernel)
     plan = plan_adapters(policy.model, lora)
     tp = meshes.model.tp
     multiply = operators_of(policy.kernel).linear
     targets = targets_of(policy.model, plan.wanted, multiply=multiply, tp=tp if tp.size() > 1 else None)
     layers, parameters = short_names(policy.model, targets)
-    config = peft_config(plan.strength, layers, parameters, base=cfg.path)
+    config = peft_config(plan.sent_strength, layers, parameters, base=cfg.path)
     base = weights_digest(cfg.path, meshes.training)
-    policy.adapters = Adapters(targets, plan.strength, meshes.training, config=config, base=base)
-    policy.adapters.load(random_start(policy.adapters.tensors, seed=seed) | plan.start)
+    start = None
+    if plan.init != "default":
+        start = start_of(policy.model, targets, plan.strength, meshes.training, kind=plan.init)
+    policy.adapters = Adapters(
+        targets, plan.strength, meshes.training, config=config, base=base, init=plan.init, start=start
+    )
+    if start is None:
+        policy.adapters.load(random_start(policy.adapters.trained, seed=seed) | plan.files)
     return policy
 
 
 def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | None) -> Iterator[str]:
     """Yield a sentence when `[lora]` does not fit the model; takes no memory for it."""
     if lora is not None:
+        model = model_without_memory(model_config, cfg)
+        if lora.base is not None:
+            yield from quantization_problems(model, lora.base)
         try:
-            plan_adapters(model_without_memory(model_config, cfg), lora)
+            plan_adapters(model, lora)
         except UserError as error:
             yield from str(error).splitlines()
 
@@ -75,13 +88,25 @@ def adapter_sizes(model_config: Any, cfg: ModelConfig, lora: LoraConfig) -> dict
     }
 
 
+def kept_bytes(model_config: Any, cfg: ModelConfig, base: QuantizedBase) -> dict[str, int]:
+    """Count the bytes of each weight that is kept in few bits, by its name."""
+    model = model_without_memory(model_config, cfg)
+    return {name: bytes_of(model.get_parameter(name).numel(), base) for name in quantized_names(model)}
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """The adapters that `[lora]` asks for."""
 
     strength: Strength
     wanted: Wanted  # see `targets_of`
-    start: dict[str, Tensor]  # what they begin with, where they come from files
+    init: Init = "default"
+    files: dict[str, Tensor] = field(default_factory=dict)  # what they begin with, where they come from files
+
+    @property
+    def sent_strength(self) -> Strength:
+        """The strength of the plain adapters that engines and files get."""
+        return self.strength if self.init == "default" else self.strength.doubled
 
 
 def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
@@ -92,7 +117,12 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
     if lora.path is None:
         if problems := list(target_problems(model, lora.targets)):
             raise UserError("\n".join(problems))
-        return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, {})
+        if lora.init != "default" and any(isinstance(x, ExpertsTarget) for x in targets_of(model, lora.targets)):
+            raise UserError(
+                f'lora.init = "{lora.init}" begins at parts of the weights of linear layers, and lora.targets includes '
+                "experts; name only linear layers there, or remove lora.init"
+            )
+        return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, lora.init)
     files = read_adapter(lora.path)
     sizes = {
         name: shape
@@ -101,7 +131,7 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
     }
     if problems := list(base_problems(files, sizes, lora.path)):
         raise UserError("\n".join(problems))
-    return AdapterPlan(files.strength, files.wanted, dict(files.tensors))
+    return AdapterPlan(files.strength, files.wanted, files=dict(files.tensors))
 
 
 def reference_of(

@@ -4,6 +4,10 @@ An adapter adds `scale * B (A x)` to what a weight makes of x. All matrices of a
 which every rank holds whole, outside FSDP. What the optimizer sees is one parameter: the same memory as a table whose
 rows are dealt out to the ranks that train. Gradients are summed over them once an update, each rank steps its own rows,
 and the rows are gathered again. The base keeps its own names; switched off, adapters do nothing at all.
+
+Adapters may begin at a start that is not 0 (`starts.py`), which is then subtracted from what they add. It lies in a
+memory of its own, whole on every rank, and what is trained are differences from it. Everyone else (files, engines,
+merged weights) sees plain adapters of twice the rank.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from spmdrl.dist.collectives import gather_flat, scatter_sums
+from spmdrl.model.low_rank import Pair
 
 ROW = 64  # elements in a row of the table; every matrix begins a row, so that it is aligned for every device
 PREFIX = "base_model.model."  # PEFT's, before the names of the model's own modules
@@ -41,6 +46,12 @@ class Strength:
         """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    @property
+    def doubled(self) -> Strength:
+        """The strength of twice the rank with the same factor."""
+        times = math.sqrt(2.0) if self.rslora else 2.0
+        return dataclasses.replace(self, rank=2 * self.rank, alpha=times * self.alpha)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -51,9 +62,11 @@ class Identity:
     rank: int
     alpha: float
     rslora: bool
+    init: str = "default"
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, alpha {self.alpha:g}, rslora {str(self.rslora).lower()}"
+        began = "" if self.init == "default" else f", init {self.init}"
+        return f"rank {self.rank}, alpha {self.alpha:g}, rslora {str(self.rslora).lower()}{began}"
 
 
 class Target(Protocol):
@@ -78,7 +91,7 @@ class Target(Protocol):
         """Give the shapes of A and of B."""
         ...
 
-    def install(self, a: Tensor, b: Tensor, *, scale: float, is_on: Callable[[], bool]) -> None:
+    def install(self, pair: Pair, *, scale: float, is_on: Callable[[], bool]) -> None:
         """Make the model add the adapter's part in every forward pass in which `is_on()`."""
         ...
 
@@ -88,9 +101,10 @@ class Target(Protocol):
 
 
 class Adapters(nn.Module):
-    """The adapters of one model. They begin as zeros: `load` gives them values."""
+    """The adapters of one model. What is trained begins as zeros: `load` gives it values."""
 
     flat: nn.Parameter  # [rows, ROW] float32, a DTensor whose rows are dealt out: what the optimizer steps
+    start: Tensor | None  # [rows, ROW] float32, the same places of what is trained as differences; a checkpoint has it
 
     def __init__(
         self,
@@ -100,9 +114,12 @@ class Adapters(nn.Module):
         *,
         config: Mapping[str, Any],
         base: str,
+        init: str = "default",
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`mesh` are all ranks that train; `config` is what PEFT's adapter_config.json says of these adapters, and
-        `base` the digest of the files that their base was read from."""
+        """`mesh` are all ranks that train; `config` is what PEFT's adapter_config.json says of `tensors`, and `base`
+        the digest of the files that their base was read from. `init` names the `start`, which has the names and shapes
+        of what is trained."""
         super().__init__()
         self.strength, self.config = strength, dict(config)
         self._mesh = mesh
@@ -115,21 +132,33 @@ class Adapters(nn.Module):
                 num_rows += math.ceil(math.prod(shape) / ROW)
         matrices = json.dumps([(name, shape) for name, (_, shape) in self._places.items()])
         digest = hashlib.sha256(matrices.encode()).hexdigest()
-        self.identity = Identity(base=base, matrices=digest, **dataclasses.asdict(strength))
+        self.identity = Identity(base=base, matrices=digest, init=init, **dataclasses.asdict(strength))
         self._rows_each = math.ceil(num_rows / mesh.size())
         self._whole = torch.zeros(self._rows_each * mesh.size(), ROW, device=mesh.device_type)
         self._leaves = {name: self._view(self._whole, name).requires_grad_() for name in self._places}
         self._is_on = True
         mine = self._whole[self._own()]
         self.flat = nn.Parameter(_as_table(mine, num_rows, mesh))
+        self.register_buffer("start", None if start is None else self._laid_out(start, num_rows))
+        self._pairs = {target.weight: self._pair(target) for target in targets}
         for target in targets:
-            a, b = (self._leaves[name] for name in matrix_names(target))
-            target.install(a, b, scale=strength.scale, is_on=lambda: self._is_on)
+            target.install(self._pairs[target.weight], scale=strength.scale, is_on=lambda: self._is_on)
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Every matrix by its name in PEFT's files: float32, whole, the same on every rank, views of one memory."""
+    def trained(self) -> dict[str, Tensor]:
+        """Every matrix that is trained, by its name in PEFT's files: float32, whole, the same on every rank, views of
+        one memory. With a start they are differences from it."""
         return {name: leaf.detach() for name, leaf in self._leaves.items()}
+
+    @property
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Every matrix of the plain adapters that do the same, by its name in PEFT's files: float32, whole, the same on
+        every rank. Without a start they are what is trained, and otherwise new memory."""
+        if self.start is None:
+            return self.trained
+        plain = {target: self._pairs[target.weight].plain() for target in self._targets.values()}
+        return {name: x for target, pair in plain.items() for name, x in zip(matrix_names(target), pair, strict=True)}
 
     @property
     def is_on(self) -> bool:
@@ -170,7 +199,8 @@ class Adapters(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy whole matrices into their places, by PEFT's names; every rank must give the same."""
+        """Copy whole matrices into the places of those that are trained, by PEFT's names; every rank must give the
+        same."""
         for name, tensor in tensors.items():
             self._view(self._whole, name).copy_(tensor)
 
@@ -179,8 +209,22 @@ class Adapters(nn.Module):
         """Return what is added to a parameter of the model, float32 in its shape; None where nothing is."""
         if (target := self._targets.get(weight)) is None:
             return None
-        a, b = (self._leaves[name].detach() for name in matrix_names(target))
-        return target.product(a, b).mul_(self.strength.scale)
+        return target.product(*self._pairs[weight].plain()).mul_(self.strength.scale)
+
+    def _pair(self, target: Target) -> Pair:
+        names = matrix_names(target)
+        a, b = (self._leaves[name] for name in names)
+        if self.start is None:
+            return Pair(a, b)
+        a0, b0 = (self._view(self.start, name) for name in names)
+        return Pair(a, b, (a0, b0))
+
+    def _laid_out(self, tensors: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        """Copy matrices, by PEFT's names, into new memory [num_rows, ROW], each to its place."""
+        memory = self._whole.new_zeros(num_rows, ROW)
+        for name, tensor in tensors.items():
+            self._view(memory, name).copy_(tensor)
+        return memory
 
     def _own(self) -> slice:
         """Return this rank's rows of the memory."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from spmdrl.model.low_rank import count_once
+from spmdrl.model.low_rank import Pair, count_once
 from spmdrl.model.tensor_parallel import own_weight, parameters_as
 
 
@@ -53,7 +53,9 @@ class ExpertsTarget:
             outputs, inputs = inputs, outputs
         return (count * rank, inputs), (outputs, rank * count)
 
-    def install(self, a: Tensor, b: Tensor, *, scale: float, is_on: Callable[[], bool]) -> None:
+    def install(self, pair: Pair, *, scale: float, is_on: Callable[[], bool]) -> None:
+        assert pair.start is None, "adapters of experts begin at 0"
+        a, b = pair.a, pair.b
         count, name = self.weight_shape[0], self._name
         part = self._part()
         compute = self.experts.forward

@@ -8,7 +8,6 @@ many, a CPU and CUDA, and models that live on a subset of the ranks.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,39 +17,35 @@ from typing import Any, Literal, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
+from spmdrl.config.lora import QuantizedBase
 from spmdrl.config.strict import read_json
 from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
-from spmdrl.model.experts import distributed_experts
 from spmdrl.model.frozen import freeze_problems, frozen_parameters
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of
-from spmdrl.model.policy import Critic, PackedModel, Policy, ValueHead
+from spmdrl.model.policy import Critic, PackedModel, Policy
 from spmdrl.model.prefetch import prefetch_layers
+from spmdrl.model.quantized import QuantizedLinear, quantize_linears
 from spmdrl.model.rates import rate_problems
 from spmdrl.model.recurrent import recurrent_context_problems, restart_at_every_sequence
 from spmdrl.model.ring import is_for_ring_attention
+from spmdrl.model.sharding import decoder_layers, shard_policy
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
-from spmdrl.model.trunk import Trunk, attention_of, model_class
+from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
@@ -159,14 +154,15 @@ def load_policy(
     *,
     temperature: float,
     role: Role = "trained",
+    quantized: QuantizedBase | None = None,
     kernel: Kernel | None = None,
 ) -> Policy:
     """Load the directory's model, sharded over `meshes`.
 
     One that is "trained" has float32 master weights. The "base" of adapters is frozen, and has weights in the compute
-    dtype alone. The "reference" is frozen too, and keeps its shards in host memory between forward passes. `kernel`
-    overrides `cfg.attention`. Raises UserError like `load_model_config`, and for weights that the architecture needs
-    but the directory lacks.
+    dtype alone; those of its linear layers may be `quantized`, and are then whole on every rank. The "reference" is
+    frozen too, and keeps its shards in host memory between forward passes. `kernel` overrides `cfg.attention`. Raises
+    UserError like `load_model_config`, and for weights that the architecture needs but the directory lacks.
     """
 
     def policy_of(model: PreTrainedModel, chosen: Kernel) -> Policy:
@@ -180,7 +176,7 @@ def load_policy(
             context_style=meshes.cp_style,
         )
 
-    return _load(cfg, meshes, policy_of, role=role, kernel=kernel)
+    return _load(cfg, meshes, policy_of, role=role, kernel=kernel, quantized=quantized)
 
 
 def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
@@ -241,6 +237,7 @@ def _load(
     *,
     role: Role,
     kernel: Kernel | None,
+    quantized: QuantizedBase | None = None,
 ) -> ModelT:
     """Build the model on the meta device, shard it, and load the directory's weights."""
     device = torch.device(meshes.dense.device_type)
@@ -258,7 +255,9 @@ def _load(
         restart_at_every_sequence(model, meshes.cp if meshes.cp.size() > 1 else None)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         split_model(model, meshes)
-        operators_of(chosen).install(model)
+        operators = operators_of(chosen)
+        operators.install(model)
+        whole = quantize_linears(model, quantized, operators.linear) if quantized else set()
         # A root stays gathered between forward and backward, where there is one.
         shard_policy(
             policy,
@@ -267,6 +266,7 @@ def _load(
             offload=offload,
             reshard_root=waits,
             reshard_layers=cfg.reshard_after_forward or waits,
+            ignored=whole,
         )
         prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         built.append(policy)
@@ -336,92 +336,20 @@ def _from_pretrained(
         raise UserError(f'model.path = "{cfg.path}": its weights cannot be read: {error}') from error
 
 
-def shard_policy(
-    policy: PackedModel,
-    meshes: ModelMeshes,
-    *,
-    dtype: torch.dtype,
-    offload: OffloadPolicy | None,
-    reshard_root: bool,
-    reshard_layers: bool = True,
-) -> None:
-    """Apply FSDP2, with a unit for each decoder layer, its distributed experts, each block of a tower, the rest of the
-    tower, a critic's head, and the rest.
-
-    Gradients are reduced in float32 and only summed: the loss is already divided by the global denominator. A critic's
-    head computes in float32.
-    """
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=torch.float32,
-        # In float32 everything has its dtype already, and FSDP would only look for what has not.
-        cast_forward_inputs=dtype != torch.float32 and operators_of(policy.kernel).casts_inputs,
-    )
-    offload = offload or OffloadPolicy()
-    for experts in distributed_experts(policy.model):
-        assert meshes.expert is not None, "experts were distributed without a mesh"
-        # Activations inside a layer already have their dtype, and a router may weigh experts in float32 on purpose.
-        without_casts = dataclasses.replace(precision, cast_forward_inputs=False)
-        axes = _sharding_axes(meshes.expert, "expert_shard")
-        _shard_unit(experts, axes, reshard=reshard_layers, precision=without_casts, offload=offload)
-    axes = _sharding_axes(meshes.dense, "shard")
-    for unit in (*decoder_layers(policy.model), *policy.trunk.tower_blocks, *policy.trunk.towers):
-        _shard_unit(unit, axes, reshard=reshard_layers, precision=precision, offload=offload)
-    for module in policy.modules():
-        if isinstance(module, ValueHead):
-            exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-            _shard_unit(module, axes, reshard=reshard_root, precision=exact, offload=offload)
-    _shard_unit(policy, axes, reshard=reshard_root, precision=precision, offload=offload)
-    if policy.trunk.family is not None:
-        register_fsdp_forward_method(policy, "encode")
-
-
-def _shard_unit(
-    module: nn.Module, mesh: DeviceMesh, *, reshard: bool, precision: MixedPrecisionPolicy, offload: OffloadPolicy
-) -> None:
-    """Apply FSDP2 to what is left of a module; its gradients are summed over `mesh` and never divided."""
-    unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
-    unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    if mesh.size() > 1:  # one rank has no sum to divide, yet torch would divide by a factor of 1, into a copy
-        unit.set_gradient_divide_factor(1.0)
-
-
-def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
-    """Return the axis that weights are sharded over, preceded by the replicate axis when there are several copies."""
-    return mesh["replicate", shard] if mesh["replicate"].size() > 1 else mesh[shard]
-
-
-def reshard(policy: PackedModel) -> None:
-    """Free gathered parameters: a forward pass without gradients leaves some gathered for a backward pass."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the model's language half: those that its architecture declares as not to be split."""
-    names = set(model._no_split_modules or ())
-
-    def is_layer(module: nn.Module) -> bool:
-        # Base classes count too: FSDP gives a sharded module a class of its own.
-        return any(base.__name__ in names for base in type(module).__mro__)
-
-    layers = [module for module in Trunk(model).decoder.modules() if is_layer(module)]
-    if not layers:
-        raise UserError(f"model.path: {type(model).__name__} does not declare its layers in _no_split_modules")
-    return layers
-
-
 @torch.no_grad()
 def own_memory(policy: PackedModel, device: torch.device) -> None:
-    """Copy every shard into new memory on `device`.
+    """Copy every shard into new memory on `device`, and quantize what is kept in few bits.
 
     safetensors maps files lazily. Without the copy, weights would be read at first use, and would change when someone
     overwrites the directory.
     """
     holders: dict[int, list[tuple[nn.Module, str]]] = {}  # tied weights have several holders and stay one parameter
     for module in policy.modules():
+        if isinstance(module, QuantizedLinear):
+            module.keep(module.weight.to(device))
         for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                continue  # it says what is kept elsewhere
             holders.setdefault(id(parameter), []).append((module, name))
     for places in holders.values():
         module, name = places[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,30 @@ from spmdrl.model.tensor_parallel import (
 )
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., D] and a weight [V, D] give [..., V]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two matrices of an adapter, float32.
+
+    With a `start`, A0 and B0, what is trained are differences from it, and the adapter adds B A - B0 A0 in place of
+    B A: nothing at first, as if B0 A0 had been taken from the weight.
+    """
+
+    a: Tensor  # leaves, on which gradients arise
+    b: Tensor
+    start: tuple[Tensor, Tensor] | None = None
+
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """Return the A and B whose product is what the adapter adds; with a start they have twice the rank.
+
+        (A0 + a, B0 + b) are then the matrices that began as the start, and their product without B0 A0 is
+        b (A0 + a) + B0 a. Both terms are exactly 0 as long as a and b are.
+        """
+        if self.start is None:
+            return self.a, self.b
+        a0, b0 = self.start
+        return torch.cat([a0 + self.a, self.a]), torch.cat([self.b, b0], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +66,8 @@ class LinearTarget:
         outputs, inputs = self.weight_shape
         return (rank, inputs), (outputs, rank)
 
-    def install(self, a: Tensor, b: Tensor, *, scale: float, is_on: Callable[[], bool]) -> None:
-        change = self._change(a, b)
+    def install(self, pair: Pair, *, scale: float, is_on: Callable[[], bool]) -> None:
+        change = self._change(pair)
 
         def add_change(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             return output + change(*inputs) * scale if is_on() else None
@@ -52,7 +77,7 @@ class LinearTarget:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return b @ a
 
-    def _change(self, a: Tensor, b: Tensor) -> Callable[[Tensor], Tensor]:
+    def _change(self, pair: Pair) -> Callable[[Tensor], Tensor]:
         """Return x -> B (A x), of this rank's part where the layer is split.
 
         The ranks' gradients of A and B are summed over tp as well: each contributes its part, or an nth of what all n
@@ -60,14 +85,20 @@ class LinearTarget:
         """
         layer, tp = self.layer, self.tp
         if tp is None:
-            return lambda x: self._low_rank(x, a, b)
+            return lambda x: self._low_rank(x, *pair.plain())
         if isinstance(layer, ColwiseLinear) and not isinstance(layer, ColwiseGatheringLinear):
-            return lambda x: self._low_rank(layer.shared_copy(x), a, _part(b, tp, 0))
-        count_once(b, tp)
+            return lambda x: self._of_own_rows(layer.shared_copy(x), *pair.plain(), tp)
+        count_once(pair.b, tp)
         if isinstance(layer, RowwiseLinear) and not isinstance(layer, RowwiseSplittingLinear):
-            return lambda x: self._product(reduce_from(self._product(x, _part(a, tp, 1)), tp), b)
-        count_once(a, tp)
-        return lambda x: self._low_rank(x, a, b)
+            return lambda x: self._of_own_columns(x, *pair.plain(), tp)
+        count_once(pair.a, tp)
+        return lambda x: self._low_rank(x, *pair.plain())
+
+    def _of_own_rows(self, x: Tensor, a: Tensor, b: Tensor, tp: DeviceMesh) -> Tensor:
+        return self._low_rank(x, a, _part(b, tp, 0))
+
+    def _of_own_columns(self, x: Tensor, a: Tensor, b: Tensor, tp: DeviceMesh) -> Tensor:
+        return self._product(reduce_from(self._product(x, _part(a, tp, 1)), tp), b)
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self._product(self._product(x, a), b)

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from spmdrl.model.host_memory import HostBuffers
 from spmdrl.model.host_state import StateOnHost
-from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
+from spmdrl.model.sharding import reshard
 
 Moves = Literal["none", "optimizer", "all"]
 

@@ -27,7 +27,7 @@ class Operators:
 
     install: Callable[[nn.Module], None]  # into a model that is not sharded yet
     token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
-    linear: Callable[[Tensor, Tensor], Tensor] = linear  # x [..., D] and a weight [V, D] give [..., V]
+    linear: Callable[..., Tensor] = linear  # x [..., D], a weight [V, D], maybe a bias [V] give [..., V]
     casts_inputs: bool = True  # whether FSDP casts a decoder layer's inputs to the dtype of its weights
     switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators
 

@@ -29,7 +29,7 @@ from spmdrl.memory.device import (
 )
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
-from spmdrl.model.adapted import adapter_sizes
+from spmdrl.model.adapted import adapter_sizes, kept_bytes
 from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp, tower_names, tower_of
@@ -45,6 +45,8 @@ class Model:
     critic: Model | None = None  # trained together with it
     targets: Mapping[str, int] = field(default_factory=dict)  # weights with adapters, and the elements of these
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
+    keeps_start: bool = False  # of adapters that begin at a part of the weights
+    kept: Mapping[str, int] = field(default_factory=dict)  # bytes of weights that are kept in few bits
 
     @classmethod
     def read(
@@ -52,7 +54,10 @@ class Model:
     ) -> Model:
         """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
         targets = {} if lora is None else adapter_sizes(config, cfg, lora)
-        return cls(config, *parameter_shapes(config, cfg), critic, targets, frozen_names(config, cfg))
+        keeps_start = lora is not None and lora.init != "default"
+        kept = {} if lora is None or lora.base is None else kept_bytes(config, cfg, lora.base)
+        shapes, frozen = parameter_shapes(config, cfg), frozen_names(config, cfg)
+        return cls(config, *shapes, critic, targets, frozen, keeps_start, kept)
 
     @property
     def looks_once(self) -> bool:
@@ -84,10 +89,12 @@ class Model:
             for layer in self.layers
         ]
         return dataclasses.replace(
-            model_size(self.shapes, self.layers, layout=layout, frozen=self.frozen, apart=tower),
+            model_size(self.shapes, self.layers, layout=layout, frozen=self.frozen, apart=tower, kept=self.kept),
             adapters=adapters,
             adapter_shard=math.ceil(adapters / num_training),
+            adapter_start=adapters if self.keeps_start else 0,
             adapted_experts=max(experts),
+            all_adapted_experts=sum(math.prod(self.shapes[name]) for name in layout.experts & adapted),
         )
 
 

@@ -35,14 +35,13 @@ class AdapterRefit:
     ) -> None:
         """`base` loads the frozen weights; adapters are sent as `dtype`, in which the trainer computes with them."""
         self._base, self._engine, self._mesh = base, engine, meshes.training
-        self._config = adapters.config
+        self._adapters = adapters
         tensors = adapters.tensors
         self._bucket = bucket_of(
             [(name, torch.empty_like(x, dtype=dtype, device="meta")) for name, x in tensors.items()]
         )
         self._flat = torch.empty(self._bucket.num_bytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-        self._targets = [entry.view(self._flat) for entry in self._bucket.flat_entries]
-        self._sources = [tensors[entry.name] for entry in self._bucket.flat_entries]
+        self._targets = {entry.name: entry.view(self._flat) for entry in self._bucket.flat_entries}
 
     @torch.no_grad()
     def __call__(self, *, version: int) -> None:
@@ -53,8 +52,9 @@ class AdapterRefit:
         """
         if any_rank(self._mesh, not self._engine.has_weights):
             self._base(version=version)
-        copy_all(self._targets, self._sources)
-        adapters = AdapterVersion(version, self._config, self._bucket, self._flat)
+        tensors = self._adapters.tensors
+        copy_all(list(self._targets.values()), [tensors[name] for name in self._targets])
+        adapters = AdapterVersion(version, self._adapters.config, self._bucket, self._flat)
         require_equal(self._mesh, self._engine.load_adapters(adapters), version=version)
 
 

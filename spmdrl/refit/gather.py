@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
-from spmdrl.model.load import persistent_buffers, reshard
+from spmdrl.model.load import persistent_buffers
 from spmdrl.model.policy import Policy
+from spmdrl.model.quantized import QuantizedLinear
+from spmdrl.model.sharding import reshard
 from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets
 from spmdrl.refit.layout import splits_of
 from spmdrl.refit.sink import Naming
@@ -50,6 +52,8 @@ class Gatherer:
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
         # Parameters are looked up by (module, attribute): listing all of them takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
+        layers = {name: module for name, (module, _) in self._owners.items() if isinstance(module, QuantizedLinear)}
+        self._quantized = {name: layer for name, layer in layers.items() if tensors[name] is layer.weight}
         weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
         frozen = set() if policy.adapters else {name for name, x in tensors.items() if _is_frozen(x)}
         changing, staying = divide_frozen(weights, frozen)
@@ -73,8 +77,12 @@ class Gatherer:
             entries[0].view(flat) if weight.is_in_place else self._new(weight)
             for weight, entries in zip(bucket.weights, bucket.entries, strict=True)
         ]
-        alone = [(whole, weight) for whole, weight in zip(wholes, bucket.weights, strict=True) if weight not in shards]
-        copy_all([whole for whole, _ in alone], [tensors[weight.name] for _, weight in alone])
+        alone = {
+            weight.name: whole for whole, weight in zip(wholes, bucket.weights, strict=True) if weight not in shards
+        }
+        for name in alone.keys() & self._quantized.keys():
+            alone.pop(name).copy_(self._quantized[name].whole())  # one after the other: they take memory
+        copy_all(list(alone.values()), [tensors[name] for name in alone])
         for whole, weight, entries in zip(wholes, bucket.weights, bucket.entries, strict=True):
             if weight in shards:
                 weight.layout.join(whole, shards[weight])
@@ -176,7 +184,7 @@ def _slots(bucket: Bucket) -> tuple[dict[Weight, tuple[int, int]], int]:
 
 
 def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming, num_ranks: int) -> Weight:
-    sent_dtype = dtype if isinstance(tensor, DTensor) else tensor.dtype  # buffers keep their dtype
+    sent_dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers keep their dtype
     sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
     if naming == "checkpoint":
         on_meta = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")

@@ -21,8 +21,8 @@ from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.exchange import send_tensors
 from spmdrl.dist.mesh import Meshes
-from spmdrl.model.load import reshard
 from spmdrl.model.policy import PackedModel
+from spmdrl.model.sharding import reshard
 from spmdrl.rollout.observed import restore_rollout
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.batch import Batch

@@ -15,8 +15,8 @@ from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import expanded
 from spmdrl.dist.collectives import failing_together
-from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
+from spmdrl.model.sharding import reshard
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.evaluate import Evaluation

@@ -15,7 +15,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.learners import CRITIC, POLICY
 from spmdrl.model.adapted import Reference
-from spmdrl.model.load import reshard
+from spmdrl.model.sharding import reshard
 from spmdrl.step.batch import Batch
 from spmdrl.types import MicroBatch, TrainingDiverged
 

@@ -46,6 +46,9 @@ class Task:
         return [*sizes, *((self.form, "--words", *self.words) if self.words else ())]
 
 
+# With adapters, which choose among what their base can do: a warm start for them, and a learning rate.
+ADAPTED_START, ADAPTED_LR = "demo-lora-sft", "optim.lr=2e-3"
+
 TASKS: Mapping[str, Task] = {
     "text": Task(sglang_steps=230),
     "tool": Task(40, ("colour of ", "lookup", "key", *COLOURS)),
@@ -62,12 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = set_by_user.get("run.dir", "runs")
     name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
     begun = f"{folder}/{name}"
-    sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{config}-sft.toml"), f"run.dir={folder}"]
+    is_adapted = config == "demo" and any(setting.startswith("lora.") for setting in set_by_user)
+    warm_start = ADAPTED_START if is_adapted else f"{config}-sft"
+    sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{warm_start}.toml"), f"run.dir={folder}"]
     sft += [f"run.name={name}-sft", f"model.path={begun}-base", *_held_out(arguments.task, set_by_user)]
     rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
     rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
         rl += ["rollout.engine=sglang", f"run.num_steps={TASKS[arguments.task].sglang_steps}"]
+    if is_adapted:
+        print(
+            f"== with adapters: a warm start of their own ({warm_start}.toml), and {ADAPTED_LR} unless you set it",
+            flush=True,
+        )
+        rl.append(ADAPTED_LR)
     nproc = ["--nproc", str(arguments.nproc)]
     rl += arguments.override
     stages: dict[str, list[list[str]]] = {

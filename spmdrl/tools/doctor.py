@@ -47,6 +47,7 @@ _PACKAGES = (
     ("flash-attn", "flash_attn_2 kernels"),
     ("flash-attn-3", "flash_attn_3 kernels"),
     ("ring-flash-attn", "ring attention"),
+    ("bitsandbytes", "lora.base"),
 )
 
 

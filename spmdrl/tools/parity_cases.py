@@ -238,7 +238,7 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, float, dict[str, Tensor]]:
         policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
         if policy.adapters is not None:  # with B = 0, as they begin, A would have no gradient
-            policy.adapters.load(random_values(policy.adapters.tensors, seed=0))
+            policy.adapters.load(random_values(policy.adapters.trained, seed=0))
         policy.token_logprobs = case.token_logprobs
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
@@ -292,7 +292,7 @@ def deviation(one: CaseResult, other: CaseResult) -> Deviation:
 def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
     """Gather every trained weight on the host of a copy's first rank; every rank must call this."""
     if policy.adapters is not None:
-        return {name: tensor.cpu().clone() for name, tensor in policy.adapters.tensors.items()}
+        return {name: tensor.cpu().clone() for name, tensor in policy.adapters.trained.items()}
     gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**28, naming="model")
     weights: dict[str, Tensor] = {}
     for bucket in gatherer.whole_tensors():

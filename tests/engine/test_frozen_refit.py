@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
+from spmdrl.model.sharding import reshard
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import START_LIMIT_S, answers, greedy, prompts, rank_with_engine, settings

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
+from spmdrl.model.sharding import decoder_layers
 from spmdrl.types import MicroBatch
 
 

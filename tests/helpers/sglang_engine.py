@@ -25,8 +25,8 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.kinds import start_engine
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.model.adapted import load_trained
-from spmdrl.model.load import reshard
 from spmdrl.model.policy import Policy
+from spmdrl.model.sharding import reshard
 from spmdrl.refit.adapters import Refitting, make_refit
 from spmdrl.types import MicroBatch, Request, Response
 from tests.helpers.launches import launch_of

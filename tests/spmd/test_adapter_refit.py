@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from spmdrl.refit.refit import Refit, RefitMismatch
 from spmdrl.types import Request, Response
 from tests.helpers.adapters import change_adapters
 from tests.helpers.configs import minimal_config, model_config
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import save_qwen3, save_qwen3_moe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import answers, prompts, trainer_logprobs
 
@@ -42,12 +43,12 @@ def worst(policy: Any, meshes: Any, asked: list[Request], responses: list[Respon
     )
 
 
-def _versions(path: str) -> dict[str, Any]:
+def _versions(path: str, lora: LoraConfig) -> dict[str, Any]:
     """What three refits do, the engine giving its weights back before the third."""
     found: dict[str, Any] = {"differences": [], "bases": [], "samples": []}
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
-        policy = load_trained(model_config(path), LoraConfig(rank=4), meshes, temperature=1.0, seed=1)
+        policy = load_trained(model_config(path), lora, meshes, temperature=1.0, seed=1)
         engine = TorchEngine(
             AutoConfig.from_pretrained(path),
             device=world.device,
@@ -83,8 +84,11 @@ def _versions(path: str) -> dict[str, Any]:
     return found
 
 
-def test_each_version_is_the_trainers(tmp_path: Path) -> None:
-    for found in run_ranks(2, _versions, save_qwen3(tmp_path)):
+@pytest.mark.parametrize(
+    ("save", "lora"), [(save_qwen3, {}), (save_qwen3, {"init": "pissa", "rslora": True}), (save_qwen3_moe, {})]
+)
+def test_each_version_is_the_trainers(tmp_path: Path, save: Callable[[Path], str], lora: dict[str, Any]) -> None:
+    for found in run_ranks(2, _versions, save(tmp_path), LoraConfig(rank=4, **lora)):
         assert max(found["differences"]) <= 1e-5
         assert found["bases"] == [0, 3]
         assert found["from_base"] > 1e-2, "the adapters are not applied"

@@ -25,6 +25,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
+from spmdrl.model import starts
 from spmdrl.model.adapted import adapter_problems, load_trained, random_values, reference_of
 from spmdrl.model.load import load_model_config, load_reference
 from spmdrl.model.peft_files import write_adapter
@@ -36,7 +37,7 @@ from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.parity_cases import GradientAsWeight
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main as train
-from spmdrl.types import Sequence
+from tests.helpers.adapters import NoTokenizer, token_mean_loss
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.matrix import VOCABULARY, by_reward, matrix, require_same
 from tests.helpers.models import (
@@ -58,20 +59,33 @@ LORA = LoraConfig(rank=RANK, alpha=6.0)
 # Each way in which ranks share a gradient, in as few layouts as have them all; `make test-long` has every layout.
 DENSE = ("hsdp 2 x tp 2", "dp 2 x cp 2", "one sequence at a time", "checkpointing: full")
 OF_EXPERTS = ("dp 2 x tp 2", "dp 2 x tp 2 x ep 2", "ep 4", "checkpointing: full")
-every = pytest.param((), marks=pytest.mark.slow, id="every layout")
 
 
-@pytest.mark.parametrize("names", [pytest.param(DENSE, id="some"), every])
-def test_layouts_of_adapters_give_what_one_rank_gives(tmp_path: Path, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "lora"),
+    [
+        pytest.param(DENSE, {}, id="some"),
+        pytest.param(("hsdp 2 x tp 2",), {"init": "pissa"}, id="from principal values"),
+        pytest.param(("dp 2 x cp 2",), {"base": "nf4"}, id="on 4 bits", marks=pytest.mark.slow),
+        pytest.param((), {}, id="every layout", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_of_adapters_give_what_one_rank_gives(
+    tmp_path: Path, names: tuple[str, ...], lora: dict[str, Any]
+) -> None:
+    if "base" in lora:
+        pytest.importorskip("bitsandbytes")
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY, num_hidden_layers=2)
-    settings = dataclasses.replace(by_reward(path), lora=LORA)
+    settings = dataclasses.replace(by_reward(path), lora=LORA.model_copy(update=lora))
     found = matrix(settings, lambda case: case.name in names if names else case.parallel.ep == 1)
     assert set(names) < found.keys()
     require_same(found)
 
 
 @needs_expert_plans
-@pytest.mark.parametrize("names", [pytest.param(OF_EXPERTS, id="some"), every])
+@pytest.mark.parametrize(
+    "names", [pytest.param(OF_EXPERTS, id="some"), pytest.param((), id="every layout", marks=pytest.mark.slow)]
+)
 def test_layouts_of_adapted_experts_give_what_one_rank_gives(tmp_path: Path, names: tuple[str, ...]) -> None:
     path = save_qwen3_moe(tmp_path, vocab_size=VOCABULARY, num_experts=8)
     settings = dataclasses.replace(by_reward(path), lora=LORA)
@@ -95,33 +109,16 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
             return torch.cat([model(micro_batch).logprobs for micro_batch in batch.micro_batches])
 
         found: dict[str, Any] = {"reference": logprobs(second), "fresh": logprobs(policy)}
-        policy.adapters.load(random_values(policy.adapters.tensors, seed=1))
-        found |= {"start": {name: x.clone() for name, x in policy.adapters.tensors.items()}}
+        policy.adapters.load(random_values(policy.adapters.trained, seed=1))
+        found |= {"start": {name: x.clone() for name, x in policy.adapters.trained.items()}}
         found |= {"changed": logprobs(policy), "off": logprobs(base), "config": policy.adapters.config}
         optim = OptimConfig(name="spmdrl.tools.parity_cases:GradientAsWeight", lr=1.0, max_grad_norm=1e30)
         learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
         assert isinstance(learner.optimizer, GradientAsWeight)
         export_adapter(policy, exports / "adapter", meshes)
-        tokenizer = _NoTokenizer()
-        export_hf(policy, tokenizer, exports / "hf", meshes, dtype=torch.float32)
+        export_hf(policy, NoTokenizer(), exports / "hf", meshes, dtype=torch.float32)
         update(learner, batch.mini_batches, meshes, step=1)
-        return found | {"gradients": {name: x.clone() for name, x in policy.adapters.tensors.items()}}
-
-
-class _NoTokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        pass
-
-
-def _token_mean_loss(model: Any, sequences: list[Sequence]) -> Tensor:
-    losses, num_tokens = [], 0
-    for sequence in sequences:
-        pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
-        labels = torch.tensor([[token if trained else -100 for token, trained in pairs]])
-        count = sum(sequence.loss_mask)
-        losses.append(count * model(input_ids=torch.tensor([sequence.token_ids]), labels=labels).loss)
-        num_tokens += count
-    return torch.stack(losses).sum() / num_tokens
+        return found | {"gradients": {name: x.clone() for name, x in policy.adapters.trained.items()}}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def test_adapters_are_those_of_peft(tmp_path: Path, save: Callable[[Path], str],
     held = get_peft_model_state_dict(model)
     assert held.keys() == found["start"].keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in found["start"].items())
-    loss = _token_mean_loss(model, random_sequences(8))
+    loss = token_mean_loss(model, random_sequences(8))
     loss.backward()
     for name, gradient in found["gradients"].items():
         theirs = model.get_parameter(name.replace(".weight", ".default.weight")).grad
@@ -161,7 +158,7 @@ def test_adapters_are_those_of_peft(tmp_path: Path, save: Callable[[Path], str],
     # The merged export is the adapted model.
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
-        torch.testing.assert_close(_token_mean_loss(merged, random_sequences(8)), loss.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(token_mean_loss(merged, random_sequences(8)), loss.detach(), rtol=0, atol=1e-6)
     theirs = model.merge_and_unload()
     for name, weight in merged.named_parameters():
         torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=0, atol=1e-6)
@@ -200,6 +197,35 @@ def _exported(run: Path) -> dict[str, Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.parametrize("setting", ["lora.init=pissa", "lora.base=nf4"])
+def test_a_resumed_run_has_its_start_and_its_base_again(tmp_path: Path, fine_tuning: Path, setting: str) -> None:
+    """On two ranks from a checkpoint of one: the start is the checkpoint's, whatever this launch computes."""
+    if "base" in setting:
+        pytest.importorskip("bitsandbytes")
+
+    def launch(name: str, num_steps: int, *overrides: str) -> list[str]:
+        begins = [setting, "checkpoint.keep_every=1", "export.merged=false"]
+        return [f"run.name={name}", f"run.num_steps={num_steps}", *begins, *overrides]
+
+    stopped = launch("parts", 1, "export.at_end=false")
+    (ended,) = run_ranks(1, _fine_tuned, fine_tuning, launch("whole", 3), stopped, launch("parts", 3))
+    assert ended == [(0, "")] * 3
+    one, other = _exported(tmp_path / "runs/whole"), _exported(tmp_path / "runs/parts")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    checkpoint = tmp_path / "runs/parts/checkpoints/step-00000001"
+    on_two = launch("other", 3, f"resume.checkpoint={checkpoint}")
+    assert run_ranks(2, _fine_tuned_with_other_signs, fine_tuning, on_two) == [[(0, "")]] * 2
+    for name, tensor in _exported(tmp_path / "runs/other").items():
+        torch.testing.assert_close(tensor, one[name], rtol=1e-3, atol=1e-5)
+
+
+def _fine_tuned_with_other_signs(config: Path, *launches: list[str]) -> list[tuple[int, str]]:
+    """Fine-tune where another library finds the singular vectors: all of them negated."""
+    real = starts._FACTORS["pissa"]
+    starts._FACTORS["pissa"] = lambda *about: tuple(-x for x in real(*about))
+    return _fine_tuned(config, *launches)
+
+
 @pytest.fixture
 def fine_tuning(tmp_path: Path) -> Path:
     """The configuration of a small run."""
@@ -233,7 +259,11 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
     exported = export_checkpoint(tmp_path / "runs/whole", adapter=True) / "adapter_model.safetensors"
     assert all(torch.equal(tensor, one[name]) for name, tensor in load_file(exported).items())
 
-    # Adapters of as many numbers on other layers.
+    # Adapters of as many numbers that began elsewhere, or on other layers.
+    others = ['lora.init="olora"', 'resume.changed=["lora"]', "--dry-run"]
+    ((code, error),) = _fine_tuned(fine_tuning, launch("parts", 4, *others))
+    assert code == 2 and 'lora.init was "default" and is "olora", but its adapters cannot become' in error
+
     others = ['lora.targets=["o_proj"]', 'resume.changed=["lora"]', "--dry-run"]
     ((code, error),) = _fine_tuned(fine_tuning, launch("parts", 4, *others))
     assert code == 2 and 'lora.targets was "all-linear" and is ["o_proj"], but its adapters cannot become' in error

@@ -18,8 +18,9 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.host_state import StateOnHost
-from spmdrl.model.load import decoder_layers, load_policy
+from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.sharding import decoder_layers
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.checkpoints import save_and_wait

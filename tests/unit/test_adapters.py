@@ -16,13 +16,14 @@ from spmdrl.checkpoint.manifest import STATE
 from spmdrl.checkpoint.restore import refuse_other_adapters
 from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
 from spmdrl.memory.device import training_memory
+from spmdrl.model import quantized
 from spmdrl.model.adapted import adapter_sizes
 from spmdrl.model.adapters import Identity, Strength
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.targets import ALL_LINEAR, short_names, target_problems, targets_of
-from spmdrl.preflight.forecast import Model
+from spmdrl.preflight.forecast import Model, predict
 from spmdrl.types import UserError
-from tests.helpers.configs import model_config
+from tests.helpers.configs import minimal_config, model_config
 from tests.helpers.models import save_gpt_oss, save_qwen3, save_qwen3_moe, save_qwen3_next
 from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
 
@@ -98,6 +99,54 @@ def test_the_planner_counts_adapters(tmp_path: Path, num_ranks: int) -> None:
     assert planned.gradients == 4 * adapters + 4 * own
     assert planned.optimizer == 8 * own
     assert planned.adapters == 4 * adapters
+    with_start = Model.read(config, cfg, lora=LoraConfig(rank=5, init="pissa")).size(
+        ParallelConfig(), num_training=num_ranks
+    )
+    beside = training_memory(cfg, OptimConfig(lr=1.0), [with_start], compute_bytes=2)
+    assert beside == replace(planned, weights=planned.weights + 4 * adapters, adapters=8 * adapters)
+
+
+def test_the_planner_counts_a_base_in_few_bits(tmp_path: Path) -> None:
+    cfg = model_config(save_qwen3(tmp_path))
+    config = AutoConfig.from_pretrained(cfg.path)
+    linears = 3 * sum(map(math.prod, [(48, 64), (48, 32), (48, 32), (64, 48), (48, 80), (48, 80), (80, 48)]))
+
+    def planned(**lora: Any) -> Any:
+        size = Model.read(config, cfg, lora=LoraConfig(rank=5, **lora)).size(ParallelConfig(), num_training=2)
+        return size, training_memory(cfg, OptimConfig(lr=1.0), [size], compute_bytes=2)
+
+    (sharded, before), (size, after) = planned(), planned(base="nf4")
+    assert size.whole == sharded.whole, "engines and exports get all of it"
+    assert size.shard == sharded.shard - linears // 2
+    in_bits = linears // 2 + 4 * linears // 64
+    assert after.weights == before.weights - linears + in_bits
+    assert after.gathered < before.gathered and size.largest_kept == 48 * 80
+    assert planned(base="8bit")[1].weights == after.weights + linears // 2
+
+
+def test_a_base_that_cannot_be_kept_in_few_bits_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, with_experts = _model(save_qwen3(tmp_path / "a")), _model(save_qwen3_moe(tmp_path / "b"))
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: name)
+    assert list(quantized.quantization_problems(dense, "nf4")) == []
+    (said,) = quantized.quantization_problems(with_experts, "nf4")
+    assert said.startswith('lora.base = "nf4" keeps linear layers in few bits, and most of this model are experts')
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    (said,) = quantized.quantization_problems(dense, "8bit")
+    assert said.startswith('lora.base = "8bit" needs bitsandbytes, which is not installed; install it with pip')
+
+
+def test_the_planner_counts_the_experts_that_the_torch_engine_merges(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+
+    def engine_bytes(**lora: Any) -> int:
+        cfg = minimal_config(model={"path": path}, lora=lora)
+        model = Model.read(config, cfg.model, lora=cfg.lora)
+        return predict(cfg, model, num_ranks=1, device_bytes=2**36, on_gpu=False).plan.engine_weights
+
+    experts = sum(x.numel() for x in _model(path).parameters() if x.ndim == 3)
+    assert experts and engine_bytes() - engine_bytes(merge=True) == 2 * 4 * experts
+    assert engine_bytes(targets=["q_proj"]) == engine_bytes(merge=True)
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
@@ -120,6 +169,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
         "adapters of rank 8, alpha 16, rslora false, and those of this run are of other layers; set [lora] back"
     )
     assert "are of rank 8, alpha 32, rslora false; set" in problem(held, replace(held, alpha=32.0))
+    assert "are of rank 8, alpha 16, rslora false, init pissa; set" in problem(held, replace(held, init="pissa"))
 
 
 def test_experts_of_one_layer_are_named_in_full(tmp_path: Path) -> None:

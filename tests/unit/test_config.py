@@ -430,6 +430,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "adapters_have_no_dropout": ("lora.dropout=0.1",),
     "adapters_have_no_magnitudes": ("lora.use_dora=true",),
     "a_directory_says_what_adapters_are": ("lora.path=a", "lora.rank=3"),
+    "a_quantized_base_is_not_divided": ('lora.base="nf4"', "parallel.tp=2"),
+    "a_quantized_base_does_not_sleep": ('lora.base="nf4"', 'offload.trainer="all"'),
     "merged_belongs_to_adapters": ("export.merged=false",),
     "adapters_freeze_the_whole_model": ("lora.rank=3", "model.freeze=[]"),
     "adapters_learn_at_one_rate": ("lora.rank=3", 'optim.rates={"layers.0.*"=0}'),

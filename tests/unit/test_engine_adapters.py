@@ -18,7 +18,15 @@ from spmdrl.engine.versions import LiveVersions
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
 from tests.helpers.adapters import ALL_LINEAR, merged, random_adapters
-from tests.helpers.models import save_gemma3, save_llama, save_qwen3, save_qwen3_5, save_qwen3_next
+from tests.helpers.models import (
+    save_gemma3,
+    save_gpt_oss,
+    save_llama,
+    save_qwen3,
+    save_qwen3_5,
+    save_qwen3_moe,
+    save_qwen3_next,
+)
 
 NUM_TOKENS = 12
 
@@ -87,6 +95,24 @@ def test_adapters_are_their_merged_model(model: Any, targets: tuple[str, ...]) -
 )
 def test_adapters_of_recurrent_layers(save: Callable[..., str], targets: tuple[str, ...], tmp_path: Path) -> None:
     check_adapters(AutoModelForCausalLM.from_pretrained(save(tmp_path, initializer_range=0.05)), targets)
+
+
+@pytest.mark.parametrize(
+    ("save", "targets"),
+    [
+        (save_qwen3_moe, ("experts.gate_up_proj", "experts.down_proj", *ALL_LINEAR)),
+        (save_gpt_oss, ("experts.down_proj",)),  # whose experts are [experts, inputs, outputs]
+    ],
+)
+def test_adapters_of_experts(save: Callable[..., str], targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Alone, and the base and two versions in one batch, whose rows are computed by experts of their own."""
+    model = AutoModelForCausalLM.from_pretrained(save(tmp_path))
+    check_adapters(model, targets)
+    engine, versions = engine_for(model), [random_adapters(model, version, targets=targets) for version in (1, 2)]
+    load = {5 * adapters.version: lambda adapters=adapters: engine.load_adapters(adapters) for adapters in versions}
+    for number, response in dict(engine.generate(asking(load, 15))).items():
+        whole = model if number < 5 else merged(model, versions[number // 5 - 1])
+        assert worst(whole, [request(number, prompt=0)], [response]) <= 1e-5
 
 
 def test_rslora_divides_by_the_root_of_the_rank(model: Any) -> None:

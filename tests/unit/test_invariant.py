@@ -20,9 +20,9 @@ from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import SequenceLayout, causal_attention
-from spmdrl.model.load import decoder_layers
 from spmdrl.model.logprobs import FAST_HEAD, Head, logprobs_of_logits, next_token_logprobs
 from spmdrl.model.policy import Policy
+from spmdrl.model.sharding import decoder_layers
 from spmdrl.types import Request
 from tests.helpers.config_file import GOOD, problems, read
 from tests.helpers.exact import (

@@ -6,7 +6,7 @@ import torch
 
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.model.load import shard_policy
+from spmdrl.model.sharding import shard_policy
 from tests.helpers.live import Watch
 from tests.helpers.policies import policy_of, tokens
 

@@ -21,9 +21,9 @@ from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
-from spmdrl.model.load import decoder_layers
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.sharding import decoder_layers
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, UserError
 from tests.helpers import kernels_on_cpu

@@ -25,7 +25,6 @@ from transformers import (
 
 from spmdrl.config import Config
 from spmdrl.dist.session import World
-from spmdrl.engine.adapters import expert_problems
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.hybrids import hybrid_problems
@@ -234,19 +233,18 @@ def test_exact_kernels_are_not_for_adapters(tmp_path: Path) -> None:
     assert "true_on_policy = true has no exact kernels for adapters" in said
 
 
-def test_engines_take_adapters_of_experts_as_merged_weights(tmp_path: Path) -> None:
+def test_sglang_takes_adapters_of_experts_as_merged_weights(tmp_path: Path) -> None:
     path = save_qwen3_moe(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"])
 
-    def problems(*overrides: str) -> list[list[str]]:
+    def problems(*overrides: str) -> list[str]:
         cfg = config(tmp_path, f"model.path={path}", *LORA, *overrides)
-        model = load_model_config(cfg.model)
-        return [list(expert_problems(cfg, model)), list(adapter_problems(cfg, model, device_type="cpu"))]
+        return list(adapter_problems(cfg, load_model_config(cfg.model), device_type="cpu"))
 
-    for (said,) in problems():
-        assert "takes no adapters of experts" in said and "lora.merge = true" in said
-        assert said.endswith("q_proj, k_proj, v_proj, o_proj")
-    assert problems("lora.merge=true") == [[], []]
-    assert problems('lora.targets=["q_proj", "v_proj"]') == [[], []]
+    (said,) = problems()
+    assert "takes no adapters of experts" in said and "lora.merge = true" in said
+    assert said.endswith("q_proj, k_proj, v_proj, o_proj")
+    assert problems("lora.merge=true") == []
+    assert problems('lora.targets=["q_proj", "v_proj"]') == []
 
 
 def hybrid(**changes: Any) -> Qwen3_5TextConfig:

@@ -8,7 +8,6 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
-from spmdrl.engine.adapters import expert_problems
 from spmdrl.model.adapted import plan_adapters
 from spmdrl.model.expert_adapters import ExpertsTarget
 from spmdrl.model.load import load_model_config, model_without_memory
@@ -37,14 +36,18 @@ def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Ite
             'true_on_policy = true has no exact kernels for adapters in rollout.engine = "sglang"; set lora.merge = '
             "true, or true_on_policy = false"
         )
-    if problems := list(expert_problems(cfg, model_config)):
-        yield from problems
-        return
     try:
         adapted = _Adapted.of(cfg, model_config)
     except UserError:
         return  # said where the model is checked
     modules = adapted.modules
+    if adapted.adapts_experts:
+        yield (
+            'rollout.engine = "sglang" takes no adapters of experts, which lora.targets includes; set lora.merge = '
+            "true, and it gets merged weights, or set lora.targets to some of "
+            f"{', '.join(module for module in modules if module in _ADAPTED)}"
+        )
+        return
     if unknown := [module for module in modules if module not in _ADAPTED]:
         yield (
             f"SGLang has no adapters for {', '.join(unknown)}; set lora.targets to some of {', '.join(_ADAPTED)}, "
@@ -88,6 +91,7 @@ class _Adapted:
     rank: int
     layers: tuple[str, ...]  # their names, in the order of the model
     has_experts: bool  # the model, adapted or not
+    adapts_experts: bool
 
     @classmethod
     def of(cls, cfg: Config, model_config: Any) -> _Adapted:
@@ -95,9 +99,10 @@ class _Adapted:
         assert cfg.lora is not None
         model = model_without_memory(model_config, cfg.model)
         planned = plan_adapters(model, cfg.lora)
-        layers = tuple(target.module for target in targets_of(model, planned.wanted))
+        targets = targets_of(model, planned.wanted)
+        layers = tuple(target.module for target in targets if not isinstance(target, ExpertsTarget))
         has_experts = any(isinstance(target, ExpertsTarget) for target in targets_of(model, ALL_LINEAR))
-        return cls(planned.strength.rank, layers, has_experts)
+        return cls(planned.sent_strength.rank, layers, has_experts, len(layers) < len(targets))
 
     @property
     def modules(self) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class AdapterSlots:
         # used again when the version is gone.
         self._memory: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
+        self._plan: _Plan | None = None
         self._unloading: dict[int, Future[Any]] = {}
 
     def load(self, process: SGLangProcess, adapters: AdapterVersion) -> list[str]:
@@ -107,15 +109,31 @@ class AdapterSlots:
 
     def _in_own_memory(self, adapters: AdapterVersion) -> tuple[Bucket, Tensor]:
         """Copy adapters, padded as SGLang pads weights, into memory that its processes can open."""
-        tensors = padded_adapters(adapters.tensors, self._share)
-        bucket = bucket_of(list(tensors.items()))
+        if self._plan is None or self._plan.given is not adapters.bucket:
+            self._plan = _Plan.of(adapters, self._share)
+        bucket = self._plan.padded
         memory = self._spare.pop() if self._spare else torch.empty(bucket.num_bytes, dtype=torch.uint8).share_memory_()
-        if bucket == adapters.bucket:
+        if self._plan.pads_nothing:
             memory.copy_(adapters.flat)
         else:
+            tensors = padded_adapters(adapters.tensors, self._share)
             for entry in bucket.flat_entries:
                 entry.view(memory).copy_(tensors[entry.name])
         return bucket, memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How adapters are sent; the same in each refit."""
+
+    given: Bucket
+    padded: Bucket
+    pads_nothing: bool
+
+    @classmethod
+    def of(cls, adapters: AdapterVersion, share: Share) -> _Plan:
+        padded = bucket_of(list(padded_adapters(adapters.tensors, share).items()))
+        return cls(adapters.bucket, padded, padded == adapters.bucket)
 
 
 def _name(version: int) -> str:

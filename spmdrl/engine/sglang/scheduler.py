@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch import Tensor
 
 from spmdrl.engine.sglang.adapters import DIGEST, MISMATCH
 from spmdrl.engine.sglang.cpu import delta_net
 from spmdrl.engine.sglang.cpu.pinning import pin_nothing
-from spmdrl.refit.digest import digests
+from spmdrl.refit.digest import digest, digests
 
 _ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -55,10 +56,17 @@ def refuse_what_differs(
     load: Callable[..., Any], manager: Any, name: Any, tensors: Any, config: Any, *rest: Any
 ) -> Any:
     """Load adapters, but answer with their tensors' digests when that of their memory is not the one in `config`."""
-    if digests({"": list(tensors.values())})[""] == config[DIGEST]:
+    if digest(_memory_of(tensors)) == config[DIGEST]:
         return load(manager, name, tensors, config, *rest)
     arrived = digests({name: [tensor] for name, tensor in tensors.items()})
     return manager.create_lora_update_result(success=False, error_message=MISMATCH + json.dumps(arrived))
+
+
+def _memory_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the memory [number of bytes] uint8 of which these tensors are views, end to end."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
+    (storage,) = storages.values()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def clear_padding_row(reply: Any, updater: Any, request: Any) -> None:

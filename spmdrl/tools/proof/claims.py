@@ -265,6 +265,7 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             "SGLang computes adapters of several versions in one batch (`csgmv`; `triton` with experts), takes them "
             "as CUDA tensors, and keeps the base while it sleeps."
         ),
+        Claim("A base in 4 or 8 bits computes on CUDA what it computes on a CPU, in less memory, as the planner says."),
         Claim("8B on one GPU of 80 GB and 32B on eight train with adapters within the memory that the planner says."),
     ),
 }
