@@ -83,7 +83,12 @@ def empty(path: str) -> None:
 
     Directories come up to the top before they are deleted, so that no path becomes too long. Raises OSError.
     """
-    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        top = os.open(path, flags)
+    except PermissionError:
+        os.chmod(path, 0o700)
+        top = os.open(path, flags)
     try:
         os.fchmod(top, 0o700)
         numbers = itertools.count()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl.data import sources
 from spmdrl.train import main
 from tests.helpers.broken_library import break_library
 from tests.helpers.small_run import sums_from_files, write_small_run
@@ -26,6 +27,7 @@ def test_no_test_module_is_imported() -> None:
 
 def test_a_run_from_files_needs_no_reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of devices read files, because they run on machines that lack reasoning-gym."""
+    monkeypatch.setattr(sources, "_ITEMS", {})  # what other tests have imported
     for library in ("reasoning_gym", "math_verify"):
         break_library(library, tmp_path, monkeypatch)
     model = {"hidden_size": 32, "num_layers": 1}
