@@ -91,22 +91,25 @@ static void softmax(float *row, int64_t seen, int64_t limit) {
 }
 
 static inline float product(const float *x, const float *y, int64_t width) {
-    vec lanes = {0};
+    float lanes[LANES] = {0}, sum = 0.0f;
     int64_t d = 0;
-    for (; d + LANES <= width; d += LANES) lanes += *(const vec *)(x + d) * *(const vec *)(y + d);
-    float sum = 0.0f;
+    for (; d + LANES <= width; d += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += x[d + lane] * y[d + lane];
     for (; d < width; d++) sum += x[d] * y[d];
     for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
     return sum;
 }
 
-// out[d] = sum_j p[j] x[j][d].
+// out[d] = sum_j p[j] x[j][d]. Four sums are kept apart, so that none waits for the one before.
 static inline void combination(const float *p, const float *x, int64_t length, int64_t width, float *out) {
     int64_t d = 0;
     for (; d + LANES <= width; d += LANES) {
-        vec sum = {0};
-        for (int64_t j = 0; j < length; j++) sum += p[j] * *(const vec *)(x + j * width + d);
-        *(vec *)(out + d) = sum;
+        vec sums[4] = {0};
+        int64_t j = 0;
+        for (; j + 4 <= length; j += 4)
+            for (int i = 0; i < 4; i++) sums[i] += p[j + i] * *(const vec *)(x + (j + i) * width + d);
+        for (; j < length; j++) sums[0] += p[j] * *(const vec *)(x + j * width + d);
+        *(vec *)(out + d) = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
     for (; d < width; d++) {
         out[d] = 0.0f;
