@@ -85,8 +85,8 @@ def library(name: str) -> ctypes.CDLL:
         raise CannotCompile("there is no C compiler: install gcc")
     source = _SOURCES / f"{name}.c"
     try:
-        version = _run([compiler, "--version"])
-        described = "\n".join([source.read_text(encoding="utf-8"), *_FLAGS, version, processor(), _features()])
+        sources = [file.read_text(encoding="utf-8") for file in (source, *sorted(_SOURCES.glob("*.h")))]
+        described = "\n".join([*sources, *_FLAGS, _run([compiler, "--version"]), processor(), _features()])
         file_name = f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
         folder = _private_folder()
         if folder is None:
