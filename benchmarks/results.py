@@ -49,14 +49,22 @@ def is_stale(result: Json, code: Iterable[str], root: Path = ROOT) -> bool:
 
 
 def code_digest(code: Iterable[str], root: Path = ROOT) -> str:
-    """The sha256 of Python files, which patterns such as `spmdrl/algo/**/*.py` name below `root`."""
+    """The sha256 of files of Python and C, which patterns such as `spmdrl/algo/**/*.py` name below `root`."""
     files = set[Path]()
     for pattern in code:
         found = set(root.glob(pattern))
         assert found, f"benchmarks/rows.py: there is no file {pattern}; name what is measured"
         files |= found
-    outlines = [f"{path.relative_to(root).as_posix()} {outline(path.read_text('utf-8'))}" for path in sorted(files)]
+    outlines = []
+    for path in sorted(files):
+        reduced = outline if path.suffix == ".py" else _without_comments
+        outlines.append(f"{path.relative_to(root).as_posix()} {reduced(path.read_text('utf-8'))}")
     return hashlib.sha256("\n".join(outlines).encode()).hexdigest()
+
+
+def _without_comments(source: str) -> str:
+    """A file of C without comments to the end of a line, and with one space between words."""
+    return " ".join(" ".join(line.partition("//")[0] for line in source.splitlines()).split())
 
 
 @functools.cache

@@ -505,14 +505,21 @@ def scripts(*names: str) -> tuple[str, ...]:
     return tuple(f"benchmarks/{name}.py" for name in ("workload", *names))
 
 
-ENGINE = ("spmdrl/engine/*.py", "spmdrl/model/*.py", *scripts("engine", "generate_peer"))
+ENGINE = ("spmdrl/engine/*.py", "spmdrl/model/*.py", "spmdrl/model/c/*", *scripts("engine", "generate_peer"))
 ROOMS = ("algo", "config", "data", "dist", "learn", "model", "refit", "report", "rewards", "rollout", "step")
-STEP = ("spmdrl/*.py", "spmdrl/engine/*.py", *(f"spmdrl/{room}/*.py" for room in ROOMS))
+STEP = ("spmdrl/*.py", "spmdrl/engine/*.py", "spmdrl/model/c/*", *(f"spmdrl/{room}/*.py" for room in ROOMS))
 STEP += scripts("spmdrl_step", "trl_step", "forced_lengths", "generate_peer")
 EXACT = (*ENGINE, "spmdrl/step/batch.py", *scripts("true_on_policy"))
 REFIT = ("spmdrl/refit/*.py", "spmdrl/dist/*.py", "spmdrl/engine/sglang/*.py")
 CHECKPOINT = ("spmdrl/checkpoint/*.py", "spmdrl/dist/*.py", *scripts("checkpoint"))
-EPISODES = ("spmdrl/rollout/*.py", "spmdrl/envs/*.py", "spmdrl/data/*.py", "spmdrl/engine/*.py", "spmdrl/model/*.py")
+EPISODES = (
+    "spmdrl/rollout/*.py",
+    "spmdrl/envs/*.py",
+    "spmdrl/data/*.py",
+    "spmdrl/engine/*.py",
+    "spmdrl/model/*.py",
+    "spmdrl/model/c/*",
+)
 EPISODES += scripts("episodes", "slow_tool", "clock_engine", "engine", "generate_peer")
 SGLANG = ("spmdrl/engine/sglang/*.py", *scripts("refit"))
 DATA = ("spmdrl/data/rows.py", "spmdrl/data/sources.py", *scripts("data_load", "load_memory"))

@@ -133,7 +133,7 @@ class Cluster:
         return states == {"idle"} and not self.call("squeue", "--noheader")
 
     def told(self) -> str:
-        """What the cluster says of itself, for somebody who asks why a drill has failed."""
+        """The cluster's own account, for somebody who asks why a drill has failed."""
         log = (self.folder / "logs" / "slurmctld").read_text().splitlines()[-15:]
         running = [f"{node}: {one.info['cmdline']}" for node in NODES for one in self.processes_on(node)]
         return "\n".join([self.call("sinfo", "--long", "--Node"), self.call("squeue", "--long"), *running, *log])
@@ -179,7 +179,7 @@ class Job:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def told(self) -> str:
-        """What is known of the job, for somebody who asks why a drill has failed."""
+        """All that is known of the job, for somebody who asks why a drill has failed."""
         facts = self.facts()
         named = " ".join(f"{name}={facts.get(name)}" for name in ("JobState", "Reason", "Restarts", "ExitCode"))
         return f"{named}\nits output:\n{self.output()}\nthe cluster:\n{self.cluster.told()}"

@@ -58,7 +58,7 @@ def test_ranks_agree_and_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
 
 
 def layers_of_a_run(config: str, folder: str, unable: int) -> bool | str:
-    """Whether layers are computed in C, in a run where one rank cannot compile."""
+    """True where layers are computed in C, in a run where one rank cannot compile; or what the run said."""
     failing = mock.patch.object(run_module, "compile_all", side_effect=CannotCompile("there is no C compiler"))
     try:
         with (

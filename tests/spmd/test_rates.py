@@ -88,7 +88,7 @@ def _on_two_ranks(path: str, folder: str) -> tuple[Resumed, dict[str, dict[str, 
 
 @dataclass(frozen=True)
 class Trained:
-    """The same run on one and on two ranks, and states of two ranks after two updates."""
+    """Rates of a run on one and on two ranks, and the states of two ranks after two updates."""
 
     one: Resumed
     two: Resumed

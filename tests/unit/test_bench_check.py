@@ -152,3 +152,12 @@ def test_short_measurements_do_not_replace_the_results_that_are_kept(capsys: pyt
     assert "--steps measure less than the results that are kept; name another --results" in capsys.readouterr().err
     with mock.patch.object(sys, "argv", ["bench.py", "--steps", "1", "--results", "elsewhere"]):
         assert bench.parse_arguments().steps == 1
+
+
+def test_a_file_of_c_counts_but_for_its_comments(tmp_path: Path) -> None:
+    source = tmp_path / "sum.c"
+    digests = []
+    for text in ("int a; // one\nint b;", "int a;\n\nint b; // two", "int a;\nint c;"):
+        source.write_text(text)
+        digests.append(results.code_digest(["*.c"], tmp_path))
+    assert digests[0] == digests[1] != digests[2]

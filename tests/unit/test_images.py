@@ -661,7 +661,7 @@ def test_pairs_have_the_images_of_their_prompts(qwen: Bench) -> None:
 
 
 def test_the_tokens_of_all_turns_are_those_that_the_processor_makes_of_the_conversation(bench: Bench) -> None:
-    """What is imitated are the answers, and nothing of an image."""
+    """Only the answers are imitated, and nothing of an image."""
     for number in range(3):
         photo(16 + 8 * number, 24, seed=number).save(bench.folder / f"{number}.png")
     asked = [{"role": "user", "content": content} for content in ("<image>a?", "and<image><image>?", "no?")]

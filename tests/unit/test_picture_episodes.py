@@ -89,7 +89,7 @@ class Stage:
     engine: TorchEngine
 
     def again(self, name: str) -> Stage:
-        """The same in another process, whose store is empty."""
+        """A copy of it in another process, whose store is empty."""
         images = reader_of(self.path, self.tokenizer, self.folder / name)
         return replace(self, images=images, engine=engine_of(self.plain, images.store))
 
@@ -359,7 +359,7 @@ def test_a_template_that_shows_no_images_is_named(stage: Stage) -> None:
 
 
 def test_placeholders_that_no_image_has_are_refused(stage: Stage) -> None:
-    """As where a tokenizer does not mark them as special, so that the policy's own words may become one."""
+    """A tokenizer need not mark placeholders as special: then the policy's own words may become one."""
     (image,) = (image for prompt in stage.prompts for image in prompt.images)
     with pytest.raises(UserError, match="there are 2 placeholders for 1 images; mark the model's tokens"):
         expanded((IMAGE, 9, IMAGE), [image], stage.images)

@@ -28,7 +28,7 @@ IMAGE = {"type": "image"}
 
 
 def sent(*messages: dict[str, Any], max_characters: int = 1000) -> Observation:
-    """What the rank reads of messages."""
+    """Messages as the rank reads them."""
     written = json.dumps(to_json(Observation(messages=messages), max_characters))
     return from_json(json.loads(written), max_characters)
 
