@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from spmdrl.algo.seeds import mix
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.calibration import choose_kernels, shapes_of
-from spmdrl.model.compiled import compile_all, use_compiled
+from spmdrl.model.compiled import CannotCompile, compile_all, use_compiled
 from spmdrl.model.linear import use_kernels
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request
@@ -96,8 +97,12 @@ def use_fastest_kernels(model: PreTrainedModel) -> None:
     """Compute as a run on this machine would choose to."""
     if model.device.type == "cpu":
         use_kernels(choose_kernels(shapes_of(model.config)))
-        compile_all()
-        use_compiled(True)
+        try:
+            compile_all()
+        except CannotCompile as error:
+            print(f"layers by torch: {error}", file=sys.stderr)
+        else:
+            use_compiled(True)
 
 
 def requests(prompts: Sequence[Sequence[int]], lengths: Sequence[int] | None, *, seed: int = 0) -> list[Request]:

@@ -20,7 +20,10 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from spmdrl.engine.adapters import AdapterBank
-from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.engine.kv_cache import NewestTokens
+from spmdrl.model import attention_c
+from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.compiled import serves
 from spmdrl.model.fused import kernels_for
 from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.linear import linear
@@ -73,8 +76,7 @@ class _Layer:
     out: _Product
     norm_between: Tensor  # [D]
     gate_up: _Product
-    activation: nn.Module
-    is_silu: bool  # whether that is x / (1 + exp(-x))
+    gated: Callable[[Tensor, Tensor], Tensor]
     down: _Product
 
 
@@ -96,7 +98,7 @@ class DenseDecoder:
         self._layers = [_layer(layer, product) for layer in self._decoder.layers]
         self._rotary = torch.empty(2, 0, self._head_dim)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, newest: NewestTokens) -> Tensor:
         """Tokens [n] at positions [n], below `longest`, give logits [n, V]."""
         if self._rotary.shape[1] < longest:
             self._rotary = self._rotary_until(2 * longest)
@@ -105,19 +107,27 @@ class DenseDecoder:
         kernels = kernels_for(hidden)
         for layer in self._layers:
             x, _ = kernels.rms_norm(hidden, layer.norm_in, self._eps)
-            heads = layer.qkv(x).unflatten(-1, (-1, self._head_dim))  # [n, H + 2 K, D]
-            num_kv_heads = (heads.shape[1] - self._num_heads) // 2
-            q, k, v = heads.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
-            q, k = (
-                kernels.rotate(x, norm, cos, sin, self._eps) for x, norm in zip((q, k), layer.qk_norms, strict=True)
-            )
-            query, key, value = (part.transpose(0, 1)[None] for part in (q, k, v))
-            hidden = hidden + layer.out(attend(query, key, value, layer.attention)[0].flatten(1))
+            heads = layer.qkv(x).unflatten(-1, (-1, self._head_dim))
+            hidden = hidden + layer.out(self._attended(heads, layer, cos, sin, newest).flatten(1))
             x, _ = kernels.rms_norm(hidden, layer.norm_between, self._eps)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            hidden = hidden + layer.down(kernels.swiglu(gate, up) if layer.is_silu else layer.activation(gate).mul_(up))
+            hidden = hidden + layer.down(layer.gated(*layer.gate_up(x).chunk(2, dim=-1)))
         head = self._model.get_output_embeddings()
         return linear(kernels.rms_norm(hidden, self._decoder.norm.weight, self._eps)[0], head.weight, head.bias)
+
+    def _attended(self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, newest: NewestTokens) -> Tensor:
+        """Rotate and attend: qkv [n, H + 2 K, D], cos and sin [n, D] give [n, H, D]."""
+        num_kv_heads = (qkv.shape[1] - self._num_heads) // 2
+        if serves(qkv, *layer.qk_norms, cos, sin):
+            size, seen = (num_kv_heads, self._head_dim), newest.seen.through(layer.attention.window)
+            cache = newest.cells(layer.attention.index, size)
+            tables = (layer.qk_norms, cos, sin, self._eps)
+            return attention_c.attend_newest(qkv, *tables, *cache, seen, layer.attention.scale)
+        q, k, v = qkv.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, k = (
+            kernels_for(x).rotate(x, norm, cos, sin, self._eps) for x, norm in zip((q, k), layer.qk_norms, strict=True)
+        )
+        query, key, value = (part.transpose(0, 1)[None] for part in (q, k, v))
+        return newest(query, key, value, layer.attention)[0]
 
     def _rotary_until(self, size: int) -> Tensor:
         """Cosines and sines of positions [0, size), [2, size, D]."""
@@ -144,10 +154,19 @@ def _layer(layer: Any, product: Callable[[Sequence[nn.Linear]], _Product]) -> _L
         out=product([attention.o_proj]),
         norm_between=layer.post_attention_layernorm.weight,
         gate_up=product([mlp.gate_proj, mlp.up_proj]),
-        activation=mlp.act_fn,
-        is_silu=type(mlp.act_fn) in (nn.SiLU, SiLUActivation),
+        gated=_swiglu if type(mlp.act_fn) in (nn.SiLU, SiLUActivation) else partial(_gated_by, mlp.act_fn),
         down=product([mlp.down_proj]),
     )
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gated: Tensor = kernels_for(gate).swiglu(gate, up)
+    return gated
+
+
+def _gated_by(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    gated: Tensor = activation(gate)
+    return gated.mul_(up)
 
 
 def _side_by_side(linears: Sequence[nn.Linear], *, names: Mapping[nn.Module, str], adapters: AdapterBank) -> _Product:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,37 +84,28 @@ class KVCache:
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            keys, values = self._cells(layer.index, key, value)
+            keys, values = self.cells(layer.index, _size(key), _size(value))
             keys[row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
             values[row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
             return packed(query, key, value, layer)
 
         return attend
 
-    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[Attend, Tensor]:
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[NewestTokens, Tensor]:
         """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
         shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
         # Where the new tokens go: a plain slice when all rows have the same length, which is much cheaper.
-        place = (slice(num_rows), slice(None), longest - 1) if shortest == longest else None
-        cells = place or (torch.arange(num_rows, device=device), slice(None), positions)
-        seen = SeenKeys(lengths=positions + 1, shortest=shortest, longest=longest)
+        plain = (slice(num_rows), slice(None), longest - 1) if shortest == longest else None
+        places = plain or (torch.arange(num_rows, device=device), slice(None), positions)
         self._lengths = [length + 1 for length in self._lengths]
         self._stored.clear()
+        seen = SeenKeys(lengths=positions + 1, shortest=shortest, longest=longest)
+        return NewestTokens(seen, places, self.cells, attend_to_cache), positions
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            whole = self._cells(layer.index, key, value)
-            for of_layer, new in zip(whole, (key, value), strict=True):
-                of_layer[cells] = new[0].transpose(0, 1)
-            keys, values = (of_layer[:num_rows, :, :longest] for of_layer in whole)  # [n, K, L, D]
-            of_window = seen if layer.window is None else replace(seen, window=layer.window)
-            return attend_to_cache(query, keys, values, scale=layer.scale, seen=of_window, sinks=layer.sinks)
-
-        return attend, positions
-
-    def _cells(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where a layer stores keys and values [1, K, T, D]: two views [rows, K, capacity, D].
+    def cells(self, layer: int, *sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return where a layer stores keys and values of `sizes` (K, D): two views [rows, K, capacity, D].
 
         Raises UserError when it stores them more than once, or those of another size.
         """
@@ -122,7 +113,7 @@ class KVCache:
             raise UserError(
                 cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
             )
-        if key.shape != value.shape or (key.shape[1], key.shape[3]) != (self._keys.shape[2], self._keys.shape[4]):
+        if any(size != (self._keys.shape[2], self._keys.shape[4]) for size in sizes):
             raise UserError(cannot_sample(self._config, "all of one size, and this model has several sizes"))
         self._stored.add(layer)
         place = self._places[layer]
@@ -135,6 +126,31 @@ class KVCache:
             for cells in (self._keys, self._values):
                 cells[:, holes, :, :longest] = cells[:, movers, :, :longest]
         self._lengths = [self._lengths[row] for row in kept]
+
+
+@dataclass(frozen=True, slots=True)
+class NewestTokens:
+    """A forward pass over one new token for each row of a cache: stores its key and value, and attends."""
+
+    seen: SeenKeys
+    places: tuple[Any, ...]  # of the new tokens, in the cells of a layer
+    cells: Callable[..., tuple[Tensor, Tensor]]  # as `KVCache.cells`
+    attend_to_cache: AttendToCache
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        """Serve as an `Attend`: query [1, H, n, D], key and value [1, K, n, D] give [1, n, H, D]."""
+        whole = self.cells(layer.index, _size(key), _size(value))
+        for of_layer, new in zip(whole, (key, value), strict=True):
+            of_layer[self.places] = new[0].transpose(0, 1)
+        keys, values = (of_layer[: query.shape[2], :, : self.seen.longest] for of_layer in whole)  # [n, K, L, D]
+        return self.attend_to_cache(
+            query, keys, values, scale=layer.scale, seen=self.seen.through(layer.window), sinks=layer.sinks
+        )
+
+
+def _size(heads: Tensor) -> tuple[int, int]:
+    """(K, D) of keys or values [1, K, T, D]."""
+    return heads.shape[1], heads.shape[3]
 
 
 def attend_to_cache(

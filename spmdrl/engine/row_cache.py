@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from spmdrl.engine.kv_cache import AttendToCache, KVCache
+from spmdrl.engine.kv_cache import AttendToCache, KVCache, NewestTokens
 from spmdrl.engine.state_cache import StateCache
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.recurrent import LayerStates
@@ -59,13 +59,14 @@ class RowCache:
         states = self._states.begin_prefill(torch.tensor(sequences, device=self._device), first_row=first_row)
         return LayerInputs(attend=attend, seqlens=seqlens, states=states)
 
-    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, Tensor]:
-        """Prepare a forward pass over one new token per row; return the positions [n] int64 of those tokens too."""
-        attend, positions = self._keys_values.begin_decode(attend_to_cache)
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, NewestTokens, Tensor]:
+        """Prepare a forward pass over one new token per row; return its `attend` and the tokens' positions [n] int64
+        too."""
+        newest, positions = self._keys_values.begin_decode(attend_to_cache)
         states = self._states.begin_decode()
         if any(self._shifts):
             positions = positions + torch.tensor(self._shifts, device=self._device)
-        return LayerInputs(attend=attend, seqlens=[1] * len(positions), states=states), positions
+        return LayerInputs(attend=newest, seqlens=[1] * len(positions), states=states), newest, positions
 
     def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
         """Move rows `movers` to `holes` and forget every row that is not in `kept`."""

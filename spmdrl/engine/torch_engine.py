@@ -304,9 +304,9 @@ class TorchEngine(RolloutEngine):
     def _decode(self, last: Tensor) -> Tensor:
         """Compute the logits [n, V] of the token after `last` [n] int64 in every row."""
         assert self._cache is not None
-        inputs, positions = self._cache.begin_decode(self.attend_to_cache)
+        inputs, newest, positions = self._cache.begin_decode(self.attend_to_cache)
         if self._decoder is not None:
-            return self._decoder(last, positions, self._cache.longest, inputs["attend"])
+            return self._decoder(last, positions, self._cache.longest, newest)
         return self._head(self._trunk(last, positions, **inputs))
 
     def _head(self, hidden: Tensor) -> Tensor:

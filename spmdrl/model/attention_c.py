@@ -13,6 +13,7 @@ from spmdrl.model.compiled import Function, threads_for
 
 _ATTEND = Function("attention", "attend", "pppppiiiiiiiiiiifi")
 _ATTEND_TO_CACHE = Function("attention", "attend_to_cache", "pppppiiiiiiiiiiiifi")
+_ATTEND_NEWEST = Function("attention", "attend_newest", "pppppppppiiiiiiiiiiiffi")
 _ATTEND_BACKWARD = Function("attention", "attend_backward", "ppppppppiiiiiiiiiiiiifi")
 
 
@@ -48,6 +49,34 @@ def attend_to_cache(q: Tensor, keys: Tensor, values: Tensor, seen: SeenKeys, sca
     sizes = (len(q), q.shape[1], keys.shape[1], q.shape[2], *strides, seen.longest, seen.window or 0)
     threads = threads_for(q.numel() * seen.longest // 4)
     _ATTEND_TO_CACHE(q, keys, values, out, seen.lengths, *sizes, scale, threads)
+    return out
+
+
+def attend_newest(
+    qkv: Tensor,
+    norms: tuple[Tensor | None, Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    seen: SeenKeys,
+    scale: float,
+) -> Tensor:
+    """Attend with the newest token of each row, and store its key and value: qkv [n, H + 2 K, D] gives [n, H, D].
+
+    Queries and keys are normalized with `norms` [D], unless those are None, and rotated by the angles of cos and sin
+    [n, D]. The two caches [rows, K, capacity, D] have the same strides, and whole tokens are neighbours.
+    """
+    assert keys.stride() == values.stride() and keys.stride()[2:] == (keys.shape[3], 1)
+    num_rows, num_kv_heads, width = len(qkv), keys.shape[1], keys.shape[3]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qkv, cos, sin = qkv.contiguous(), _dense(cos), _dense(sin)
+    out = qkv.new_empty(num_rows, num_heads, width)
+    strides = (qkv.stride(0), cos.stride(0), sin.stride(0), *keys.stride()[:2])
+    sizes = (num_rows, num_heads, num_kv_heads, width, *strides, seen.longest, seen.window or 0)
+    threads = threads_for(out.numel() * seen.longest // 4)
+    _ATTEND_NEWEST(qkv, *norms, cos, sin, keys, values, out, seen.lengths, *sizes, scale, eps, threads)
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class SeenKeys:
     shortest: int
     longest: int
     window: int | None = None  # as of an `AttentionLayer`
+
+    def through(self, window: int | None) -> SeenKeys:
+        """Return what a layer with this window sees."""
+        return self if window is None else replace(self, window=window)
 
     @property
     def hidden(self) -> Tensor | None:

@@ -102,12 +102,16 @@ class Function:
     """A function of `c/SOURCE.c`, which returns 0, or something else when there is no memory for it."""
 
     def __init__(self, source: str, name: str, arguments: str) -> None:
-        """`arguments` has a letter for each: p for the data of a tensor or None, i for an integer, f for a float."""
+        """`arguments` has a letter for each: p for the data of a tensor or None, and after those i for an integer and f
+        for a float."""
         self._source, self._name, self._arguments = source, name, arguments
+        self._num_tensors = arguments.count("p")
 
-    def __call__(self, *arguments: Tensor | float | None) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """Call it. Raises MemoryError."""
-        if self._loaded(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)):
+        tensors = arguments[: self._num_tensors]
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if self._loaded(*pointers, *arguments[self._num_tensors :]):
             raise MemoryError(f"there is no memory for {self._name} of {self._source}.c")
 
     @functools.cached_property

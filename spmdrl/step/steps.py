@@ -14,6 +14,7 @@ from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import MismatchLimits
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.learn.mismatch import exceeded
+from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.kept_weights import kept_line, kept_names
 from spmdrl.model.policy import Policy
 from spmdrl.report.memory import host_peak_bytes
@@ -75,7 +76,8 @@ class Steps(Generic[SettingsT]):
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())
             layers = "in C" if run.machine["layers_in_c"] else "by torch, because not every rank has a C compiler"
-            run.report.message(f"linear layers in float32: {chosen}; norms, rotations, gates and attention {layers}")
+            others = "norms, rotations, gates and " if has_fused_layers(self._policy.model.config) else ""
+            run.report.message(f"linear layers in float32: {chosen}; {others}attention {layers}")
         if line := kept_line(kept_names(self._policy.model, run.cfg.model.path)):
             run.report.message(line)
         run.report.message(loading_line(gather_objects(self._training, host_peak_bytes())))

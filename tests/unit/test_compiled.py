@@ -119,6 +119,27 @@ def test_attention_to_a_cache_sees_what_it_should(window: int | None) -> None:
     torch.testing.assert_close(found, exact[:, :, 0].float(), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_the_newest_tokens_are_rotated_stored_and_attend_in_one_pass(window: int | None, is_normed: bool) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([5, 1, 40, 17])
+    cache = torch.randn(2, 6, 3, 64, 24)  # more rows than are in use, and room for more tokens than there are
+    qkv = torch.randn(4, 6 + 3 + 3, 24)
+    cos, sin = torch.randn(2, 4, 24)
+    norms = (torch.randn(24), torch.randn(24)) if is_normed else (None, None)
+    seen = SeenKeys(lengths=lengths, shortest=1, longest=40, window=window)
+    expected = cache.clone()
+    q, k, v = qkv.split((6, 3, 3), dim=1)
+    q, k = (fused_c.rotate(x, norm, cos, sin, 1e-6) for x, norm in zip((q, k), norms, strict=True))
+    for row, length in enumerate(lengths.tolist()):
+        expected[:, row, :, length - 1] = torch.stack([k[row], v[row]])
+    attended = attention_c.attend_to_cache(q, *expected[:, :4, :, :40], seen, 0.2)
+    found = attention_c.attend_newest(qkv, norms, cos, sin, 1e-6, *cache, seen, 0.2)
+    torch.testing.assert_close(cache, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, attended, rtol=0, atol=2e-6)
+
+
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.library.__wrapped__("fused")

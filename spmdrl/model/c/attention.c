@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "exp.h"
+#include "heads.h"
 
 #define LANES 16
 #define ROWS 4
@@ -40,28 +41,17 @@ static void pack_transposed(const float *from, int64_t stride, int64_t length, i
     }
 }
 
-// out[r][j] = sum_d x[r][d] t[d][j] for j < limit, of ROWS rows x [ROWS, wide] and t [width, tall].
-static void against_all(const float *x, int64_t wide, const float *t, int64_t width, int64_t tall, int64_t limit,
-                        float *out) {
-    for (int64_t j = 0; j < limit; j += LANES) {
+// out[r][j] = sum_i x[r][i] m[i][j] for j < columns, of ROWS rows x [ROWS, x_row] and m [inner, m_row]; rows of out are
+// as long as those of m. Whole vectors are written.
+static void multiply(const float *x, int64_t x_row, const float *m, int64_t m_row, int64_t inner, int64_t columns,
+                     float *out) {
+    for (int64_t j = 0; j < columns; j += LANES) {
         vec sum[ROWS] = {0};
-        for (int64_t d = 0; d < width; d++) {
-            const vec column = *(const vec *)(t + d * tall + j);
-            for (int r = 0; r < ROWS; r++) sum[r] += x[r * wide + d] * column;
+        for (int64_t i = 0; i < inner; i++) {
+            const vec row = *(const vec *)(m + i * m_row + j);
+            for (int r = 0; r < ROWS; r++) sum[r] += x[r * x_row + i] * row;
         }
-        for (int r = 0; r < ROWS; r++) *(vec *)(out + r * tall + j) = sum[r];
-    }
-}
-
-// out[r][d] = sum_{j < limit} p[r][j] x[j][d], of ROWS rows p [ROWS, tall] and x [limit, wide].
-static void weighted_sum(const float *p, int64_t tall, const float *x, int64_t wide, int64_t limit, float *out) {
-    for (int64_t d = 0; d < wide; d += LANES) {
-        vec sum[ROWS] = {0};
-        for (int64_t j = 0; j < limit; j++) {
-            const vec row = *(const vec *)(x + j * wide + d);
-            for (int r = 0; r < ROWS; r++) sum[r] += p[r * tall + j] * row;
-        }
-        for (int r = 0; r < ROWS; r++) *(vec *)(out + r * wide + d) = sum[r];
+        for (int r = 0; r < ROWS; r++) *(vec *)(out + r * m_row + j) = sum[r];
     }
 }
 
@@ -117,7 +107,7 @@ static inline void combination(const float *p, const float *x, int64_t length, i
     }
 }
 
-// Copies ROWS query heads of one key head, counted over (token, head of the group), times a factor; past the end, zeros.
+// Copies ROWS query heads of a key head, counted over (token, head of the group), times a factor; past the end, zeros.
 static void gather(const float *from, int64_t token_stride, int64_t head_stride, int64_t groups, int64_t first,
                    int64_t count, int64_t width, float factor, float *to) {
     const int64_t wide = padded(width);
@@ -139,7 +129,7 @@ static void scatter(const float *from, int64_t width, float *to, int64_t token_s
 static int64_t probabilities(const float *queries, const float *keys_t, int64_t first, int64_t count, int64_t groups,
                              int64_t width, int64_t tall, float *p) {
     const int64_t last = first + ROWS < count ? first + ROWS - 1 : count - 1, limit = last / groups + 1;
-    against_all(queries, padded(width), keys_t, width, tall, limit, p);
+    multiply(queries, padded(width), keys_t, tall, width, limit, p);
     for (int64_t r = 0; r < ROWS; r++) {
         const int64_t number = first + r < count ? first + r : last;
         softmax(p + r * tall, number / groups + 1, padded(limit));
@@ -172,7 +162,7 @@ int attend(const float *restrict q, const float *restrict k, const float *restri
                 gather(q + start * q_token + head * groups * q_head, q_token, q_head, groups, first, count, width,
                        scale, queries);
                 const int64_t limit = probabilities(queries, keys_t, first, count, groups, width, tall, p);
-                weighted_sum(p, tall, values, wide, limit, sums);
+                multiply(p, tall, values, wide, limit, width, sums);
                 scatter(sums, width, out + (start * heads + head * groups) * width, heads * width, width, groups,
                         first, count);
             }
@@ -214,7 +204,7 @@ int attend_backward(const float *restrict grad, const float *restrict q, const f
                 gather(grad + start * grad_token + head * groups * grad_head, grad_token, grad_head, groups, first,
                        count, width, 1.0f, by_out);
                 const int64_t limit = probabilities(queries, keys_t, first, count, groups, width, tall, p);
-                against_all(by_out, wide, values_t, width, tall, limit, by_p);
+                multiply(by_out, wide, values_t, tall, width, limit, by_p);
                 add_outer(p, tall, by_out, wide, limit, by_values);
                 for (int64_t r = 0; r < ROWS; r++) {  // by scores, from by probabilities
                     float shared = 0.0f;
@@ -223,7 +213,7 @@ int attend_backward(const float *restrict grad, const float *restrict q, const f
                         by_p[r * tall + j] = p[r * tall + j] * (by_p[r * tall + j] - shared);
                 }
                 add_outer(by_p, tall, queries, wide, limit, by_keys);  // queries have the scale
-                weighted_sum(by_p, tall, keys, wide, limit, sums);
+                multiply(by_p, tall, keys, wide, limit, width, sums);
                 for (int64_t i = 0; i < ROWS * wide; i++) sums[i] *= scale;
                 scatter(sums, width, grad_q + (start * heads + head * groups) * width, heads * width, width, groups,
                         first, count);
@@ -237,6 +227,19 @@ int attend_backward(const float *restrict grad, const float *restrict q, const f
         free(room);
     }
     return failed;
+}
+
+// One query over keys and values [length, width]; p has room for as many whole vectors.
+static inline void attend_one(const float *query, const float *keys, const float *values, int64_t length,
+                              int64_t width, float scale, float *p, float *out) {
+    for (int64_t j = 0; j < length; j++) p[j] = product(query, keys + j * width, width) * scale;
+    softmax(p, length, padded(length));
+    combination(p, values, length, width, out);
+}
+
+// The first key of `length` that is seen through a window, which is none if it is 0.
+static inline int64_t first_seen(int64_t length, int64_t window) {
+    return window && window < length ? length - window : 0;
 }
 
 // One query for each row: q [rows, heads, width] over keys and values [rows, kv_heads, ..., width], whose tokens are
@@ -255,15 +258,45 @@ int attend_to_cache(const float *restrict q, const float *restrict keys, const f
 #pragma omp for schedule(dynamic, 16)
         for (int64_t task = 0; task < rows * heads; task++) {
             if (!p) continue;
-            const int64_t row = task / heads, head = task % heads, end = lengths[row];
-            const int64_t start = window && window < end ? end - window : 0, seen = end - start;
-            const int64_t place = start * width;
-            const float *query = q + row * q_row + head * q_head;
-            const float *key = keys + row * keys_row + head / groups * keys_head + place;
-            const float *value = values + row * values_row + head / groups * values_head + place;
-            for (int64_t j = 0; j < seen; j++) p[j] = product(query, key + j * width, width) * scale;
-            softmax(p, seen, padded(seen));
-            combination(p, value, seen, width, out + task * width);
+            const int64_t row = task / heads, head = task % heads, start = first_seen(lengths[row], window);
+            const float *key = keys + row * keys_row + head / groups * keys_head;
+            const float *value = values + row * values_row + head / groups * values_head;
+            attend_one(q + row * q_row + head * q_head, key + start * width, value + start * width,
+                       lengths[row] - start, width, scale, p, out + task * width);
+        }
+        free(p);
+    }
+    return failed;
+}
+
+// The same for heads as the product of weights gives them, qkv [rows, heads + 2 kv_heads, width]: queries and keys are
+// normalized, unless q_norm and k_norm are NULL, and rotated by cos and sin [rows, ...]; keys and values are stored at
+// lengths[row] - 1, in a cache whose keys and values have the same strides.
+int attend_newest(const float *restrict qkv, const float *restrict q_norm, const float *restrict k_norm,
+                  const float *restrict cos, const float *restrict sin, float *restrict keys, float *restrict values,
+                  float *restrict out, const int64_t *restrict lengths, int64_t rows, int64_t heads, int64_t kv_heads,
+                  int64_t width, int64_t qkv_row, int64_t cos_row, int64_t sin_row, int64_t cache_row,
+                  int64_t cache_head, int64_t longest, int64_t window, float scale, float eps, int64_t threads) {
+    const int64_t groups = heads / kv_heads, half = width / 2;
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *p = room_for(padded(longest) + width), *query = p + padded(longest);
+        if (!p) failed = 1;
+#pragma omp for schedule(dynamic, 16)
+        for (int64_t task = 0; task < rows * kv_heads; task++) {
+            if (!p) continue;
+            const int64_t row = task / kv_heads, kv_head = task % kv_heads, start = first_seen(lengths[row], window);
+            const int64_t place = row * cache_row + kv_head * cache_head, newest = (lengths[row] - 1) * width;
+            const float *c = cos + row * cos_row, *s = sin + row * sin_row, *mine = qkv + row * qkv_row;
+            float *key = keys + place, *value = values + place;
+            rotate_head(mine + (heads + kv_head) * width, k_norm, c, s, key + newest, half, eps);
+            memcpy(value + newest, mine + (heads + kv_heads + kv_head) * width, width * sizeof(float));
+            for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; head++) {
+                rotate_head(mine + head * width, q_norm, c, s, query, half, eps);
+                attend_one(query, key + start * width, value + start * width, lengths[row] - start, width, scale, p,
+                           out + (row * heads + head) * width);
+            }
         }
         free(p);
     }

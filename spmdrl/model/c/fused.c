@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "exp.h"
+#include "heads.h"
 
 #define ROWS_PER_PART 64
 
@@ -15,17 +16,24 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_(-x)); }
 
 static inline int64_t parts_of(int64_t rows) { return (rows + ROWS_PER_PART - 1) / ROWS_PER_PART; }
 
-static inline float inverse_root(const float *x, int64_t width, float eps) {
-    float square = 0.0f;
-    for (int64_t i = 0; i < width; i++) square += x[i] * x[i];
-    return 1.0f / sqrtf(square / (float)width + eps);
-}
-
 // Adds the parts [parts, width] in order.
 static void add_parts(const float *parts, float *total, int64_t num_parts, int64_t width) {
     memset(total, 0, width * sizeof(float));
     for (int64_t part = 0; part < num_parts; part++)
         for (int64_t i = 0; i < width; i++) total[i] += parts[part * width + i];
+}
+
+// The gradient of a norm, whose inverse root is rstd: adds that of the weight to `by_weight`, writes that of x [width].
+static inline void norm_gradient(const float *restrict grad, const float *restrict x, const float *restrict weight,
+                                 float rstd, float *restrict by_weight, float *restrict by_x, int64_t width) {
+    float shared = 0.0f;
+    for (int64_t i = 0; i < width; i++) {
+        const float product = grad[i] * x[i] * rstd;
+        by_weight[i] += product;
+        shared += product * weight[i];
+    }
+    shared = shared / (float)width * rstd;
+    for (int64_t i = 0; i < width; i++) by_x[i] = (grad[i] * weight[i] - x[i] * shared) * rstd;
 }
 
 // x [rows, width] and weight [width] give out [rows, width] and rstd [rows].
@@ -49,19 +57,8 @@ int rms_norm_backward(const float *restrict grad, const float *restrict x, const
         float *sum = parts + part * width;
         memset(sum, 0, width * sizeof(float));
         const int64_t end = (part + 1) * ROWS_PER_PART < rows ? (part + 1) * ROWS_PER_PART : rows;
-        for (int64_t row = part * ROWS_PER_PART; row < end; row++) {
-            const float *in = x + row * width, *by_out = grad + row * width;
-            const float scale = rstd[row];
-            float shared = 0.0f;
-            for (int64_t i = 0; i < width; i++) {
-                const float product = by_out[i] * in[i] * scale;
-                sum[i] += product;
-                shared += product * weight[i];
-            }
-            shared = shared / (float)width * scale;
-            for (int64_t i = 0; i < width; i++)
-                grad_x[row * width + i] = (by_out[i] * weight[i] - in[i] * shared) * scale;
-        }
+        for (int64_t row = part * ROWS_PER_PART; row < end; row++)
+            norm_gradient(grad + row * width, x + row * width, weight, rstd[row], sum, grad_x + row * width, width);
     }
     add_parts(parts, grad_weight, parts_of(rows), width);
     return 0;
@@ -73,24 +70,9 @@ int rotate(const float *restrict x, const float *restrict weight, const float *r
             int64_t x_token, int64_t x_head, int64_t cos_token, int64_t sin_token, float eps, int64_t threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t token = 0; token < tokens; token++) {
-        const float *c = cos + token * cos_token, *s = sin + token * sin_token;
-        for (int64_t head = 0; head < heads; head++) {
-            const float *in = x + token * x_token + head * x_head;
-            float *to = out + (token * heads + head) * 2 * half;
-            if (weight) {
-                const float scale = inverse_root(in, 2 * half, eps);
-                for (int64_t i = 0; i < half; i++) {
-                    const float one = in[i] * scale * weight[i], other = in[half + i] * scale * weight[half + i];
-                    to[i] = one * c[i] - other * s[i];
-                    to[half + i] = other * c[i] + one * s[i];
-                }
-            } else {
-                for (int64_t i = 0; i < half; i++) {
-                    to[i] = in[i] * c[i] - in[half + i] * s[i];
-                    to[half + i] = in[half + i] * c[i] + in[i] * s[i];
-                }
-            }
-        }
+        for (int64_t head = 0; head < heads; head++)
+            rotate_head(x + token * x_token + head * x_head, weight, cos + token * cos_token, sin + token * sin_token,
+                        out + (token * heads + head) * 2 * half, half, eps);
     }
     return 0;
 }
@@ -111,22 +93,17 @@ int rotate_backward(const float *restrict grad, const float *restrict x, const f
             const float *c = cos + token * cos_token, *s = sin + token * sin_token;
             for (int64_t head = 0; head < heads; head++) {
                 const float *by_out = grad + token * grad_token + head * grad_head;
-                float *to = grad_x + (token * heads + head) * width;
+                float *to = grad_x + (token * heads + head) * width, turned[width];
                 for (int64_t i = 0; i < half; i++) {  // by the negative angle
-                    to[i] = by_out[i] * c[i] + by_out[half + i] * s[i];
-                    to[half + i] = by_out[half + i] * c[i] - by_out[i] * s[i];
+                    turned[i] = by_out[i] * c[i] + by_out[half + i] * s[i];
+                    turned[half + i] = by_out[half + i] * c[i] - by_out[i] * s[i];
                 }
-                if (!weight) continue;
-                const float *in = x + token * x_token + head * x_head;
-                const float scale = inverse_root(in, width, eps);
-                float shared = 0.0f;
-                for (int64_t i = 0; i < width; i++) {
-                    const float product = to[i] * in[i] * scale;
-                    sum[i] += product;
-                    shared += product * weight[i];
+                if (weight) {
+                    const float *in = x + token * x_token + head * x_head;
+                    norm_gradient(turned, in, weight, inverse_root(in, width, eps), sum, to, width);
+                } else {
+                    memcpy(to, turned, sizeof turned);
                 }
-                shared = shared / (float)width * scale;
-                for (int64_t i = 0; i < width; i++) to[i] = (to[i] * weight[i] - in[i] * shared) * scale;
             }
         }
     }
