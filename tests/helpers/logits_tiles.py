@@ -21,6 +21,7 @@ LAYER_WIDTHS = (
 )
 PEAK_TOKENS, PEAK_COLUMNS = 32, 256
 PEAK_TILE_ELEMENTS = PEAK_TOKENS // 2 * PEAK_COLUMNS  # to be set while `peak_over_prediction` runs
+ON_DEVICE = 1e-5  # of a row
 SIZES = [(1, 1), (3, 7), (1, 4096), (2, 4097), (3, 9001)]
 
 
@@ -61,17 +62,33 @@ def gradient_by(tile: Tile, of: Case, temperature: float, *, uses_entropy: bool)
 
 
 def require_same(one: Tile, other: Tile, of: Case, temperature: float) -> None:
-    """Both implementations agree: float32 to 1e-6, half precision to its last bit."""
+    """Both implementations agree: float32 to 1e-6, on a device to what `require_near` asks, half precision to its last
+    bit."""
     ours, theirs = (summary_by(tile, of, temperature) for tile in (one, other))
+    on_device = ours.is_cuda
     # The largest and the target's are chosen, not computed; but on CUDA torch multiplies by the temperature's inverse.
-    if temperature == 1.0 or not ours.is_cuda:
+    if temperature == 1.0 or not on_device:
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[3], theirs[3])
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    limit = ON_DEVICE if on_device else 1e-6
+    torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
     dtype = of.tiles[0].dtype
     for uses_entropy in (False, True):
         ours, theirs = (gradient_by(tile, of, temperature, uses_entropy=uses_entropy) for tile in (one, other))
         assert ours.dtype == theirs.dtype == dtype
-        torch.testing.assert_close(ours, theirs, rtol=max(1e-6, torch.finfo(dtype).eps), atol=1e-6)
+        if on_device and dtype == torch.float32:
+            require_near(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=max(limit, torch.finfo(dtype).eps), atol=limit)
+
+
+def require_near(ours: Tensor, theirs: Tensor) -> None:
+    """Each token's row of gradients agrees as far as two ways of rounding do, which a device has.
+
+    A logit over the temperature, or times its inverse, differs in its last bit, and its exponential by as much as the
+    logit is large: with 2048 rows of 8192 thousands of elements are further apart than 1e-6 of themselves.
+    """
+    apart = (ours - theirs).norm(dim=1)
+    assert (apart <= ON_DEVICE * theirs.norm(dim=1)).all(), f"{apart.max()} apart"
 
 
 def peak_over_prediction(tile: Tile, dtype: torch.dtype, hidden_size: int, *, on_gpu: bool) -> float:

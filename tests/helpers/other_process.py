@@ -112,7 +112,7 @@ class _Weights(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self.device = device
 
     def load_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
@@ -121,8 +121,8 @@ class _Weights(nn.Module):
     def load(self, description: str, flat: Tensor) -> None:
         for name, shape, dtype, _ in json.loads(description)["entries"]:
             if name not in self._buffers:
-                self._buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-        load_bucket(self, [(description, flat.to(self._device))])
+                self._buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+        load_bucket(self, [(description, flat.to(self.device))])
 
     def digests(self) -> dict[str, str]:
         return {name: digest(tensor) for name, tensor in self._buffers.items()}
@@ -137,6 +137,8 @@ class _Weights(nn.Module):
 def _serve(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     weights = _Weights(torch.device(device))
+    if weights.device.type == "cuda":
+        torch.cuda.set_device(weights.device)  # kernels are launched, and waited for, on the process's own
     while True:
         try:
             verb, arguments = pickle.loads(connection.recv_bytes())

@@ -9,7 +9,7 @@ from torch import Tensor
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, peak_over_prediction
+from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, require_near
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -180,3 +180,20 @@ def test_tiles_on_cuda_begin_cache_lines_and_are_not_wide() -> None:
         assert all(slab.start % 64 == slab.stop % 64 == 0 for slab in whole)
         assert all(0 < slab.stop - slab.start <= 8192 for slab in whole)
         assert all(chunk * (slab.stop - slab.start) <= max(2**24, 64 * chunk) for slab in whole)
+
+
+def test_on_a_device_gradients_may_be_rounded_in_two_ways_and_not_differ() -> None:
+    """`require_near`, by which `tests/gpu` compares them, on a division and on a product with the inverse."""
+    of, temperature = case(128, 8192, torch.float32), torch.tensor(0.7)
+    (logits, _), inverse = of.tiles, temperature.reciprocal()
+
+    def gradient(logits: Tensor, places: Tensor) -> Tensor:
+        return logits_tile.gradient(logits, places, temperature=1.0, **of.columns)
+
+    ours, theirs = (gradient(z, of.targets) for z in (logits / temperature, logits * inverse))
+    assert not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    require_near(ours, theirs)
+    with pytest.raises(AssertionError, match="apart"):
+        require_near(ours, gradient(logits * inverse, of.targets + 1))
+    with pytest.raises(AssertionError, match="apart"):
+        require_near(ours, gradient(logits * inverse * (1 + 1e-5), of.targets))

@@ -268,4 +268,20 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
         Claim("A base in 4 or 8 bits computes on CUDA what it computes on a CPU, in less memory, as the planner says."),
         Claim("8B on one GPU of 80 GB and 32B on eight train with adapters within the memory that the planner says."),
     ),
+    "Images": (
+        Claim("SGLang samples answers to prompts with images, which it reads as the trainer does."),
+        Claim(
+            "A vision model trains on a GPU, its tower frozen or not, within the memory that the planner says "
+            "(`configs/qwen3-vl-4b-geo3k-1node.toml`)."
+        ),
+    ),
+    "Whole machines": (
+        Claim(
+            "The shipped configurations that train whole models run on the machines that they name, within the "
+            "memory that the planner says."
+        ),
+        Claim("Ranks on several nodes train together, started by torchrun, SLURM or Kubernetes."),
+        Claim("The image of `launch/Dockerfile` can be built, and trains."),
+        Claim("SGLang samples from models with gated delta nets, and takes their weights in a refit."),
+    ),
 }
