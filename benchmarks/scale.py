@@ -253,7 +253,8 @@ def _filled_in(name: str, args: Sequence[Any]) -> tuple[str, int] | None:
     match name:
         case "_allgather_base_":
             whole, part = args[:2]
-            whole.view(-1, part.numel()).copy_(part.reshape(1, -1).clone())  # FSDP gathers in place
+            if part.numel():  # a micro-batch may have no row that predicts a token
+                whole.view(-1, part.numel()).copy_(part.reshape(1, -1).clone())  # FSDP gathers in place
             return "all_gather", _bytes(whole) - _bytes(part)
         case "allgather_":
             (outputs,), (part,) = args[:2]
