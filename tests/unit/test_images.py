@@ -570,6 +570,15 @@ def test_processors_that_do_not_suit(models: dict[str, Path], tmp_path: Path) ->
         (tmp_path / file.name).write_bytes(file.read_bytes())
     bare = Bench(models[QWEN], tmp_path)
     bare.model = tmp_path
+    whole = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    for changed, words in (
+        ({"patch_size": 0}, "its processor cannot take the image"),
+        ({"patch_size": "a"}, "its processor cannot take the image"),
+        ({"image_mean": "a"}, "mean must have 3 elements"),
+        ({"image_std": [0, 0, 0]}, "that are not finite; copy the right one's files"),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(whole | changed))
+        assert words in bare.refusal(row)
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
     assert "its processor cannot be loaded" in bare.refusal(row)
     (tmp_path / "preprocessor_config.json").unlink()
