@@ -302,7 +302,7 @@ def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -
         ({"rank": 4096}, "lora.rank = 4096 is a higher rank than any weight of lora.targets has; set it to "),
         (
             {"rank": 65, "init": "pissa"},
-            'lora.init = "pissa" begins at lora.rank = 65 parts of each weight, and model.layers.0.self_attn.k_proj.weig',
+            'lora.init = "pissa" begins at lora.rank = 65 parts of each weight, and model.layers.0.self_attn.k_proj',
         ),
         ({"path": "nowhere"}, 'lora.path = "nowhere" is not a directory of adapters: it has no adapter_config.json'),
         ({"dropout": 0.1}, "lora: dropout = 0.1 would make"),
