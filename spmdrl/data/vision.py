@@ -103,9 +103,9 @@ class ImageCounter:
     def num_tokens(self, image: ImageFile) -> int:
         """Count the placeholders of an image by its size, without decoding it. Raises UserError."""
         height, width = size_of(image, max_pixels=self._cfg.max_image_pixels)
+        processor = self._processor  # which a check before the start reads for every family
         if self._family.tokens_per_image is not None:
             return self._family.tokens_per_image
-        processor = self._processor
         with self._suiting(image, width, height):
             num_patches = processor.get_number_of_image_patches(height, width)
         return self._family.num_tokens((1, 1, num_patches))

@@ -583,6 +583,11 @@ def test_processors_that_do_not_suit(models: dict[str, Path], tmp_path: Path) ->
     assert "its processor cannot be loaded" in bare.refusal(row)
     (tmp_path / "preprocessor_config.json").unlink()
     assert "has no preprocessor_config.json, by which images become pixels" in bare.refusal(row)
+    cfg, image = DataConfig(sources=(gemma.source([row]),), max_prompt_tokens=9), ImageFile(tmp_path / "a.png")
+    assert gemma.reader(cfg).num_tokens(image) == 4
+    (tmp_path / "config.json").write_bytes((models[GEMMA] / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"has no preprocessor_config.json"):  # though its images are equally large
+        bare.reader(cfg).num_tokens(image)
 
 
 def test_a_model_of_text_has_no_images(qwen: Bench) -> None:
