@@ -209,7 +209,7 @@ def pack(
     """
     costs = lengths if costs is None else costs
     bins = _fill(lengths, max_tokens, sequences_per_micro_batch, multiple)
-    bins += [[] for _ in range(min_bins - len(bins))]
+    bins += [[] for _ in range(max(1, min_bins) - len(bins))]
     if max_tokens is not None:
         bins = _balanced(bins, lengths, costs, _usable_tokens(lengths, max_tokens, multiple))
     micro_batches = [sorted(indices, key=lambda i: (lengths[i], i)) for indices in bins]

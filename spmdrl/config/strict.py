@@ -46,6 +46,8 @@ def open_file(path: str | Path) -> BinaryIO:
         if not stat.S_ISREG(kind):
             raise UserError(f"cannot read {shown(path)}: it is a pipe or a device; write what it gives into a file")
         return Path(path).open("rb")
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read {shown(path)}: {error.strerror}") from error
     except ValueError as error:  # a path that no file can have

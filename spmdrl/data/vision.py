@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -101,13 +103,11 @@ class ImageCounter:
     def num_tokens(self, image: ImageFile) -> int:
         """Count the placeholders of an image by its size, without decoding it. Raises UserError."""
         height, width = size_of(image, max_pixels=self._cfg.max_image_pixels)
+        processor = self._processor  # which a check before the start reads for every family
         if self._family.tokens_per_image is not None:
             return self._family.tokens_per_image
-        processor = self._processor
-        try:
+        with self._suiting(image, width, height):
             num_patches = processor.get_number_of_image_patches(height, width)
-        except ValueError as error:
-            raise UserError(f"{image.name} of {width} x {height} pixels does not suit the model: {error}") from error
         return self._family.num_tokens((1, 1, num_patches))
 
     @cached_property
@@ -117,10 +117,23 @@ class ImageCounter:
             raise self._of_another_model(f"merges {merge} x {merge} patches, and the model {self._family.merge}")
         return processor
 
+    @contextmanager
+    def _suiting(self, image: ImageFile, width: int, height: int) -> Iterator[None]:
+        """Turn what a processor raises about an image into a UserError."""
+        try:
+            with numpy.errstate(all="ignore"):  # what is not finite is refused
+                yield
+        except ValueError as error:
+            raise UserError(f"{image.name} of {width} x {height} pixels does not suit the model: {error}") from error
+        except Exception as error:  # of settings that it does not check when it is loaded
+            raise self._broken(f"cannot take {image.name}: {' '.join(str(error).split())[:200]}") from error
+
     def _of_another_model(self, difference: str) -> UserError:
+        return self._broken(f"{difference}; it belongs to another model")
+
+    def _broken(self, difference: str) -> UserError:
         return UserError(
-            f"model.path = {shown(self._model_dir)}: its processor {difference}; it belongs to another model; copy the "
-            "right one's files"
+            f"model.path = {shown(self._model_dir)}: its processor {difference}; copy the right one's files"
         )
 
     def _spelt(self, token_id: int) -> str:
@@ -172,15 +185,13 @@ class ImageReader(ImageCounter):
     def _processed(self, image: ImageFile) -> tuple[Tensor, Grid]:
         """Return pixels [P, C] or [1, 3, H, W] float32, and the grid of patches."""
         picture, processor = decode(image, max_pixels=self._cfg.max_image_pixels), self._processor
-        try:
+        with self._suiting(image, *picture.size):
             made = processor(images=[picture], return_tensors="np")
-        except ValueError as error:
-            raise UserError(
-                f"{image.name} of {picture.width} x {picture.height} pixels does not suit the model: {error}"
-            ) from error
         pixels = torch.from_numpy(made["pixel_values"]).to(torch.float32)
         if pixels.shape[1:] != self._family.pixels:
             raise self._of_another_model(f"makes {tuple(pixels.shape[1:])}, and the model takes {self._family.pixels}")
+        if not pixels.isfinite().all():
+            raise self._broken(f"makes numbers of {image.name} that are not finite")
         if "image_grid_thw" in made:
             frames, rows, columns = made["image_grid_thw"][0].tolist()
             return pixels, (frames, rows, columns)

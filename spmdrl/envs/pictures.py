@@ -6,6 +6,8 @@ An image is what data may have (`data/image_forms.py`), a picture of PIL's, or a
 from __future__ import annotations
 
 import io
+import os
+import stat
 from typing import Any
 
 from spmdrl.data.image_forms import MAX_IMAGE_BYTES, Content, file_or_path, is_image, source_of, text_of
@@ -53,6 +55,8 @@ def _file(part: dict[str, Any]) -> bytes:
     found = file_or_path(bytes(image) if isinstance(image, bytearray) else image)
     if isinstance(found, bytes):
         return found
+    if not stat.S_ISREG(os.stat(found).st_mode):  # all others of the process would wait for a pipe
+        raise ValueError(f"the image {found!r} is a directory, a pipe or a device, and not a file")
     with open(found, "rb") as file:
         content = file.read(MAX_IMAGE_BYTES + 1)
     if len(content) > MAX_IMAGE_BYTES:

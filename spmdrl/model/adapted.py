@@ -122,6 +122,8 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
                 f'lora.init = "{lora.init}" begins at parts of the weights of linear layers, and lora.targets includes '
                 "experts; name only linear layers there, or remove lora.init"
             )
+        if problem := _rank_problem(model, lora):
+            raise UserError(problem)
         return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, lora.init)
     files = read_adapter(lora.path)
     sizes = {
@@ -132,6 +134,24 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
     if problems := list(base_problems(files, sizes, lora.path)):
         raise UserError("\n".join(problems))
     return AdapterPlan(files.strength, files.wanted, files=dict(files.tensors))
+
+
+def _rank_problem(model: PreTrainedModel, lora: LoraConfig) -> str | None:
+    """Return a sentence for a rank that weights do not have; None for any other."""
+    # A of rank 1 has as many columns, and B as many rows, as the weight has inputs and outputs.
+    sides = {x.weight: min(a[-1], b[0]) for x in targets_of(model, lora.targets) for a, b in [x.shapes(1)]}
+    if lora.rank > (most := max(sides.values())):
+        return (
+            f"lora.rank = {lora.rank} is a higher rank than any weight of lora.targets has; set it to {most} or less, "
+            "or train the whole model without [lora]"
+        )
+    narrow = min(sides, key=lambda name: sides[name])
+    if lora.init != "default" and lora.rank > sides[narrow]:
+        return (
+            f'lora.init = "{lora.init}" begins at lora.rank = {lora.rank} parts of each weight, and {narrow} has '
+            f'{sides[narrow]}; set lora.rank to {sides[narrow]} or less, or lora.init to "default"'
+        )
+    return None
 
 
 def reference_of(

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spmdrl.config.base import Count, Positive
-from spmdrl.config.strict import about, conform, read_json
+from spmdrl.config.strict import about, conform, open_file, read_json
 from spmdrl.model.adapters import PREFIX, Strength
 from spmdrl.model.tensor_files import write_tensors
 from spmdrl.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"  # of PEFT's older versions
 
 # Settings of PEFT's that do not say what trained adapters compute, or that are read here.
 _OTHERWISE_SAID = {
@@ -40,6 +41,8 @@ class _Config(BaseModel):
     r: Count
     lora_alpha: Positive
     use_rslora: bool = False
+    init_lora_weights: bool | str | None = True
+    target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
 
 
@@ -70,19 +73,25 @@ def read_adapter(path: str) -> AdapterFiles:
     setting, folder = f'lora.path = "{path}"', Path(path)
     if not (folder / CONFIG).is_file():
         raise UserError(f"{setting} is not a directory of adapters: it has no {CONFIG}")
+    if not (folder / WEIGHTS).exists() and (folder / _PICKLE).exists():
+        raise UserError(
+            f"{setting} has its matrices as {_PICKLE}, a pickle, which may run any code; save them as {WEIGHTS}"
+        )
     try:
         written = read_json(folder / CONFIG, dict[str, Any])
         if (kind := written.get("peft_type")) != "LORA":
             raise UserError(f'{CONFIG} has peft_type = "{kind}"; only LoRA can be read')
         with about(folder / CONFIG):
             config = conform(written, _Config)
+        open_file(folder / WEIGHTS).close()  # raises where load_file would wait, as for a pipe
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: UserError too
         raise UserError(f"{setting} cannot be read: {' '.join(str(error).split())}") from error
-    if problems := [*_other_kinds(written), *_other_names(tensors), *_no_numbers(tensors)]:
+    floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    problems = [*_other_kinds(written), *_other_names(tensors), *_other_targets(tensors, config), *_no_numbers(floats)]
+    if problems:
         raise UserError(f"{setting} {'; '.join(problems)}")
     strength = Strength(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora)
-    floats = {name: tensor.float() for name, tensor in tensors.items()}
     return AdapterFiles(strength, floats, tuple(config.target_parameters or ()))
 
 
@@ -93,7 +102,7 @@ def _other_kinds(config: Mapping[str, Any]) -> Iterator[str]:
         if name not in _OTHERWISE_SAID and value not in _UNSET:
             yield f"sets {name} = {json.dumps(value)}, which is not supported"
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_CHANGING_STARTS):
+    if isinstance(start, str) and start.lower().startswith(_CHANGING_STARTS):
         yield (
             f'has init_lora_weights = "{start}", with which PEFT changes the base too; save it with '
             "path_initial_model_for_weight_conversion, as a plain adapter"
@@ -110,6 +119,17 @@ def _other_names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield f"lacks {len(alone)} matrices; the first is {alone[0]}"
     if not tensors:
         yield "holds no tensors"
+
+
+def _other_targets(tensors: Mapping[str, Tensor], config: _Config) -> Iterator[str]:
+    """Yield a clause when the file holds matrices of a layer that the configuration does not name: PEFT would leave
+    them out. A pattern, and parameters beside layers, are not looked at."""
+    if not isinstance(config.target_modules, list) or config.target_parameters:
+        return
+    ends = tuple(f".{target}" for target in config.target_modules)
+    stems = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors if name.endswith(_SIDES))
+    if others := [stem for stem in dict.fromkeys(stems) if not f".{stem}".endswith(ends)]:
+        yield f"holds matrices of {len(others)} layers that its target_modules do not name; the first is {others[0]}"
 
 
 def _no_numbers(tensors: Mapping[str, Tensor]) -> Iterator[str]:

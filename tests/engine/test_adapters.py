@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.sglang import adapters as sglang_adapters
+from spmdrl.model.quantized import QuantizedLinear
 from spmdrl.refit.adapters import AdapterRefit
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.types import Request, Response
@@ -215,3 +217,36 @@ def test_sglang_samples_what_the_trainer_computes(tmp_path: Path, tp_size: int) 
         for found in results:
             assert found["restarted"] <= 1e-5
             assert found["bases after a restart"] == [18]
+
+
+def on_a_quantized_base(path: str, base: str, merge: bool) -> dict[str, float]:
+    """The difference of each version, the last after SGLang has given up its base, and that from the base alone."""
+    found: dict[str, float] = {}
+    lora = {"rank": 4, "alpha": 8.0, "base": base, "merge": merge}
+    with rank_with_engine(settings(path, 1, lora=lora, refit={"verify": "every"})) as rank:
+        assert any(isinstance(layer, QuantizedLinear) for layer in rank.policy.modules())
+        rank.refit(version=0)
+        found["fresh"] = worst(rank, answers(rank.engine, requests()))
+        for version in (1, 2):
+            change_adapters(rank.policy, 0.03)
+            rank.engine.sleep()
+            rank.refit(version=version)
+            rank.engine.wake()
+            responses = answers(rank.engine, requests())
+            assert versions_of(responses) == {version}
+            found[f"version {version}"] = worst(rank, responses)
+        with rank.policy.adapters.off():  # type: ignore[union-attr]
+            found["from_base"] = worst(rank, responses)
+        assert loaded(rank) == (set() if merge else {"policy-2"})
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize(("base", "merge"), [("nf4", False), ("8bit", True)])
+def test_sglang_samples_from_the_weights_that_a_quantized_base_stands_for(
+    tmp_path: Path, base: str, merge: bool
+) -> None:
+    (found,) = run_ranks(1, on_a_quantized_base, save_qwen3(tmp_path), base, merge, timeout_s=START_LIMIT_S)
+    for name in ("fresh", "version 1", "version 2"):
+        assert found[name] <= 1e-5, name
+    assert found["from_base"] > 1e-2, "the adapters are not applied"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,11 @@ def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -
             'lora.targets names "lm_head", but embedding and head, which share their weights get no',
         ),
         ({"targets": ["mlp"]}, 'lora.targets names "mlp", which is no linear layer but a Qwen3MLP'),
+        ({"rank": 4096}, "lora.rank = 4096 is a higher rank than any weight of lora.targets has; set it to "),
+        (
+            {"rank": 65, "init": "pissa"},
+            'lora.init = "pissa" begins at lora.rank = 65 parts of each weight, and model.layers.0.self_attn.k_proj',
+        ),
         ({"path": "nowhere"}, 'lora.path = "nowhere" is not a directory of adapters: it has no adapter_config.json'),
         ({"dropout": 0.1}, "lora: dropout = 0.1 would make"),
         ({"use_dora": True}, "lora: use_dora = true trains magnitudes"),
@@ -340,7 +346,21 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
                 {},
                 "holds numbers that are not finite, the first in",
             ),
+            (
+                {name: tensor.double() + 1e300 for name, tensor in pair.items()},
+                {},
+                "holds numbers that are not finite, the first in",
+            ),
+            (
+                {name: (tensor / 0).to(torch.float8_e4m3fn) for name, tensor in pair.items()},
+                {},
+                "holds numbers that are not finite, the first in",
+            ),
             ({name: tensor.long() for name, tensor in pair.items()}, {}, "as int64, which is no floating-point number"),
+            (pair, {"target_modules": ["o_proj"]}, "1 layers that its target_modules do not name; the first is model"),
+            (pair, {"target_modules": 7}, "target_modules"),
+            (pair, {"init_lora_weights": ["pissa"]}, "init_lora_weights"),
+            (pair, {"init_lora_weights": "OLoRA"}, 'init_lora_weights = "OLoRA", with which PEFT changes the base'),
             (pair, {"use_dora": True}, "sets use_dora = true, which is not supported"),
             (pair, {"rank_pattern": {"q_proj": 4}}, 'sets rank_pattern = {"q_proj": 4}'),
             (pair, {"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa", with which PEFT changes the base'),
@@ -358,6 +378,23 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
         cfg = model_config(path)
         (found,) = adapter_problems(load_model_config(cfg), cfg, LoraConfig(path=folder))
         assert sentence in found and "lora.path" in found, found
+
+
+def test_matrices_that_are_no_ordinary_file_are_refused(tmp_path: Path) -> None:
+    cfg = model_config(save_qwen3(tmp_path / "model"))
+    for name, make, sentence in (
+        ("adapter_model.bin", Path.touch, "as adapter_model.bin, a pickle, which may run any code"),
+        ("adapter_model.safetensors", os.mkfifo, "it is a pipe or a device"),
+        ("adapter_model.safetensors", Path.mkdir, "Is a directory"),
+        ("adapter_model.safetensors", Path.touch, "header too small"),
+        ("other.safetensors", Path.touch, "No such file or directory"),
+    ):
+        folder = tmp_path / sentence
+        _saved(folder, {})
+        (folder / "adapter_model.safetensors").unlink()
+        make(folder / name)
+        (found,) = adapter_problems(load_model_config(cfg), cfg, LoraConfig(path=str(folder)))
+        assert sentence in found and found.startswith("lora.path"), found
 
 
 def _trained_and_replayed(config: Path) -> tuple[int, int, str]:

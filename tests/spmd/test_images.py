@@ -36,6 +36,7 @@ class Looked:
     digests: list[list[str]]
     metrics: dict[str, float]
     lost: str
+    without_images: list[tuple[list[MicroBatch], dict[str, float]]]  # frozen and trained
 
 
 def _looked(path: str, folder: str) -> Looked:
@@ -61,6 +62,10 @@ def _looked(path: str, folder: str) -> Looked:
         empty = ImageStore(Path(folder, f"empty {world.rank}"), max_bytes=2**24)
         with pytest.raises(UserError) as lost:
             _images(policies[None], empty, meshes).look(batches)
+        of_text = []
+        for policy in policies.values():
+            seen, counts = _images(policy, empty, meshes).look(batches[-1:])
+            of_text.append((seen, scalars(merge_over(meshes.training, counts))))
         return Looked(
             [one.image_features or () for one in found],
             [one.image_features or () for one in apart],
@@ -68,6 +73,7 @@ def _looked(path: str, folder: str) -> Looked:
             [list(one.distinct_images) for one in batches],
             scalars(merge_over(meshes.training, metrics)),
             str(lost.value),
+            of_text,
         )
 
 
@@ -92,6 +98,8 @@ def test_an_image_is_looked_at_once_wherever_it_lies(tmp_path: Path, save) -> No
             for name, one, other in zip(names, found, apart, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
                 torch.testing.assert_close(one, by_digest.setdefault(name, one), rtol=0, atol=0)
+        for (one,), counts in looked.without_images:
+            assert one.image_features is None and not any(counts.values()), "a step of text alone"
     assert len(by_digest) == 4
     _require_pixels(ranks, [picture(path, number) for number in range(4)])
 

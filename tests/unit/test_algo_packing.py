@@ -168,6 +168,7 @@ def test_static_mode_counts_sequences() -> None:
 def test_no_sequences_make_empty_micro_batches() -> None:
     assert under_cap([], 10) == [[]]
     assert pack([], max_tokens=None, sequences_per_micro_batch=2, min_bins=3) == [[], [], []]
+    assert under_cap([], 8, min_bins=0) == pack([], max_tokens=None, sequences_per_micro_batch=2, min_bins=0) == [[]]
 
 
 def test_a_sequence_over_the_cap_is_refused_with_both_numbers() -> None:

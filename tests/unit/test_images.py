@@ -570,10 +570,24 @@ def test_processors_that_do_not_suit(models: dict[str, Path], tmp_path: Path) ->
         (tmp_path / file.name).write_bytes(file.read_bytes())
     bare = Bench(models[QWEN], tmp_path)
     bare.model = tmp_path
+    whole = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    for changed, words in (
+        ({"patch_size": 0}, "its processor cannot take the image"),
+        ({"patch_size": "a"}, "its processor cannot take the image"),
+        ({"image_mean": "a"}, "mean must have 3 elements"),
+        ({"image_std": [0, 0, 0]}, "that are not finite; copy the right one's files"),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(whole | changed))
+        assert words in bare.refusal(row)
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
     assert "its processor cannot be loaded" in bare.refusal(row)
     (tmp_path / "preprocessor_config.json").unlink()
     assert "has no preprocessor_config.json, by which images become pixels" in bare.refusal(row)
+    cfg, image = DataConfig(sources=(gemma.source([row]),), max_prompt_tokens=9), ImageFile(tmp_path / "a.png")
+    assert gemma.reader(cfg).num_tokens(image) == 4
+    (tmp_path / "config.json").write_bytes((models[GEMMA] / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"has no preprocessor_config.json"):  # though its images are equally large
+        bare.reader(cfg).num_tokens(image)
 
 
 def test_a_model_of_text_has_no_images(qwen: Bench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,13 @@ def test_what_is_no_image_is_named(content: Any, words: str) -> None:
     with pytest.raises((ValueError, OSError)) as caught:
         sent({"role": "user", "content": content})
     assert words in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", tmp_path, "/dev/zero"):
+        with pytest.raises(ValueError, match="is a directory, a pipe or a device, and not a file"):
+            sent(shown(IMAGE | {"image": str(path)}))
 
 
 def test_what_is_said_elsewhere_is_refused() -> None:
