@@ -150,6 +150,20 @@ def test_a_program_that_hangs_is_a_timeout_and_nothing_of_it_is_left(tmp_path: P
         wait_until(lambda: not any(map(is_alive, pids)) and not Path(folder).exists())
 
 
+def test_a_program_that_kills_its_guard_ends_with_it(tmp_path: Path) -> None:
+    body = f"""
+        import signal
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        chat([user("?")])
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    """
+    with agents(script(tmp_path, body)) as client:
+        _, answer = episode(client, said("a"))
+    assert answer == EnvironmentFailure(kind="error", reason="the agent ended with exit code 137")
+    assert not is_alive((tmp_path / "pid").read_text())
+
+
 def test_programs_die_with_the_rank(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = script(tmp_path, f"open({str(pids)!r}, 'w').write(str(os.getpid())); chat([user('?')])")
