@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from spmdrl.envs.agent_calls import MODEL, Call, CallError, Form, Reply
 from spmdrl.envs.chat_form import ChatForm
@@ -46,6 +49,20 @@ class _Refusal(Exception):
         self.status = status
 
 
+class _Log(logging.Logger):
+    """The log of the server. A request that is not HTTP is counted, where aiohttp would print a traceback."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__("endpoint")
+        self._endpoint = endpoint
+
+    def handle(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+            self._endpoint.num_refused += 1
+        elif record.levelno >= logging.WARNING:
+            super().handle(record)
+
+
 class Endpoint:
     """The server of a rank. All of it belongs to one asyncio loop."""
 
@@ -53,7 +70,7 @@ class Endpoint:
         self._port = port
         self._desks: dict[str, tuple[str, Desk]] = {}  # the secret and the desk of each key, by the key's name
         self._ended: deque[str] = deque(maxlen=_REMEMBERED_KEYS)
-        self.num_refused = 0  # calls without the key of an open episode
+        self.num_refused = 0  # calls without the key of an open episode, and what is not HTTP
 
     async def start(self) -> None:
         """Listen. Raises UserError when the port is not free."""
@@ -63,7 +80,9 @@ class Endpoint:
         for path in _FORMS:
             app.router.add_post(path, self._call)
         # Who has hung up is not answered: the policy does not sample for it.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_Log(self), handler_cancellation=True, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, HOST, self._port).start()
@@ -147,15 +166,16 @@ class Endpoint:
 async def _stream(
     request: web.Request, events: list[tuple[str | None, dict[str, Any]]], *, ends_with_done: bool
 ) -> web.StreamResponse:
-    """Send server-sent events."""
+    """Send server-sent events, as far as the client reads them."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await stream.prepare(request)
-    for name, event in events:
-        line = f"event: {name}\n" if name else ""
-        await stream.write(f"{line}data: {json.dumps(event)}\n\n".encode())
-    if ends_with_done:
-        await stream.write(b"data: [DONE]\n\n")
-    await stream.write_eof()
+    with contextlib.suppress(ConnectionError):  # it has hung up
+        await stream.prepare(request)
+        for name, event in events:
+            line = f"event: {name}\n" if name else ""
+            await stream.write(f"{line}data: {json.dumps(event)}\n\n".encode())
+        if ends_with_done:
+            await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
     return stream
 
 

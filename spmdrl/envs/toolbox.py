@@ -13,6 +13,7 @@ from spmdrl.data.image_forms import Content
 from spmdrl.envs.calls import run
 from spmdrl.envs.pictures import has_images
 from spmdrl.envs.schema import Schema, Signature, WrongArguments
+from spmdrl.faults.text import of_error
 
 
 class ToolError(Exception):
@@ -94,7 +95,7 @@ class Toolbox:
         except ToolGone:
             raise
         except Exception as error:  # a tool's failure is an answer, from which the policy can learn
-            return f"error: {type(error).__name__}: {error}", True
+            return f"error: {of_error(error)}", True
 
 
 def _as_content(result: Any) -> Content:

@@ -19,6 +19,7 @@ import spmdrl
 from spmdrl.conversation import Observation
 from spmdrl.envs.observations import to_json
 from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
+from spmdrl.faults.text import of_error
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
 from spmdrl.workers.remains import clear
 from spmdrl.workers.sandbox import Walls, continue_below, enter
@@ -174,7 +175,7 @@ class _Threads(ThreadPoolExecutor):
 
 
 def _reason(error: BaseException) -> str:
-    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    first = of_error(error).splitlines()[0]
     return first[:_MAX_REASON_CHARACTERS].encode(errors="replace").decode()
 
 

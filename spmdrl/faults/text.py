@@ -36,6 +36,15 @@ def escaped(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
+def of_error(error: BaseException) -> str:
+    """Return an exception's type and what it says, or that it cannot say it: the text comes from the user's code."""
+    try:
+        said = str(error)
+    except Exception as other:
+        said = f"its text cannot be read: {type(other).__name__}"
+    return f"{type(error).__name__}: {said}"
+
+
 def _shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text

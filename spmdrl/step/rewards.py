@@ -12,6 +12,8 @@ from spmdrl.config import Config
 from spmdrl.step.episodes import episode_metrics
 from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
 
+_MAX_REASONS = 10  # that are shown in one step
+
 
 def shape_rewards(
     outcomes: Iterable[tuple[Rollout, RewardOutcome]], index_of: Callable[[Rollout], int], cfg: Config
@@ -74,6 +76,11 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
 
 
 def failure_lines(step: int, rewarded: Sequence[RewardedRollout]) -> list[str]:
-    """A sentence for each reason why rewards of this rank could not be computed, such as a worker that died."""
+    """A sentence for each of the most frequent reasons why rewards of this rank could not be computed, such as a worker
+    that died, and one for the rest."""
     reasons = Counter(r.outcome.failure for r in rewarded if r.outcome.failure is not None)
-    return [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in reasons.items()]
+    shown = reasons.most_common(_MAX_REASONS)
+    told = [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in shown]
+    if others := reasons.total() - sum(count for _, count in shown):
+        told.append(f"step {step}: {others} of this rank's rewards are 0 for other reasons")
+    return told

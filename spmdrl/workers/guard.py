@@ -22,16 +22,11 @@ def main(rank: int, command: list[str]) -> int:
     """Run the command to its end; returns its exit code."""
     # Until the command's process id is known, nothing could be ended.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _signal_at_parents_end(signal.SIGTERM)
     adopt_orphans()
     if os.getppid() != rank:
         return 128 + signal.SIGTERM
-    try:
-        child = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigmask=[])
-    except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+    child = _start(command)
     signal.signal(signal.SIGTERM, lambda *_: kill_group(child))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     # Its id cannot belong to another process before `waitpid` has collected it.
@@ -41,6 +36,30 @@ def main(rank: int, command: list[str]) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     kill_children()
     return code if code >= 0 else 128 - code
+
+
+def _start(command: list[str]) -> int:
+    """Start the command in a process group of its own; on Linux it dies with this process, however that ends."""
+    child = os.fork()
+    if child:
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it has done so itself, or has ended
+            os.setpgid(child, child)
+        return child
+    try:
+        os.setpgid(0, 0)
+        _signal_at_parents_end(signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def _signal_at_parents_end(number: int) -> None:
+    """Let the system send this process a signal when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:

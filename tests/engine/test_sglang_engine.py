@@ -6,6 +6,7 @@ Starting an engine takes longer than everything that is asked of it, so one run 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.envs.open import open_environments
 from spmdrl.refit.refit import RefitMismatch
+from spmdrl.rollout.episode import World
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import sample
-from spmdrl.types import Prompt, Request, Response
+from spmdrl.types import Prompt, Request, Response, Rollout
+from tests.helpers.agents import agent_config, script
 from tests.helpers.environments import fake_world
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -35,6 +39,7 @@ from tests.helpers.sglang_engine import (
     worst_difference,
 )
 
+SOURCE = ClassEnvironment(kind="class", name="a.py:A")
 NUM_REFITS = 50
 TEMPERATURE = 0.7
 MAX_PROMPT, MAX_RESPONSE = 32, 96  # of `settings`
@@ -59,22 +64,37 @@ def answered(start: EpisodeStart, number: int, action: Action) -> Observation:
     return Observation(messages=({"role": "user", "content": content},), done=number == 3)
 
 
-def episodes(rank: Rank) -> tuple[list[int], tuple[list[Request], list[Response]]]:
-    """Sample episodes of several turns; return the turns of each, and each turn as a request and its response."""
-    source = ClassEnvironment(kind="class", name="a.py:A")
+# The same as an agent, which repeats what it is answered.
+AGENT = """
+    messages, seed = [user(episode["prompt"])], episode["seed"]
+    for number in range(4):
+        answer = chat(messages)
+        said = f"{2 + seed % 20} {3 + number} {2 + len(answer['content']) % 20}"
+        messages += [answer, user(said)]
+"""
+
+
+def episodes(rank: Rank, world: World, *, temperature: float = TEMPERATURE) -> list[Rollout]:
+    """Sample episodes of several turns."""
+    stops = frozenset(range(1, 9) if temperature else range(1, 96, 2))  # the likeliest tokens are often the same ones
     asked = [
-        Prompt(prompt_id=i, token_ids=ids, text="", answer=None, task="", metadata={})
+        Prompt(prompt_id=i, token_ids=ids, text=" ".join(map(str, ids)), answer=None, task="", metadata={})
         for i, ids in enumerate(prompts(12))
     ]
     rollouts = sample(
         rank.engine,
         asked,
-        Sampling(group_size=1, temperature=TEMPERATURE, max_response_tokens=96, stop_token_ids=frozenset(range(1, 9))),
-        fake_world(answered, EnvironmentConfig(source=source)),
+        Sampling(group_size=1, temperature=temperature, max_response_tokens=96, stop_token_ids=stops),
+        world,
         lambda rollout: rollout,
         run_seed=5,
         step=1,
     )
+    return sorted(rollouts, key=lambda rollout: rollout.prompt.prompt_id)
+
+
+def asked_and_answered(rollouts: list[Rollout]) -> tuple[list[Request], list[Response]]:
+    """Each turn as a request and its response."""
     requests, responses = [], []
     for rollout in rollouts:
         so_far: tuple[int, ...] = ()
@@ -83,7 +103,12 @@ def episodes(rank: Rank) -> tuple[list[int], tuple[list[Request], list[Response]
             requests.append(Request(prompt_ids=so_far, seed=0, max_response_tokens=1))
             responses.append(turn.response)
             so_far += turn.response.token_ids
-    return [len(rollout.turns) for rollout in rollouts], (requests, responses)
+    return requests, responses
+
+
+def read_and_written(rollouts: list[Rollout]) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """What the policy read and wrote in each turn of each episode."""
+    return [[(turn.context_ids, turn.response.token_ids) for turn in rollout.turns] for rollout in rollouts]
 
 
 def resources() -> dict[str, float]:
@@ -97,7 +122,7 @@ def resources() -> dict[str, float]:
     }
 
 
-def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[str, Any]:
+def all_of_it(path: str, agent: list[str], tp_size: int, num_ranks: int, num_refits: int) -> dict[str, Any]:
     """Everything that one set of engines is asked, on one rank."""
     found: dict[str, Any] = {"differences": []}
     with rank_with_engine(settings(path, num_ranks, tp_size=tp_size, temperature=TEMPERATURE)) as rank:
@@ -128,8 +153,16 @@ def all_of_it(path: str, tp_size: int, num_ranks: int, num_refits: int) -> dict[
 
         (found["longest"],) = answers(engine, [greedy(tuple(range(2, 2 + MAX_PROMPT)), MAX_RESPONSE)]) or [None]
 
-        found["turns"], turns = episodes(rank)
-        found["differences"].append(worst_difference(rank, *turns))
+        world = fake_world(answered, EnvironmentConfig(source=SOURCE))
+        rollouts = episodes(rank, world)
+        found["turns"] = [len(rollout.turns) for rollout in rollouts]
+        found["differences"].append(worst_difference(rank, *asked_and_answered(rollouts)))
+
+        cfg = agent_config(agent)
+        with open_environments(cfg) as client:
+            # Greedy: on a CPU SGLang ignores seeds.
+            theirs, own = (episodes(rank, one, temperature=0.0) for one in (replace(world, client=client), world))
+        found["an agent's turns"], found["the same in process"] = read_and_written(theirs), read_and_written(own)
 
         whole = answers(engine, [greedy(ids, 80) for ids in prompts(8)])
         found["cuts"] = list(interrupted(rank, whole))
@@ -164,7 +197,8 @@ def corrupted(rank: Rank, version: int) -> str:
 @pytest.fixture(scope="module", params=[1, 2], ids=["an-engine-for-each-rank", "one-engine-for-two-ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = save_qwen3(tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_PROMPT + MAX_RESPONSE)
-    return run_ranks(2, all_of_it, path, request.param, 2, NUM_REFITS, timeout_s=START_LIMIT_S)
+    agent = script(tmp_path_factory.mktemp("agent"), AGENT)
+    return run_ranks(2, all_of_it, path, agent, request.param, 2, NUM_REFITS, timeout_s=START_LIMIT_S)
 
 
 @pytest.fixture
@@ -181,6 +215,12 @@ def test_log_probabilities_are_the_trainers_before_and_after_refits(leaders: lis
 def test_episodes_have_turns_whose_log_probabilities_are_the_trainers(leaders: list[dict[str, Any]]) -> None:
     for leader in leaders:
         assert max(leader["turns"]) == 4 and sum(leader["turns"]) > 24  # the differences above are those of all turns
+
+
+def test_an_agents_episodes_are_those_in_process_token_for_token(leaders: list[dict[str, Any]]) -> None:
+    for leader in leaders:
+        turns = leader["the same in process"]
+        assert sum(map(len, turns)) > 24 and leader["an agent's turns"] == turns
 
 
 def test_refits_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:

@@ -107,5 +107,9 @@ class FakeEncoder:
                 rendered += numbers if place == 0 else (1, *numbers, 3)
         return rendered
 
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> FakeEncoder:
+        assert not tools, "no number stands for a tool"
+        return self
+
     def appended(self, messages: Sequence[Message], *, after: tuple[int, ...]) -> tuple[int, ...]:
         return (1, *(int(word) for message in messages for word in message["content"].split()), 3)

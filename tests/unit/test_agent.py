@@ -150,6 +150,20 @@ def test_a_program_that_hangs_is_a_timeout_and_nothing_of_it_is_left(tmp_path: P
         wait_until(lambda: not any(map(is_alive, pids)) and not Path(folder).exists())
 
 
+def test_a_program_that_kills_its_guard_ends_with_it(tmp_path: Path) -> None:
+    body = f"""
+        import signal
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        chat([user("?")])
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    """
+    with agents(script(tmp_path, body)) as client:
+        _, answer = episode(client, said("a"))
+    assert answer == EnvironmentFailure(kind="error", reason="the agent ended with exit code 137")
+    assert not is_alive((tmp_path / "pid").read_text())
+
+
 def test_programs_die_with_the_rank(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = script(tmp_path, f"open({str(pids)!r}, 'w').write(str(os.getpid())); chat([user('?')])")
@@ -282,6 +296,43 @@ def test_who_hangs_up_and_calls_again_gets_the_answer_to_the_first_call(tmp_path
         end = opened.step(said("late")).result()
         opened.close()
     assert first.messages == (user("?"),) and end.done
+
+
+def test_clients_that_break_http_or_hang_up_are_counted_and_no_traceback_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        import socket, struct
+
+        host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
+
+        def send(content):
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(content)
+            return connection
+
+        for broken in (b"GET / HTTP/9.9\\r\\n\\r\\n", b"POST " + b"/" * 10**5, b"\\x16\\x03\\x01" * 99):
+            assert b"400 Bad Request" in send(broken).recv(4096)
+        asks = json.dumps({"messages": [user("?")], "stream": True}).encode()
+        key = os.environ["OPENAI_API_KEY"].encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer %s\\r\\nContent-Length: %d"
+        for number in range(40):
+            connection = send(head % (key, len(asks)) + b"\\r\\n\\r\\n" + asks)
+            time.sleep(number / 4000)
+            if number % 2:  # reset, not closed
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        chat([user("last")])
+    """
+    with agents(script(tmp_path, body)) as client:
+        opened = client.open(START)
+        answer = opened.reset().result()
+        while isinstance(answer, Observation) and not answer.done:
+            answer = opened.step(said("a" * 1000)).result()
+        opened.close()
+    assert isinstance(answer, Observation), answer
+    assert answer.metrics == {"malformed_calls": 0, "refused_calls": 3}
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_long_texts_are_cut_but_not_the_agent_s_instructions(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def answers(kind: str):
         case "list": return [1, "ä", None]
         case "object": return object()
         case "raise": raise KeyError("gone")
+        case "mute": raise type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})
         case "exit": sys.exit(3)
 
 async def leaves():
@@ -192,7 +193,7 @@ def test_results_are_text_or_json_and_failures_are_answers(functions: Path) -> N
         ("add", {"a": "two", "c": 1}),
         ("add", {}),
         ("subtract", {"a": 1}),
-        *(("answers", {"kind": kind}) for kind in ("list", "bytes", "object", "raise", "exit")),
+        *(("answers", {"kind": kind}) for kind in ("list", "bytes", "object", "raise", "mute", "exit")),
         ("leaves", {}),
     ]
     greeting, answer, end = played(
@@ -212,10 +213,11 @@ def test_results_are_text_or_json_and_failures_are_answers(functions: Path) -> N
         "error: the tool returned object, which is neither text nor JSON: Object of type object is not JSON "
         "serializable",
         "error: KeyError: 'gone'",
+        "error: Mute: its text cannot be read: ZeroDivisionError",
         "error: RuntimeError: answers called sys.exit(3)",
         "error: RuntimeError: leaves called sys.exit(4)",
     ]
-    assert (answer.tool_errors, answer.done) == (8, False)
+    assert (answer.tool_errors, answer.done) == (9, False)
     assert end == Observation(done=True)
 
 

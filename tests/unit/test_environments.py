@@ -25,6 +25,10 @@ import asyncio, contextlib, os, random, signal, socket, stat, subprocess, sys, t
 from pathlib import Path
 from spmdrl.envs import Action, Observation
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
 class Counts:
     """Counts its steps from a random number; what it is told to do, it does."""
 
@@ -48,6 +52,7 @@ class Counts:
             case "sleep": time.sleep(float(argument))
             case "exit": sys.exit("bye")
             case "raise": raise ValueError("bad\\nnews")
+            case "mute": raise Mute
             case "stop": raise StopIteration
             case "die": os._exit(3)
             case "segfault": os.kill(os.getpid(), signal.SIGSEGV)
@@ -319,6 +324,7 @@ def test_texts_are_cut_and_made_valid(counts: EnvironmentClient) -> None:
     ("told", "failure"),
     [
         ("raise", "ValueError: bad"),
+        ("mute", "Mute: its text cannot be read: RuntimeError"),
         ("exit", "RuntimeError: step called sys.exit('bye')"),
         ("stop", "RuntimeError: StopIteration"),
         ("die", "the environment's process exited with code 3"),

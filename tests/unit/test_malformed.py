@@ -939,4 +939,6 @@ def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: R
     num_failed = sum(failure is not None for failure in SURVIVED.values())
     assert rollout_metrics(rewarded)["reward/failed_count"] == Total(num_failed)
     num_timeouts = list(SURVIVED.values()).count("timeout")
-    assert f"step 1: {num_timeouts} of this rank's rewards are 0: timeout" in failure_lines(1, rewarded)
+    told = failure_lines(1, rewarded)
+    assert f"step 1: {num_timeouts} of this rank's rewards are 0: timeout" in told
+    assert len(told) == 11 and sum(int(one.split()[2]) for one in told) == num_failed

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,21 @@ def test_an_episode_that_is_closed_ends_with_all_that_it_has_started(client: Age
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < until, "they still run"
         time.sleep(0.05)
+
+
+@needs_verifiers
+@pytest.mark.slow
+def test_the_environment_of_the_documentation_runs(folder: Path) -> None:
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8").split("\n## verifiers\n")[1]
+    program, settings = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "toml"))
+    (folder / "capitals.py").write_text(program, encoding="utf-8")
+    table = tomllib.loads(settings)["environment"]
+    table["source"]["python"] = PYTHON
+    with AgentClient(EnvironmentConfig.model_validate(table)) as client:
+        data = {"prompt": "The capital of Peru?", "answer": "Lima"}
+        first, end = episode(client, data, Action(text="It is Lima."))
+    assert first.messages[-1] == {"role": "user", "content": "The capital of Peru?"}
+    assert (end.done, end.reward, end.metrics["is_right"]) == (True, 1.0, 1.0)
 
 
 @needs_verifiers
