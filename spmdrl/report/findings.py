@@ -414,7 +414,7 @@ RULES = (
         look=never_right,
         why="accuracy is the share of answers with full marks: either none has earned them yet, or these rewards have "
         "another maximum",
-        remedy="read samples.jsonl; where its best answers are right, set eval.success_at to the reward of such an answer",
+        remedy="read samples.jsonl; if its best answers are right, set eval.success_at to the reward of such answers",
         page="seeing.md#accuracy",
     ),
 )
