@@ -412,8 +412,9 @@ RULES = (
     Rule(
         name="no answer counts as right",
         look=never_right,
-        why="accuracy is the share of answers with full marks, and these rewards have another maximum",
-        remedy="set eval.success_at to the reward from which an answer is right",
+        why="accuracy is the share of answers with full marks: either none has earned them yet, or these rewards have "
+        "another maximum",
+        remedy="read samples.jsonl; if its best answers are right, set eval.success_at to the reward of such answers",
         page="seeing.md#accuracy",
     ),
 )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint.places import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
@@ -102,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.adapter and arguments.dtype:
         parser.error("--dtype is that of a whole model's files; adapters are float32")
+    transformers_logging.disable_progress_bar()  # the result is one line
     written = export_checkpoint(
         arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype, adapter=arguments.adapter
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.report.files import read_rows
 from spmdrl.tools.evaluate import evaluate_export
@@ -109,6 +110,15 @@ def test_a_checkpoint_is_exported_as_the_run_exports_itself(
     assert run.keys() == checkpoint.keys() and all(torch.equal(run[name], checkpoint[name]) for name in run)
     for name in ("config.json", "tokenizer.json"):
         assert (whole / "hf" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_an_export_says_where_it_is_and_nothing_else(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers_logging.enable_progress_bar()
+    assert export([str(whole), "--to", str(tmp_path / "hf")]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err) == (f"{tmp_path / 'hf'}\n", "")
 
 
 def test_a_checkpoint_that_cannot_be_exported_is_told(

@@ -19,7 +19,7 @@ from pathlib import Path
 NEEDS = ("GPU", "SLURM", "docker", "network")
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:"
-    r"make|python3?|torchrun|pip|pytest|spmdrl|sbatch|srun|scancel|docker|git|hf|bash|sh|source|cp|mv|rm|mkdir|touch|cat|cd|head|tail|ls|grep"
+    r"make|python3?|torchrun|torchx|sky|pip|pytest|spmdrl|sbatch|srun|scancel|docker|git|hf|bash|sh|source|cp|mv|rm|mkdir|touch|cat|cd|head|tail|ls|grep"
     r"|echo|export|tensorboard|for|tar|nvidia-smi|(?:/opt/spmdrl/)?launch/[\w.]+|benchmarks/[\w.]+)(?: (?!=)|$)"
 )
 MARK = re.compile(r"^<!-- (slow|exits|needs|run by)(?:: (.+?))? -->$")
