@@ -32,6 +32,7 @@ from spmdrl.faults.verdict import (
     EXIT_INTERRUPTED,
     EXIT_LOST_RANK,
     EXIT_REQUEUE,
+    EXIT_USER_ERROR,
     SUPERVISED,
     read_error,
     read_requeue,
@@ -257,6 +258,12 @@ def conclude(files: FaultFiles, code: int, received: Sequence[signal.Signals] = 
         return requeue.text(), EXIT_REQUEUE if requeue.again else 0, requeue.reason
     statuses = read_statuses(files)
     left = [status for status in statuses if not status.ended]
+    if code and left and (why := _unwritable(files.folder)):
+        text = (
+            f"the ranks ended, and nothing can be written to {files.folder}: {why}; make room, and the same command "
+            f"goes on after step {saved}"
+        )
+        return text, EXIT_USER_ERROR, ""
     if code and left:
         places = "; ".join(f"{status.name} was in {status.place}" for status in left[:8])
         more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
@@ -270,6 +277,16 @@ def conclude(files: FaultFiles, code: int, received: Sequence[signal.Signals] = 
         )
         return text, EXIT_REQUEUE, name_of(sent)
     return "", code, ""
+
+
+def _unwritable(folder: Path) -> str:
+    """Return why nothing can be written here, or nothing if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
 
 
 def name_of(number: signal.Signals) -> str:

@@ -70,7 +70,10 @@ class Steps(Generic[SettingsT]):
         run, origin = self._run, self._run.resume_point
         if origin.saved_step is not None:
             where = folder_of(origin.folder, origin.step)
-            run.report.message(f"goes on after step {origin.step} of {run.plan.num_steps}, from {where}")
+            steps = f"step {origin.step} of {run.plan.num_steps}"
+            if origin.step > run.plan.num_steps:
+                steps = f"step {origin.step}, beyond run.num_steps = {run.plan.num_steps}"
+            run.report.message(f"goes on after {steps}, from {where}")
         for note in origin.notes:
             run.report.message(note)
         if kernels := run.machine["linear_kernels"]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
@@ -210,6 +211,22 @@ Current thread 0x00007f03 (most recent call first):
     assert told.count("any_rank") == 1
     assert "ranks 0-1, 3" in told and "main thread of rank 2 (most recent call first):\n  no response" in told
     assert ranks_phrase([4]) == "rank 4"
+
+
+def test_ranks_that_could_not_write_why_they_ended_had_no_room(
+    files: FaultFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    status(1).write(files)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    words, code, _ = conclude(files, 1)
+    assert code == EXIT_CODES["user"]
+    assert words == (
+        f"the ranks ended, and nothing can be written to {files.folder}: No space left on device; make room, and the "
+        "same command goes on after step 0"
+    )
 
 
 def test_how_a_run_ended_decides_words_and_exit_code(files: FaultFiles) -> None:
