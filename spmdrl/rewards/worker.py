@@ -6,7 +6,7 @@ import numbers
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ def main() -> None:
     try:
         walls = enter(job.sandbox, trainer.fileno()) if job.sandbox else continue_below(trainer.fileno())
         verifiers = {term.name: _verifier(term) for term in job.terms}
+        users = {term.name for term in job.terms if term.kind == "function"}
     except Exception as error:
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         trainer.sendall(line({"problem": problem}))
@@ -70,7 +71,7 @@ def main() -> None:
     while message := receive(messages):
         if job.sandbox:
             limit_cpu(job.limit_s)
-        reply = _reply(verifiers, message)
+        reply = _reply(verifiers, message, users)
         clear(walls)
         trainer.sendall(line(reply.to_json()))
 
@@ -80,7 +81,8 @@ def _verifier(term: Term) -> Callable[[RewardItem], Any]:
     return module.load(**term.settings) if term.settings else module.reward
 
 
-def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) -> Reply:
+def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes, users: Collection[str]) -> Reply:
+    """Rate one item. `users` are the terms that are code of the user's, who needs the traceback of what it raises."""
     name = "item"
     parts = {}
     try:
@@ -88,8 +90,10 @@ def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes) ->
         for name, verifier in verifiers.items():
             parts[name] = _number(verifier(item))
     except BaseException as error:  # whatever a reward function raises, even SystemExit, fails only this item
-        reason = f"{name}: {type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON_CHARACTERS]
-        return Reply(parts={}, failure=reason, traceback=traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:])
+        is_sentence = isinstance(error, ValueError) and name in verifiers.keys() - users
+        reason = f"{name}: {error}" if is_sentence else f"{name}: {type(error).__name__}: {error}"
+        how = "" if is_sentence else traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:]
+        return Reply(parts={}, failure=reason.splitlines()[0][:_MAX_REASON_CHARACTERS], traceback=how)
     return Reply(parts=parts)
 
 

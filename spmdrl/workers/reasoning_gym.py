@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from reasoning_gym.factory import create_dataset
+from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 from sympy.parsing.sympy_parser import parse_expr
 
@@ -44,8 +44,10 @@ _scorers: dict[tuple[str, str], Callable[..., float]] = {}
 def rate(text: str, *, question: str, answer: str | None, task: str, metadata: dict[str, Any]) -> float:
     """Return the task's own rating, 0 to 1, of what is in the last <answer> tags, or of the whole text.
 
-    Raises ValueError for a rating outside of that.
+    Raises ValueError for a rating outside of that, and for another task than those of the package.
     """
+    if task not in DATASETS:
+        raise ValueError(f"{task!r} is no task of reasoning-gym; this reward is for data of kind reasoning_gym")
     tagged = extract_answer(text)
     # An item from a file may have columns `question` and `metadata`, which replace these defaults.
     entry = {"question": question, "answer": answer, "metadata": {}, **metadata}

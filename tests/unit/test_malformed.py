@@ -169,6 +169,7 @@ TOML = {
     "patience of 10^15 minutes": Case(nothing, "run.patience_minutes = 1000", (f"run.patience_minutes={10**15}",)),
     "an end in the year 1": Case(nothing, "is in the past", ("run.stop_before=0001-01-01T00:00:00",)),
     "a home": Case(nothing, 'run.dir = "~/runs" begins with "~", which only a shell', ("run.dir=~/runs",)),
+    "a name of 300 characters": Case(nothing, "string should have at most 200 characters", ("run.name=" + "x" * 300,)),
     "a path of 5,000 characters": Case(nothing, "is longer than any path", ("model.path=" + "x" * 5000,)),
     "bytes that are not UTF-8": Case(nothing, "run.dir is not valid Unicode", ("run.dir=a\udcff",)),
     "two settings in an override": Case(

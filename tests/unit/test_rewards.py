@@ -14,12 +14,14 @@ import numpy
 import pytest
 
 from spmdrl.config import (
+    CodeReward,
     ExactReward,
     FunctionReward,
     MathReward,
     ReasoningGymData,
     ReasoningGymReward,
     RewardConfig,
+    RewardTerm,
     SandboxConfig,
 )
 from spmdrl.data.sources import ReasoningGymSource
@@ -218,6 +220,19 @@ def test_check_raises_with_the_traceback(misbehaving: RewardPool) -> None:
         misbehaving.check(item("raise"))
     with pytest.raises(UserError, match=r"reward.timeout_s = 0.7"):
         misbehaving.check(item("sleep"))
+
+
+@pytest.mark.parametrize(
+    ("term", "problem"),
+    [
+        (CodeReward(kind="code"), 'code: the column "tests" must hold a list of tests'),
+        (ReasoningGymReward(kind="reasoning_gym"), "reasoning_gym: 'default' is no task of reasoning-gym"),
+    ],
+)
+def test_a_reward_that_the_data_does_not_fit_is_told_in_a_sentence(term: RewardTerm, problem: str) -> None:
+    with RewardPool(RewardConfig(terms=(term,))) as pool, pytest.raises(UserError) as caught:
+        pool.check(item("1", "1"))
+    assert f": {problem}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_answer_that_is_read_in_many_parts_is_whole(function: Callable[..., FunctionReward]) -> None:
