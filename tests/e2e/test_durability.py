@@ -141,6 +141,7 @@ def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longe
     survives(folder, longer, "killed", range(3))
 
 
+@pytest.mark.slow
 def test_torchrun_may_start_the_ranks_again(folder: Path, straight: Path) -> None:
     """Also when there must be no run yet where they are started first."""
     settings = argv(folder, "restarted", "resume.checkpoint=never")

@@ -123,6 +123,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_stop_saves_with_its_engines(tmp_path: Path, model: Path) -> None:
     """torchrun passes SIGTERM on to all that its ranks have started."""
     with job(tmp_path, model, num_steps=1000) as run:
@@ -137,6 +138,7 @@ def test_a_job_that_is_told_to_stop_saves_with_its_engines(tmp_path: Path, model
         assert "failed in step" not in run.output
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_ends_the_job_with_the_cause(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_killed_scheduler_ends_the_job_with_the_cause(
         assert f"EngineDied: SGLang's scheduler_0 (pid {scheduler.pid}) was killed by SIGKILL" in run.output
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) -> None:
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(2)

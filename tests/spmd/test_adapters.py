@@ -198,7 +198,7 @@ def _exported(run: Path) -> dict[str, Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("setting", ["lora.init=pissa", "lora.base=nf4"])
+@pytest.mark.parametrize("setting", [pytest.param("lora.init=pissa", marks=pytest.mark.slow), "lora.base=nf4"])
 def test_a_resumed_run_has_its_start_and_its_base_again(tmp_path: Path, fine_tuning: Path, setting: str) -> None:
     """On two ranks from a checkpoint of one: the start is the checkpoint's, whatever this launch computes."""
     if "base" in setting:

@@ -24,7 +24,8 @@ from tests.helpers.models import (
 
 def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
-    require_same(matrix(by_reward(path), lambda case: case.parallel.ep == 1))
+    of_experts = ("dp 2", "tp 2", "cp 2")  # with other layers, below
+    require_same(matrix(by_reward(path), lambda case: case.parallel.ep == 1 and case.name not in of_experts))
 
 
 @needs_expert_plans

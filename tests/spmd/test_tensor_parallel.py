@@ -155,7 +155,7 @@ def assert_same_update(path: str, one: Outcome, others: list[Outcome]) -> None:
         assert others[0][1][name] == pytest.approx(one[1][name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_split_model_has_the_gradients_of_one_rank(
     num_ranks: int, models: dict[str, str], one_rank: dict[str, Outcome]
 ) -> None:
