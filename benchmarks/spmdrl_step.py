@@ -58,6 +58,8 @@ lr = {lr}
 max_grad_norm = {max_grad_norm}
 [pack]
 max_tokens_per_micro_batch = {budget}
+[parallel]
+dp_replicate = {ranks}
 [export]
 at_end = false
 [report]
@@ -111,6 +113,7 @@ def config(args: argparse.Namespace, folder: Path, num_steps: int) -> str:
         lr=workload.LEARNING_RATE,
         max_grad_norm=workload.MAX_GRAD_NORM,
         budget=tokens + longest,  # one micro-batch for each rank
+        ranks=args.ranks,  # each holds all weights, as its peer's do
     )
 
 
