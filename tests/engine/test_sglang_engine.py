@@ -107,7 +107,7 @@ def asked_and_answered(rollouts: list[Rollout]) -> tuple[list[Request], list[Res
 
 
 def read_and_written(rollouts: list[Rollout]) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """What the policy read and wrote in each turn of each episode."""
+    """Return the tokens that the policy read and those that it wrote, by episode and turn."""
     return [[(turn.context_ids, turn.response.token_ids) for turn in rollout.turns] for rollout in rollouts]
 
 

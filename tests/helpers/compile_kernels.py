@@ -49,7 +49,7 @@ def of_layers() -> Iterator[Variant]:
 
 
 def of_digests() -> Iterator[Variant]:
-    """As a refit calls it."""
+    """Yield the kernel of digests, with the arguments that a refit gives it."""
     constants = {"ROW": digest.ROW_WORDS, "ROWS": digest.TABLE_ROWS, "AT_ONCE": digest._ROWS_AT_ONCE}
     yield "digest", digest._add_tables, constants, digest._WARPS
 
