@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 def prefetch_layers(layers: Sequence[nn.Module], *, num_ahead: int) -> None:
     """Gather the next `num_ahead` layers while one computes, in forward and in backward.
 
-    The layers are sharded by FSDP. Parts of a layer that are sharded separately, such as the experts of expert
-    parallelism, are gathered with it. FSDP prefetches one layer by default, so 1 sets nothing.
+    Parts of a layer that are sharded separately, such as the experts of expert parallelism, are gathered with it. A
+    layer that is no unit of FSDP is left out. FSDP prefetches one layer by default, so 1 sets nothing.
     """
     if num_ahead == 1:
         return
-    units = [_sharded_modules(layer) for layer in layers]
+    units = [modules for layer in layers if (modules := _sharded_modules(layer))]
     for place, (layer, *_) in enumerate(units):
         following = units[place + 1 : place + 1 + num_ahead]
         preceding = units[max(0, place - num_ahead) : place][::-1]

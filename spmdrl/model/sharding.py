@@ -25,6 +25,8 @@ from spmdrl.model.policy import PackedModel, ValueHead
 from spmdrl.model.trunk import Trunk
 from spmdrl.types import UserError
 
+_ONE_UNIT_BYTES = 64 * 2**20  # of the largest model that is one unit: its gradients are copied at once
+
 
 def shard_policy(
     policy: PackedModel,
@@ -38,6 +40,9 @@ def shard_policy(
 ) -> None:
     """Apply FSDP2, with a unit for each decoder layer, its distributed experts, each block of a tower, the rest of the
     tower, a critic's head, and the rest.
+
+    A small model that every rank holds whole, in the dtype that it computes in, has no layers as units: nothing would
+    be gathered, cast or freed, and the hooks of a small unit take as long as its products.
 
     Gradients are reduced in float32 and only summed: the loss is already divided by the global denominator. A critic's
     head computes in float32. Parameters that are `ignored` stay whole.
@@ -57,8 +62,10 @@ def shard_policy(
         axes = _sharding_axes(meshes.expert, "expert_shard")
         shard_unit(experts, axes, reshard=reshard_layers, precision=without_casts, offload=offload)
     axes = _sharding_axes(meshes.dense, "shard")
-    for unit in (*decoder_layers(policy.model), *policy.trunk.tower_blocks, *policy.trunk.towers):
-        shard_unit(unit, axes, reshard=reshard_layers, precision=precision, offload=offload)
+    is_one_unit = meshes.dense["shard"].size() == 1 and dtype == torch.float32 and _num_bytes(policy) <= _ONE_UNIT_BYTES
+    if not is_one_unit:
+        for unit in (*decoder_layers(policy.model), *policy.trunk.tower_blocks, *policy.trunk.towers):
+            shard_unit(unit, axes, reshard=reshard_layers, precision=precision, offload=offload)
     for module in policy.modules():
         if isinstance(module, ValueHead):
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -89,6 +96,10 @@ def _shard_unit(
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     if mesh.size() > 1:  # one rank has no sum to divide, yet torch would divide by a factor of 1, into a copy
         unit.set_gradient_divide_factor(1.0)
+
+
+def _num_bytes(policy: PackedModel) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
 
 
 def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
