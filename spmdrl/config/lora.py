@@ -7,16 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, PathText, Positive, Section, idle_settings, rule
+from spmdrl.config.base import Count, PathText, Section, idle_settings, rule
 
 QuantizedBase = Literal["nf4", "8bit"]  # bits in which the base's weights are kept
+Alpha = Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)]  # float32 must bear what it multiplies
 _FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets", "init")
 
 
 class LoraConfig(Section):
     rank: Count = 16
     """Rows of each adapter's A, and columns of its B: the rank of the change of a weight. See `docs/lora.md`."""
-    alpha: Positive = 32.0
+    alpha: Alpha = 32.0
     """The change of a weight is B A times `alpha / rank`."""
     rslora: bool = False
     """Divide `alpha` by the root of `rank` in place of `rank`, so that a higher rank does not learn more slowly."""

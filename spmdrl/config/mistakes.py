@@ -42,7 +42,7 @@ def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: Valida
                 yield Mistake(name, f"{name} = {_toml_like(problem['input'])} {problem['ctx']['error']}", setting)
             case "too_short" if problem["input"]:
                 pass  # its entries are wrong, and have sentences of their own
-            case "too_short":
+            case "too_short" if without_types(kind, location) == location:
                 yield Mistake(name, f"{name} is empty; it needs at least one entry", setting)
             case "model_type" | "model_attributes_type" | "dict_type":
                 yield Mistake(name, f"{name} = {_toml_like(problem['input'])}: must be a table of settings", setting)

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spmdrl.config.base import Count, Positive
+from spmdrl.config.base import Count
+from spmdrl.config.lora import Alpha
 from spmdrl.config.strict import about, conform, open_file, read_json
 from spmdrl.model.adapters import PREFIX, Strength
 from spmdrl.model.tensor_files import write_tensors
@@ -39,7 +40,7 @@ class _Config(BaseModel):
 
     model_config = ConfigDict(strict=True)
     r: Count
-    lora_alpha: Positive
+    lora_alpha: Alpha
     use_rslora: bool = False
     init_lora_weights: bool | str | None = True
     target_modules: list[str] | str | None = None

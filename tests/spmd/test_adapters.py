@@ -305,6 +305,7 @@ def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -
             'lora.init = "pissa" begins at lora.rank = 65 parts of each weight, and model.layers.0.self_attn.k_proj',
         ),
         ({"path": "nowhere"}, 'lora.path = "nowhere" is not a directory of adapters: it has no adapter_config.json'),
+        ({"alpha": 1e308}, "lora.alpha = 1e+308: input should be less than or equal to 1000000"),
         ({"dropout": 0.1}, "lora: dropout = 0.1 would make"),
         ({"use_dora": True}, "lora: use_dora = true trains magnitudes"),
         ({"path": "x", "rank": 3}, 'lora: rank has no meaning for path = "x"'),

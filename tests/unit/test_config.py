@@ -377,6 +377,8 @@ def test_a_misspelled_setting_is_not_missing_too(tmp_path: Path) -> None:
 def test_a_value_that_no_type_takes_gets_one_sentence(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, GOOD, "refit.verify=-1")
     assert problem.startswith("on the command line: refit.verify = -1: input should be 'every' or 'first' or ")
+    (problem,) = problems(tmp_path, GOOD, "lora.targets=[]")
+    assert problem.startswith("on the command line: lora.targets = []: input should be 'all-linear' or list should")
 
 
 def test_settings_of_a_draft_that_are_wrong_cannot_be_read(tmp_path: Path) -> None:
