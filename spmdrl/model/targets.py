@@ -48,7 +48,7 @@ def target_problems(model: PreTrainedModel, wanted: Wanted) -> Iterator[str]:
         if not found:
             yield f'lora.targets names "{target}", but {type(model).__name__} has no such layer; its layers are {known}'
         elif any(module in ends for module in found.values()):
-            tied = ", which share their weights" if model.config.get_text_config().tie_word_embeddings else ""
+            tied = ", which share their weights," if model.config.get_text_config().tie_word_embeddings else ""
             yield (
                 f'lora.targets names "{target}", but embedding and head{tied} get no adapters; leave it out: the '
                 f"others are {known}"

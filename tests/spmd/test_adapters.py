@@ -339,6 +339,7 @@ def test_directories_that_hold_other_adapters_are_refused(tmp_path: Path) -> Non
             (pair, {"peft_type": "LOHA"}, 'peft_type = "LOHA"'),
             (pair, {"r": 0}, "is of another form: r: input should be greater than or equal to 1"),
             (pair, {"lora_alpha": None}, "lora_alpha: input should be a valid number"),
+            (pair, {"lora_alpha": 1e308}, "lora_alpha: input should be less than or equal to 1000000"),
             (pair, {"use_bdlora": {"target_modules_bd_a": []}}, "sets use_bdlora = {"),
             (pair, {"kasa_config": {"beta": 1}}, 'sets kasa_config = {"beta": 1}, which is not supported'),
             (pair, {"of_next_year": True}, "sets of_next_year = true, which is not supported"),
