@@ -24,6 +24,7 @@ from spmdrl.faults.failure import failure_in
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
+from spmdrl.preflight.vision import decoded_lines
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
 from spmdrl.types import UserError
@@ -57,7 +58,7 @@ def run_from_command_line(
         folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)
         if arguments.dry_run:
             origin = foresee_resume_point(cfg, folder.checkpoints)
-            _print_dry_run(cfg, inputs, folder, origin, check(cfg, inputs))
+            _print_dry_run(cfg, inputs, folder, origin, [*check(cfg, inputs), *decoded_lines(cfg, inputs)])
             return 0
         with open_launch(cfg, inputs, folder.create()) as run:
             body(run)

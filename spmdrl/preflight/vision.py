@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdrl.config import Config, SftConfig
 from spmdrl.data.families import family_of
+from spmdrl.run import Inputs
 
 
 def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]:
@@ -31,3 +32,19 @@ def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]
             f'critic.path = "{cfg.critic.path}", but the critic sees images as the tower of model.path does; remove '
             "critic.path"
         )
+
+
+def decoded_lines(cfg: Config | SftConfig, inputs: Inputs) -> Iterator[str]:
+    """Decode the images of the first step, for --dry-run, and yield a line that counts those that differ.
+
+    Before, only the beginning of a training image's file is read. Raises UserError with the row of one that is damaged.
+    """
+    if inputs.images.store is None:
+        return
+    stream, num_prompts = inputs.prompts, inputs.plan.prompts_per_step
+    if isinstance(cfg, SftConfig):
+        shown = [(*pair.prompt.images, *pair.images) for pair in stream.pairs(0, num_prompts)]
+    else:
+        shown = [prompt.images for prompt in stream.take(0, num_prompts)]
+    num_images = len({image.digest for images in shown for image in images})
+    yield f"images of the first step, all decoded: {num_images}"

@@ -26,6 +26,7 @@ from tests.helpers.vision_models import (
     save_qwen2_5_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
+    sequence_with,
     stored,
 )
 from tests.helpers.vision_models import Sequence as Tokens
@@ -36,7 +37,12 @@ TEMPERATURE = 0.8
 def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
     """Ask one engine for all ranks about images, on one rank of them."""
     sequences, pictures = mixed_sequences(path)
-    sequences, store = stored(sequences, pictures, Path(images))
+    # Of the pixels of the last sequence's image, as blank pages are: only the grid tells them apart.
+    page = pictures[sequences[-1].images[0].digest]
+    pictures["turned"] = replace(page, digest="turned", grid=(page.grid[0], page.grid[2], page.grid[1]))
+    assert pictures["turned"].grid != page.grid
+    sequences.append(sequence_with(path, pictures["turned"], index=sequences[-1].index))
+    (*sequences, turned), store = stored(sequences, pictures, Path(images))
     found: dict[str, Any] = {}
     cfg = settings(path, num_ranks, tp_size=num_ranks, temperature=TEMPERATURE)
     with rank_with_engine(cfg, images=store) as rank:
@@ -53,6 +59,10 @@ def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
         responses = answers(rank.engine, asked)
         if rank.engine.leads:
             found["differences"] = differences(path, plain, pictures, zip(asked, responses, strict=True))
+        asked_turned = [request_of(turned)]
+        answered = answers(rank.engine, asked_turned)
+        if rank.engine.leads:
+            found["turned"] = differences(path, plain, pictures, zip(asked_turned, answered, strict=True))
             shown = [image for sequence in sequences for image in sequence.images]
             turns = list(zip(asked, responses, strict=True))
             for name in ("second", "third"):  # turns, before which an environment has shown an image
@@ -151,6 +161,7 @@ def test_images_are_seen_as_the_trainer_sees_them(
     assert leader["second"].keys() >= {1, 2, 4} and leader["third"].keys() >= {2, 3, 5}
     for turn in ("differences", "second", "third"):
         assert max(leader[turn].values()) < 1e-5
+    assert leader["turned"][1] < 1e-5
     assert leader["sampled"] == [True, True]
     for rank in ranks:
         assert rank["sends"] and not any("visual" in name for name in rank["sends"])

@@ -36,8 +36,12 @@ def write_data(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         rows[-1]["prompt"] = "<image> both?"
         written = "".join(json.dumps(row | {"answer": "7", "reply": "a 7"}) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(written)
-        sources.append({"kind": "jsonl", "path": str(folder / f"{name}.jsonl"), "image_column": "images"})
+        sources.append(source_of(folder, name))
     return sources[0], sources[1]
+
+
+def source_of(folder: Path, name: str) -> dict[str, Any]:
+    return {"kind": "jsonl", "path": str(folder / f"{name}.jsonl"), "image_column": "images"}
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +196,27 @@ def test_what_cannot_be_is_said_before_the_start(folder: Path) -> None:
     assert code == 0 and "<image>" in words and TOKENS[IMAGE] not in words
     code, words = told(train.main, str(folder / "c.toml"), "--dry-run", "data.min_pixels=900")
     assert code == 2 and "held.jsonl line 1: images would have at least 900" in words
+
+
+def test_a_dry_run_decodes_the_images_of_the_first_step(folder: Path) -> None:
+    """One that is damaged behind its head ends any other run when a step decodes it."""
+    write_sft_config(
+        folder,
+        name="sft.toml",
+        data={"sources": [source_of(folder, "train") | {"response_column": "reply"}], "max_prompt_tokens": 48},
+        sft={"sequences_per_step": 12, "max_response_tokens": 8},
+        reward=None,
+    )
+    whole = (folder / "2.png").read_bytes()
+    for program, config in ((train.main, "c.toml"), (sft.main, "sft.toml")):
+        arguments = (str(folder / config), "--dry-run", "run.name=dry")
+        if program is train.main:
+            arguments += ("rollout.prompts_per_step=12",)  # all rows
+        code, words = told(program, *arguments)
+        assert code == 0 and "- images of the first step, all decoded: 3" in words
+        try:
+            (folder / "2.png").write_bytes(whole[:-40])
+            code, words = told(program, *arguments)
+        finally:
+            (folder / "2.png").write_bytes(whole)
+        assert code == 2 and "cannot start: train.jsonl line " in words and "2.png is damaged: " in words

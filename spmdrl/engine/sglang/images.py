@@ -59,6 +59,10 @@ def image_data(request: Request, family: VisionFamily | None, store: ImageStore 
         "pixel_values": torch.cat([pixels_of(image, store) for image in request.images]),
         "offsets": [(image.start, image.end - 1) for image in request.images],
     }
+    if len(request.images) == 1:
+        # By itself SGLang tells images apart by their pixels, which a blank page shares with one on its side: it would
+        # take the features and the cache of the other. It takes one number for all images of a request.
+        data["hash"] = int(request.images[0].digest[:16], 16)
     if family.tokens_per_image is None:
         data["image_grid_thw"] = torch.tensor([image.grid for image in request.images])
     if family.has_grid_positions:
