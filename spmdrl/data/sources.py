@@ -46,6 +46,7 @@ class Row:
     response: str | None  # to imitate
     later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
+    columns: tuple[str, ...] = ()  # of a file's row, as it has them
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
 
     @property
@@ -167,6 +168,7 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
         answer=answer,
         response=response,
         metadata={name: value for name, value in columns.items() if name not in used},
+        columns=tuple(record),
         where=where,
     )
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import DataConfig, HeldOutConfig
-from spmdrl.conversation import Message
+from spmdrl.conversation import Message, is_conversation
 from spmdrl.data.conversations import asked
 from spmdrl.data.images import ImageFile
 from spmdrl.data.sources import Exchange, FileSource, Form, Row, Source, Written, in_row, open_source
@@ -242,12 +242,19 @@ def _require_same(prompt: Prompt, before: tuple[ImageSpan, ...], now: tuple[Imag
 def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> Pair:
     if row.response is None:
         raise UserError(
-            f"{row.where} has no response to imitate; set response_column to the column that has it, give "
+            f"{row.where} has no response to imitate: no response_column is set, and its prompt {_last_said(row)}; it "
+            f"has the columns {', '.join(row.columns)}; set response_column to the one with the response, give "
             'conversations that end with an assistant\'s message, or set held_out.every = "never" if it is held out'
         )
     with in_row(row.where):
         images = encoder.spans(row.later_images)
     return Pair(prompt, (Exchange((), row.response), *row.later), images)
+
+
+def _last_said(row: Row) -> str:
+    if is_conversation(row.prompt):
+        return f'is a conversation that ends with a message of role "{row.prompt[-1]["role"]}"'
+    return "is a text"
 
 
 class HeldOutPrompts(list[Prompt]):

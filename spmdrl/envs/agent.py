@@ -17,9 +17,10 @@ from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.agent_run import Agent, AgentRun, Log
 from spmdrl.envs.endpoint import HOST, Endpoint
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.envs.verifiers_process import VerifiersProcess
+from spmdrl.envs.verifiers_process import LOAD_S, VerifiersProcess
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
+from spmdrl.workers.loading import all_loaded
 from spmdrl.workers.process import process_variables
 
 _END_S = 5.0  # for what still waits when all is closed
@@ -64,7 +65,7 @@ class AgentClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
         self._thread.start()
         try:
-            self.submit(self._begin()).result()
+            all_loaded([self.submit(self._begin())], "environment.source", [source], limit_s=LOAD_S)
         except BaseException:
             self._stop()
             raise

@@ -15,7 +15,8 @@ from spmdrl.envs.keeper import Keeper
 from spmdrl.envs.protocol import Answer
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
-from spmdrl.workers.process import process_variables, sandbox_hint
+from spmdrl.workers.loading import all_loaded
+from spmdrl.workers.process import START_LIMIT_S, process_variables, sandbox_hint
 
 
 class EnvironmentClient:
@@ -32,8 +33,8 @@ class EnvironmentClient:
         variables = process_variables(cfg.sandbox)
         self._keepers = [Keeper(cfg, variables) for _ in range(cfg.num_workers)]
         try:
-            for keeper in self._keepers:
-                loaded = keeper.loaded.result()
+            starts = [keeper.loaded for keeper in self._keepers]
+            *_, loaded = all_loaded(starts, "environment.source", [cfg.source], limit_s=START_LIMIT_S)
         except BaseException:
             self.close()
             raise

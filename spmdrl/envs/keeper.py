@@ -20,6 +20,7 @@ from spmdrl.envs.observations import from_json, max_answer_bytes
 from spmdrl.envs.protocol import Close, EnvironmentFailure, Job, Loaded, Ping
 from spmdrl.envs.sent import Sent
 from spmdrl.envs.worker import PROGRAM
+from spmdrl.faults.text import of_error
 from spmdrl.types import UserError
 from spmdrl.workers.process import INVALID_ANSWER, WorkerProcess, framed, unprotected_in
 
@@ -174,7 +175,7 @@ class Keeper:
         try:
             content = framed(request)
         except Exception as error:  # a start's metadata may hold what cannot be pickled
-            _fail([held], EnvironmentFailure(kind="error", reason=f"{type(error).__name__}: {error}"))
+            _fail([held], EnvironmentFailure(kind="error", reason=of_error(error)))
             return
         held.is_in_process = True
         closes = isinstance(request, Close)

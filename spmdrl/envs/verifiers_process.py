@@ -19,7 +19,7 @@ from spmdrl.workers.folders import HeldFolder
 
 _HERE = Path(__file__).parent
 _NOT_HANDED_ON = ("PYTHONHOME", "VIRTUAL_ENV")  # they belong to the rank's own packages, as its PYTHONPATH does
-_LOAD_S = 600.0
+LOAD_S = 600.0
 _POLL_S = 0.05
 _MAX_SHOWN_CHARACTERS = 4000  # of what a process that has failed printed
 
@@ -55,11 +55,11 @@ class VerifiersProcess:
                 start_new_session=True,  # keeps a terminal's Ctrl-C away
             )
         try:
-            async with asyncio.timeout(_LOAD_S):
+            async with asyncio.timeout(LOAD_S):
                 while not self._socket.exists() and self._process.returncode is None:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            problem = f"it is not loaded after {_LOAD_S:g} seconds"
+            problem = f"it is not loaded after {LOAD_S:g} seconds"
         else:
             problem = "" if self._process.returncode is None else f"it ended with exit code {self._process.returncode}"
         if problem:

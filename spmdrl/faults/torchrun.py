@@ -14,7 +14,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import main as torchrun
@@ -22,11 +22,19 @@ from torch.distributed.run import main as torchrun
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # Between SIGTERM and SIGKILL to the ranks: the 30 seconds of torchrun are too few for a step and a checkpoint.
 SHUTDOWN_VARIABLE, SHUTDOWN_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600
+_LOG_OPTIONS = ("--log", "--redirects", "--tee", "--local-ranks-filter", "-r", "-t")
+_LOG_VARIABLES = ("PET_LOG", "PET_REDIRECTS", "PET_TEE", "PET_LOCAL_RANKS_FILTER")  # torchrun's, for the same options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, or 128 plus the number of a signal."""
-    arguments = ["--signals-to-handle", HANDLED, *(sys.argv[1:] if argv is None else argv)]
+    given = sys.argv[1:] if argv is None else argv
+    keeps_logs = any(one.startswith(_LOG_OPTIONS) for one in given) or any(
+        name.startswith(_LOG_VARIABLES) for name in os.environ
+    )
+    # Else torchrun would leave a folder, with nothing in it, behind every launch.
+    logs = () if keeps_logs else ("--log-dir", os.devnull)
+    arguments = ["--signals-to-handle", HANDLED, *logs, *given]
     return quietly(lambda: torchrun(arguments))
 
 
@@ -43,6 +51,7 @@ def run_forked(rank: Callable[..., None], *arguments: object, num_ranks: int) ->
         max_restarts=0,
         start_method="fork",
         signals_to_handle=HANDLED,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     return quietly(lambda: elastic_launch(config, rank)(*arguments))
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import sys
 import time
 from dataclasses import dataclass, field
@@ -109,6 +110,14 @@ def bear_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def tell_once_a_node(text: str) -> None:
+    """Print to standard error from one rank of each node: one node may lack what another one has."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "
+    print(node + text, file=sys.stderr, flush=True)
 
 
 def list_problems(title: str, problems: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +19,7 @@ from spmdrl.data.sources import import_library
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
-from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems, tell_once_a_node
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.preflight.vision import decoded_lines
@@ -70,10 +68,10 @@ def run_from_command_line(
             return failure.exit_code
         # It came before the ranks had met, or on the way to that: each speaks for itself.
         if isinstance(error, UserError):
-            _tell_once_a_node("cannot start", str(error))
+            tell_once_a_node(list_problems("cannot start", str(error)))
             return EXIT_USER_ERROR
         if isinstance(error, OSError) and error.filename is not None:  # of a folder or a file that a setting names
-            _tell_once_a_node("cannot start", f"{shown(error.filename)}: {error.strerror}")
+            tell_once_a_node(list_problems("cannot start", f"{shown(error.filename)}: {error.strerror}"))
             return EXIT_USER_ERROR
         raise
     return 0
@@ -128,11 +126,3 @@ def _beginning(origin: ResumePoint, num_steps: int) -> Iterator[str]:
         yield f"after step {origin.step} of {num_steps}: {folder_of(origin.folder, origin.step)}"
         yield "- its files are there and as large as they were written; what is in them is compared by the run itself"
     yield from (f"- {note}" for note in origin.notes)
-
-
-def _tell_once_a_node(what: str, problems: str) -> None:
-    """Print from one rank of each node: one node may lack what another one has."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "
-    print(node + list_problems(what, problems), file=sys.stderr)

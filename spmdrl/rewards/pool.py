@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.config import RewardConfig, RewardTerm, SandboxConfig
-from spmdrl.faults.text import lines, one_line
+from spmdrl.faults.text import lines, of_error, one_line
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.worker import PROGRAM, Job, Reply, Term
 from spmdrl.types import RewardOutcome, UserError
 from spmdrl.workers.bounds import bounded
 from spmdrl.workers.folders import sweep
+from spmdrl.workers.loading import all_loaded
 from spmdrl.workers.process import (
     INVALID_ANSWER,
+    START_LIMIT_S,
     NoAnswer,
     WorkerProcess,
     process_variables,
@@ -53,8 +55,7 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
         try:
-            for future in started:
-                self.unprotected = future.result()
+            *_, self.unprotected = all_loaded(started, "reward.terms", cfg.terms, limit_s=START_LIMIT_S)
         except BaseException:
             self.close()
             raise
@@ -113,7 +114,7 @@ class RewardPool:
                     worker = self._start_worker()
                 reply = worker.ask(task.item)
             except Exception as error:  # the item cannot be pickled, or no worker can be started
-                reply = Reply(parts={}, failure=f"{type(error).__name__}: {error}")
+                reply = Reply(parts={}, failure=of_error(error))
             task.traceback = lines(reply.traceback)
             task.outcome.set_result(self._weigh(reply))
         worker.kill()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdrl.faults.text import of_error
 from spmdrl.rewards.item import RewardItem
 from spmdrl.workers.bounds import bounded
 from spmdrl.workers.channel import connect, kind_module, line, program, receive
@@ -62,7 +63,7 @@ def main() -> None:
         verifiers = {term.name: _verifier(term) for term in job.terms}
         users = {term.name for term in job.terms if term.kind == "function"}
     except Exception as error:
-        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        problem = str(error) if isinstance(error, ValueError) else of_error(error)
         trainer.sendall(line({"problem": problem}))
         return
     if job.sandbox:
@@ -91,7 +92,7 @@ def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes, us
             parts[name] = _number(verifier(item))
     except BaseException as error:  # whatever a reward function raises, even SystemExit, fails only this item
         is_sentence = isinstance(error, ValueError) and name in verifiers.keys() - users
-        reason = f"{name}: {error}" if is_sentence else f"{name}: {type(error).__name__}: {error}"
+        reason = f"{name}: {error}" if is_sentence else f"{name}: {of_error(error)}"
         how = "" if is_sentence else traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:]
         return Reply(parts={}, failure=reason.splitlines()[0][:_MAX_REASON_CHARACTERS], traceback=how)
     return Reply(parts=parts)

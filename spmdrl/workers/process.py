@@ -24,7 +24,7 @@ from spmdrl.workers.folders import HeldFolder
 from spmdrl.workers.sandbox import Sandbox
 
 INVALID_ANSWER = "the worker's answer is invalid"
-_START_LIMIT_S = 300.0  # to import the user's code and its packages
+START_LIMIT_S = 300.0  # to import the user's code and its packages
 _POLL_S = 0.1  # how often a waiting thread checks whether its pool was closed
 _END_S = 2.0  # for a process to end by itself
 _MAX_ANSWER_BYTES = 2**20
@@ -78,7 +78,7 @@ class WorkerProcess:
 
         hint = sandbox_hint(self._table, self._cfg)
         try:
-            answer = self.exchange(job, _START_LIMIT_S, lambda answer: answer)
+            answer = self.exchange(job, START_LIMIT_S, lambda answer: answer)
             if not (isinstance(answer, dict) and isinstance(problem := answer.get("problem"), str)):
                 return read(answer)
         except (NoAnswer, ValueError) as reason:

@@ -510,8 +510,15 @@ def test_pairs_have_the_response_to_imitate(tmp_path: Path) -> None:
     assert sorted((p.text, r) for p, r in said if p.task == "default") == [(f"q{i}", f"r{i}") for i in range(6)]
     assert all(r == p.metadata["metadata"]["word"][::-1] for p, r in said if p.task == "spell_backward")
     unanswered = training_stream(jsonl(tmp_path / "e.jsonl", [{"prompt": "q", "answer": "a"}]))
-    with pytest.raises(UserError, match=r"e\.jsonl line 1 has no response to imitate"):
+    told = "no response_column is set, and its prompt is a text; it has the columns prompt, answer; set response_column"
+    with pytest.raises(UserError, match=rf"e\.jsonl line 1 has no response to imitate: {told}"):
         unanswered.pairs(0, 1)
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    conversation = jsonl(tmp_path / "c.jsonl", [{"n": 1, "prompt": asked, "reply": "r"}], answer_column="")
+    with pytest.raises(UserError, match=r'ends with a message of role "user"; it has the columns n, prompt, reply;'):
+        make_training_stream(
+            data(conversation), None, seed=0, tokenizer=byte_tokenizer(chat_template=CHAT_TEMPLATE)
+        ).pairs(0, 1)
 
 
 def test_list_of_hash_dependent_tasks_names_real_tasks() -> None:

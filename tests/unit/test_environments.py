@@ -18,6 +18,7 @@ from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
+from spmdrl.workers import loading
 from tests.helpers.rewards import running, wait_for
 
 CLASSES = '''
@@ -524,6 +525,19 @@ def test_a_module_that_cannot_be_imported_is_explained(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     with pytest.raises(UserError, match=r"broken.py:1: ModuleNotFoundError: No module named 'no_such_package'"):
         EnvironmentClient(config(tmp_path / "broken.py", "Any"))
+
+
+def test_a_slow_import_is_told_and_waited_for(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(0.5)\n{file.read_text()}")
+    monkeypatch.setattr(loading, "TELL_AFTER_S", 0.1)
+    with EnvironmentClient(config(tmp_path / "slow.py", "Counts")) as client:
+        assert text(client.check(begin("hello"))).startswith("hello ")
+    assert capsys.readouterr().err == (
+        f'waiting for environment.source to be loaded: kind = "class", name = "{tmp_path}/slow.py:Counts"; '
+        "it is given up after 300 s\n"
+    )
 
 
 def test_the_first_reset_is_checked(impatient: EnvironmentClient, file: Path) -> None:

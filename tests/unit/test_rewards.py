@@ -29,6 +29,7 @@ from spmdrl.rewards import exact, math, reasoning_gym
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
+from spmdrl.workers import loading
 from tests.helpers.broken_library import break_library
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
@@ -36,6 +37,10 @@ from tests.helpers.rewards import item, python_path, running, wait_for
 FUNCTIONS = '''
 import asyncio, os, signal, subprocess, sys, time
 from pathlib import Path
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
 
 def misbehave(prompt, response, answer, metadata):
     match response:
@@ -46,6 +51,7 @@ def misbehave(prompt, response, answer, metadata):
         case "segfault": os.kill(os.getpid(), signal.SIGSEGV)
         case "exit": sys.exit("bye")
         case "raise": raise KeyError("no such thing")
+        case "mute": raise Mute
         case "nan": return float("nan")
         case "nothing": return None
         case "text": return "0.5"
@@ -184,6 +190,7 @@ def test_misbehaviour_is_counted_and_the_others_still_score(misbehaving: RewardP
         "segfault": "the worker was killed by SIGSEGV",
         "exit": "function: SystemExit: bye",
         "raise": "function: KeyError: 'no such thing'",
+        "mute": "function: Mute: its text cannot be read: RuntimeError",
         "nan": "function: ValueError: the reward is nan",
         "nothing": "function: TypeError: the reward is not a number but NoneType",
         "text": "function: TypeError: the reward is not a number but str",
@@ -291,6 +298,33 @@ def test_functions_that_cannot_be_loaded_are_explained(function: Callable[..., F
     ):
         with pytest.raises(UserError, match=message):
             RewardPool(RewardConfig(terms=(FunctionReward(kind="function", function=name),)))
+
+
+def test_a_slow_import_is_told_once_and_waited_for(
+    function: Callable[..., FunctionReward],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndef f(response, **rest): return len(response)\n")
+    slow = FunctionReward(kind="function", function=f"{tmp_path}/slow.py:f")
+    cfg = RewardConfig(terms=(ExactReward(kind="exact"), slow), num_workers=2)
+    monkeypatch.setattr(loading, "TELL_AFTER_S", 0.1)
+    with RewardPool(cfg) as pool:
+        assert outcomes_of(pool, item("abc", "abc"))[0].reward == 4.0
+    assert capsys.readouterr() == (
+        "",
+        'waiting for reward.terms to be loaded: kind = "exact" and kind = "function", '
+        f'function = "{slow.function}"; it is given up after 300 s\n',
+    )
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    with RewardPool(cfg):
+        assert capsys.readouterr() == ("", "")  # the node's first rank has told it
+    monkeypatch.setattr(loading, "TELL_AFTER_S", 60.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with RewardPool(cfg):
+        assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

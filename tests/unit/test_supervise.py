@@ -247,13 +247,16 @@ def test_what_a_program_prepares_is_there_in_the_check_and_in_every_rank(
 
 
 def test_forked_ranks_meet_and_their_end_is_told(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kill_one = "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)"
     note = "Path('run', '-'.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'SPMDRL_SUPERVISED'))).touch()"
     monkeypatch.setenv("PROGRAM", f"{note}\n{kill_one}")
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with Requests() as requests, Forked("stand_in", ["c.toml"], num_ranks=2) as starter:
         assert launch(starter, requests).code == 137
+    assert not os.listdir(temporary)
     assert {"0-2-1", "1-2-1"} <= {path.name for path in run.iterdir()}
     told = capfd.readouterr().err
     assert told.startswith("rank 1 (pid ") and told.endswith(") was ended by SIGKILL\n")
@@ -293,8 +296,11 @@ def test_torchrun_ends_with_the_code_of_the_rank_and_without_its_own_report(
     (tmp_path / "rank.py").write_text(f"import os, sys\n{program}")
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1"]
     command = [sys.executable, "-m", "spmdrl.faults.torchrun", *options, str(tmp_path / "rank.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    (tmp_path / "temporary").mkdir()
+    places = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=places)
     assert done.returncode == code
+    assert not os.listdir(tmp_path / "temporary")
     assert done.stdout == "" and "Traceback" not in done.stderr
     assert ("was ended by SIGKILL" in done.stderr) == (code == 137)
     assert len(done.stderr.splitlines()) == (code == 137)
