@@ -41,8 +41,11 @@ def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
     page = pictures[sequences[-1].images[0].digest]
     pictures["turned"] = replace(page, digest="turned", grid=(page.grid[0], page.grid[2], page.grid[1]))
     assert pictures["turned"].grid != page.grid
-    sequences.append(sequence_with(path, pictures["turned"], index=sequences[-1].index))
-    (*sequences, turned), store = stored(sequences, pictures, Path(images))
+    index = sequences[-1].index
+    sequences.append(sequence_with(path, pictures["turned"], index=index))
+    sequences.append(sequence_with(path, page, pictures["turned"], index=index))
+    sequences.append(sequence_with(path, pictures["turned"], page, index=index))
+    (*sequences, turned, first, second), store = stored(sequences, pictures, Path(images))
     found: dict[str, Any] = {}
     cfg = settings(path, num_ranks, tp_size=num_ranks, temperature=TEMPERATURE)
     with rank_with_engine(cfg, images=store) as rank:
@@ -59,7 +62,7 @@ def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
         responses = answers(rank.engine, asked)
         if rank.engine.leads:
             found["differences"] = differences(path, plain, pictures, zip(asked, responses, strict=True))
-        asked_turned = [request_of(turned)]
+        asked_turned = [request_of(sequence) for sequence in (turned, first, second)]
         answered = answers(rank.engine, asked_turned)
         if rank.engine.leads:
             found["turned"] = differences(path, plain, pictures, zip(asked_turned, answered, strict=True))
@@ -161,7 +164,7 @@ def test_images_are_seen_as_the_trainer_sees_them(
     assert leader["second"].keys() >= {1, 2, 4} and leader["third"].keys() >= {2, 3, 5}
     for turn in ("differences", "second", "third"):
         assert max(leader[turn].values()) < 1e-5
-    assert leader["turned"][1] < 1e-5
+    assert leader["turned"].keys() == {1, 2} and max(leader["turned"].values()) < 1e-5
     assert leader["sampled"] == [True, True]
     for rank in ranks:
         assert rank["sends"] and not any("visual" in name for name in rank["sends"])

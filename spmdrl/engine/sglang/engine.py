@@ -27,7 +27,7 @@ from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import AdapterSlots
-from spmdrl.engine.sglang.images import image_data
+from spmdrl.engine.sglang.images import image_fields
 from spmdrl.engine.sglang.layout import Share, held_parts, held_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
@@ -194,7 +194,7 @@ class SGLangEngine(RolloutEngine):
     def _submit(self, index: int, request: Request, finished: _Finished) -> None:
         assert self._process is not None
         token_ids = request.prompt_ids + request.response_ids
-        images = image_data(request, self._family, self._images)
+        images = image_fields(request, self._family, self._images)
         adapters = self._adapters.begin(self.version)
         answer = self._process.start(
             self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters, images)

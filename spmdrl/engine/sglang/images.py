@@ -17,6 +17,8 @@ from spmdrl.types import Request
 _COMPARED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _QWEN2_5_NUMBERS = 1176  # of a patch; SGLang takes anything else for what a tower has made already
 
+_HASH_DIGITS = 16  # of a digest: SGLang's numbers have 64 bits
+
 
 def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not look at images with this model."""
@@ -44,14 +46,16 @@ def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
         )
 
 
-def image_data(request: Request, family: VisionFamily | None, store: ImageStore | None) -> dict[str, Any] | None:
-    """Return the images of a request with their places and the positions of all tokens; None without images.
+def image_fields(request: Request, family: VisionFamily | None, store: ImageStore | None) -> dict[str, Any]:
+    """Return the fields of SGLang's request that are about images: their pixels and places, the positions of all
+    tokens, and a number for each image; nothing without images.
 
-    SGLang would find the places by the number of the placeholder, and the policy may have sampled that as text. Raises
-    UserError when the pixels are no longer there.
+    SGLang would find the places by the number of the placeholder, and the policy may have sampled that as text. It
+    would number images by their pixels, which a blank page shares with one on its side, and would then take the
+    features and the cache of the other. Raises UserError when the pixels are no longer there.
     """
     if not request.images:
-        return None
+        return {}
     assert family is not None, "a model of text was asked about an image"
     data: dict[str, Any] = {
         "format": "processor_output",
@@ -59,14 +63,28 @@ def image_data(request: Request, family: VisionFamily | None, store: ImageStore 
         "pixel_values": torch.cat([pixels_of(image, store) for image in request.images]),
         "offsets": [(image.start, image.end - 1) for image in request.images],
     }
-    if len(request.images) == 1:
-        # By itself SGLang tells images apart by their pixels, which a blank page shares with one on its side: it would
-        # take the features and the cache of the other. It takes one number for all images of a request.
-        data["hash"] = int(request.images[0].digest[:16], 16)
     if family.tokens_per_image is None:
         data["image_grid_thw"] = torch.tensor([image.grid for image in request.images])
     if family.has_grid_positions:
         num_tokens = len(request.prompt_ids) + len(request.response_ids)
         data["mrope_positions"] = token_positions(num_tokens, request.images, family=family)
         data["mrope_position_delta"] = torch.tensor([[position_shift(request.images, family=family)]])
-    return data
+    return {"image_data": [data], "mm_hashes": [image.digest[:_HASH_DIGITS] for image in request.images]}
+
+
+def take_numbers_from_requests(processor: Any) -> None:
+    """Let SGLang's processor of images (None in a model of text) leave the tokens alone.
+
+    By itself it puts numbers of its own in the place of placeholders, before those of the request are looked at
+    (0.5.23). Where it has not, the scheduler does so afterwards.
+    """
+    if processor is None:
+        return
+    process = processor.process_mm_data_async
+
+    async def without_numbers(*args: Any, **settings: Any) -> Any:
+        output = await process(*args, **settings)
+        output.padded_input_ids = None
+        return output
+
+    processor.process_mm_data_async = without_numbers

@@ -35,6 +35,7 @@ from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import kernels
 from spmdrl.engine.sglang.cpu.processor import without_torchvision
+from spmdrl.engine.sglang.images import take_numbers_from_requests
 from spmdrl.engine.sglang.orphans import OWNER_VARIABLE
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
@@ -224,6 +225,7 @@ class SGLangProcess:
                 process.kill()
             raise EngineDied(f"SGLang did not start: {type(error).__name__}: {error}") from error
         self._manager = self._engine.tokenizer_manager
+        take_numbers_from_requests(self._manager.mm_processor)
         watchdog = self._manager._subprocess_watchdog
         watchdog.stop()  # it would ask for a SIGQUIT; `require_alive` looks itself
         self._processes: dict[str, Any] = dict(zip(watchdog._names, watchdog._processes, strict=True))
@@ -267,10 +269,10 @@ class SGLangProcess:
         sampling: Mapping[str, Any],
         request_id: str,
         adapters: str | None = None,
-        images: Mapping[str, Any] | None = None,
+        images: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Sample one response, with the adapters of this name, and with images in sglang's form; returns its answer:
-        output_ids and meta_info."""
+        """Sample one response, with the adapters of this name, and with the request's fields about images; returns
+        sglang's answer: output_ids and meta_info."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -279,7 +281,7 @@ class SGLangProcess:
             return_logprob=True,
             rid=request_id,
             lora_path=adapters,
-            image_data=None if images is None else [dict(images)],
+            **images,
         )
         return await anext(self._manager.generate_request(request, None))
 
