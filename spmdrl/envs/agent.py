@@ -16,6 +16,7 @@ from spmdrl.config.environment import AgentEnvironment, VerifiersEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.agent_run import Agent, AgentRun, Log
 from spmdrl.envs.endpoint import HOST, Endpoint
+from spmdrl.envs.metric_names import MetricNames
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.envs.verifiers_process import LOAD_S, VerifiersProcess
 from spmdrl.types import UserError
@@ -52,6 +53,7 @@ class AgentClient:
         self._endpoint = Endpoint(port)
         self._agent = Agent(
             endpoint=self._endpoint,
+            names=MetricNames(),
             command=command,
             variables=variables,
             gives_answer=gives_answer,

@@ -12,6 +12,7 @@ from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.agent_process import AgentProcess
 from spmdrl.envs.branches import Branches
 from spmdrl.envs.endpoint import Endpoint, EpisodeEnded
+from spmdrl.envs.metric_names import MetricNames
 from spmdrl.envs.observations import numbers_of, to_json
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.workers.bounds import bounded
@@ -25,6 +26,7 @@ class Agent:
     """The parts that all runs share."""
 
     endpoint: Endpoint
+    names: MetricNames
     command: tuple[str, ...]
     variables: Mapping[str, str]  # of its environment
     gives_answer: bool
@@ -177,7 +179,8 @@ class AgentRun:
             return _failure(f"the agent ended with exit code {code}{last}", printed)
         if is_reset:
             return _failure("the agent ended without a call of the policy", printed)
-        return Observation(reward=self._take_reward(), done=True, metrics=self._metrics | self._counts())
+        ended = self._agent.names.kept(Observation(reward=self._take_reward(), done=True, metrics=self._metrics))
+        return dataclasses.replace(ended, metrics={**ended.metrics, **self._counts()})
 
     def _counts(self) -> dict[str, float]:
         """The calls that were refused: this run's own, and those with no open key since an episode last ended."""

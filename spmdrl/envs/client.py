@@ -12,6 +12,7 @@ from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.held import Held
 from spmdrl.envs.keeper import Keeper
+from spmdrl.envs.metric_names import MetricNames
 from spmdrl.envs.protocol import Answer
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
@@ -31,7 +32,8 @@ class EnvironmentClient:
         self._num_opened = 0
         sweep()
         variables = process_variables(cfg.sandbox)
-        self._keepers = [Keeper(cfg, variables) for _ in range(cfg.num_workers)]
+        names = MetricNames()
+        self._keepers = [Keeper(cfg, variables, names) for _ in range(cfg.num_workers)]
         try:
             starts = [keeper.loaded for keeper in self._keepers]
             *_, loaded = all_loaded(starts, "environment.source", [cfg.source], limit_s=START_LIMIT_S)

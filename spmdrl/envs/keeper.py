@@ -16,6 +16,7 @@ from typing import Any
 
 from spmdrl.config import EnvironmentConfig
 from spmdrl.envs.held import Held
+from spmdrl.envs.metric_names import MetricNames
 from spmdrl.envs.observations import from_json, max_answer_bytes
 from spmdrl.envs.protocol import Close, EnvironmentFailure, Job, Loaded, Ping
 from spmdrl.envs.sent import Sent
@@ -37,8 +38,8 @@ class Keeper:
     alone, and who kills it then has failed. After a new start the other environments are played again.
     """
 
-    def __init__(self, cfg: EnvironmentConfig, variables: Mapping[str, str]) -> None:
-        self._cfg, self._variables = cfg, variables
+    def __init__(self, cfg: EnvironmentConfig, variables: Mapping[str, str], names: MetricNames) -> None:
+        self._cfg, self._variables, self._names = cfg, variables, names
         self._limit_s = cfg.step_timeout_s
         self._max_line_bytes = max_answer_bytes(cfg.max_observation_characters)
         self._closed = threading.Event()
@@ -255,7 +256,8 @@ class Keeper:
             del self._held[held]
         elif "observation" in answer:
             try:
-                held.take(from_json(answer["observation"], self._cfg.max_observation_characters))
+                observation = from_json(answer["observation"], self._cfg.max_observation_characters)
+                held.take(self._names.kept(observation))
             except ValueError as error:
                 held.fail(EnvironmentFailure(kind="error", reason=f"{INVALID_ANSWER}: {error}"))
 

@@ -79,6 +79,7 @@ class _Environments:
         self._job, self._walls = job, walls
         self._open: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
+        self._was_full = False  # no process or thread could be started: see `_clear`
 
     async def load(self) -> None:
         """Load the source of environments. Raises ValueError with a sentence, or whatever the user's code raises."""
@@ -108,6 +109,7 @@ class _Environments:
         try:
             answer = await self._outcome(request)
         except BaseException as error:  # whatever an environment raises, even SystemExit, fails only its episode
+            self._was_full |= _is_about_room(error)
             answer = {"failure": _reason(error), "traceback": _traceback(error)}
         self.writer.write(line({"number": request.number, **answer}))
 
@@ -130,10 +132,16 @@ class _Environments:
                 await environment.close()
         finally:
             if not self._open:
-                try:
-                    clear(self._walls)
-                except OSError:  # the rank begins another process
-                    os._exit(1)
+                self._clear()
+
+    def _clear(self) -> None:
+        """End what episodes have left; where that cannot be, this process ends, and the rank begins another one."""
+        if self._was_full:  # perhaps by children of this process, which `clear` leaves alone
+            os._exit(1)
+        try:
+            clear(self._walls)
+        except OSError:
+            os._exit(1)
 
     def _tell_waiting(self, number: int, waits: bool) -> None:
         self.writer.write(line({"number": number, "waits": waits}))
@@ -172,6 +180,11 @@ class _Threads(ThreadPoolExecutor):
 
     def _release(self) -> None:
         self._num_free += 1
+
+
+def _is_about_room(error: BaseException) -> bool:
+    """True for what Python raises where a process or a thread would be one too many."""
+    return isinstance(error, BlockingIOError) or (isinstance(error, RuntimeError) and "new thread" in str(error))
 
 
 def _reason(error: BaseException) -> str:

@@ -38,6 +38,7 @@ class Task:
     words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat
     form: str = "--chat"  # of the model that has such words
     hidden_size: int = 128
+    sglang_lr: str | None = None  # with which so few steps are enough; None: the configuration's own is
 
     @property
     def model_options(self) -> list[str]:
@@ -51,7 +52,7 @@ ADAPTED_START, ADAPTED_LR = "demo-lora-sft", "optim.lr=2e-3"
 
 TASKS: Mapping[str, Task] = {
     "text": Task(sglang_steps=230),
-    "tool": Task(40, ("colour of ", "lookup", "key", *COLOURS)),
+    "tool": Task(50, ("colour of ", "lookup", "key", *COLOURS), sglang_lr="1e-3"),
     "game": Task(120, ("game ", "10", "higher", "lower", "no number")),
     "vision": Task(60, demo_pictures.WORDS, "--vision", hidden_size=64),
 }
@@ -72,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
     rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
-        rl += ["rollout.engine=sglang", f"run.num_steps={TASKS[arguments.task].sglang_steps}"]
+        task = TASKS[arguments.task]
+        rl += ["rollout.engine=sglang", f"run.num_steps={task.sglang_steps}"]
+        rl += [f"optim.lr={task.sglang_lr}"] if task.sglang_lr else []
     if is_adapted:
         print(
             f"== with adapters: a warm start of their own ({warm_start}.toml), and {ADAPTED_LR} unless you set it",

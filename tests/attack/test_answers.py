@@ -13,6 +13,7 @@ from spmdrl.config import FunctionReward, RewardConfig
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.client import EnvironmentClient
+from spmdrl.envs.metric_names import DROPPED, MAX_NAMES
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.faults.text import MAX_LINE_CHARACTERS
 from spmdrl.rewards.pool import RewardPool
@@ -253,3 +254,37 @@ def test_whatever_an_environment_answers_only_its_episode_fails(environments: En
     assert isinstance(said, Observation) and said.reward == 0.5
     for opened in (bad, good):
         opened.close()
+
+
+NAMES_WITHOUT_END = """
+import itertools
+from spmdrl.envs import Observation
+
+NUMBERS = itertools.count()
+
+class Env:
+    def reset(self):
+        pass
+
+    def step(self, text: str):
+        metrics = {"steady": 1.0} | {f"m{next(NUMBERS)}": 1.0 for _ in range(99)}
+        return Observation(messages=({"role": "user", "content": "x"},), metrics=metrics)
+"""
+
+
+def test_names_of_metrics_come_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "names.py").write_text(NAMES_WITHOUT_END)
+    source = ClassEnvironment(kind="class", name=f"{tmp_path / 'names.py'}:Env")
+    told: list[dict[str, float]] = []
+    with EnvironmentClient(EnvironmentConfig(source=source)) as client:
+        for _ in range(4):
+            opened = client.open(begin())
+            opened.reset().result(timeout=60)
+            for _ in range(3):
+                answer = opened.step(Action(text="")).result(timeout=60)
+                assert isinstance(answer, Observation)
+                told.append(dict(answer.metrics))
+            opened.close()
+    assert [metrics.get(DROPPED, 0.0) for metrics in told] == [0.0, 0.0, 98.0, *[99.0] * 9]
+    assert all(metrics["steady"] == 1.0 for metrics in told)
+    assert len({name for metrics in told for name in metrics} - {DROPPED}) == MAX_NAMES

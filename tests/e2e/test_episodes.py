@@ -25,6 +25,7 @@ from tests.helpers.small_run import (
     sample_rows,
     steady_rows,
     without_curves,
+    write_config,
     write_small_run,
 )
 
@@ -83,6 +84,36 @@ def test_one_rank_samples_the_episodes_of_two(folder: Path, whole: Path) -> None
         ]
         assert [turn.observation for turn in rollout.turns] == [turn.observation for turn in other.turns]
         assert rollout.end == other.end
+
+
+ONE_TURN = """\
+class Verified:
+    def reset(self, prompt, seed):
+        return None
+
+    def step(self, action):
+        return None, 0.0, True
+"""
+
+
+def test_episodes_of_one_turn_are_single_responses_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    """The same verifier with and without an environment, which ends each episode at its first answer."""
+    (tmp_path / "one_turn.py").write_text(ONE_TURN)
+    write_config(tmp_path, model={"path": f"{folder}/model"}, rollout={"stop_token_ids": [*range(80, 99)]})
+    shared = ("run.num_steps=2", "report.samples_per_step=0", "debug.save_rollouts=all")
+    one_turn = f'environment.source={{kind="class",name="{tmp_path}/one_turn.py:Verified"}}'
+    for name, setting in (("single", ()), ("episodes", (one_turn, "environment.max_turns=1"))):
+        launch(tmp_path, 1, f"run.name={name}", *shared, *setting)
+    single, episodes = (tmp_path / "runs" / name for name in ("single", "episodes"))
+    for step in (1, 2):
+        expected, found = (rollouts_of(run, step) for run in (single, episodes))
+        assert {rollout.end for rollout in found.values()} == {"done", "context"}
+        assert {place: rollout.responses for place, rollout in found.items()} == {
+            place: rollout.responses for place, rollout in expected.items()
+        }
+    assert_same_weights(single, episodes)
+    for row, expected_row in zip(steady_rows(episodes), steady_rows(single), strict=True):
+        assert {name: row.get(name) for name in expected_row} == expected_row
 
 
 def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_not(folder: Path, whole: Path) -> None:

@@ -240,6 +240,45 @@ def test_calls_after_the_end_of_their_episode_or_with_a_key_of_none_are_refused(
         assert episode(client, said("a"))[-1].metrics["refused_calls"] == 3
 
 
+def test_calls_with_the_key_of_another_open_episode_are_taken_for_that_ones_own(tmp_path: Path) -> None:
+    """As docs/security.md says: without a sandbox nothing keeps a key from another program of the same user."""
+    found = tmp_path / "pid"
+    body = f"""
+        if episode["prompt"] == "kept":
+            open({str(found)!r}, "w").write(str(os.getpid()))
+            chat([user("mine")])
+            time.sleep(600)
+        given = open(f"/proc/{{open({str(found)!r}).read()}}/environ").read().split("\\0")
+        key = dict(line.split("=", 1) for line in given if line)["OPENAI_API_KEY"]
+        assert key != os.environ["OPENAI_API_KEY"]
+        assert post("/chat/completions", {{"messages": [user("taken")]}}, key=key)[0] == 200
+        chat([user("my own")])
+    """
+    with agents(script(tmp_path, body)) as client:
+        kept = client.open(replace(START, prompt="kept"))
+        assert kept.reset().result().messages == (user("mine"),)
+        taker = client.open(replace(START, prompt="takes"))
+        first = taker.reset()
+        assert kept.step(said("a")).result().messages == (user("taken"),)
+        kept.step(said("b"))
+        assert first.result().messages == (user("my own"),)
+        assert taker.step(said("c")).result().metrics == {"malformed_calls": 0, "refused_calls": 0}
+        for opened in (kept, taker):
+            opened.close()
+
+
+def test_names_of_metrics_come_to_an_end_and_counts_stay(tmp_path: Path) -> None:
+    body = """
+        post("/reward", {"reward": 0, "metrics": {f"{episode['prompt']}{n}": 1 for n in range(90)}})
+        chat([user("?")])
+    """
+    with agents(script(tmp_path, body)) as client:
+        ends = [episode(client, said("a"), start=replace(START, prompt=prompt))[-1].metrics for prompt in "abca"]
+    counts = {"malformed_calls": 0, "refused_calls": 0}
+    assert ends[0] == ends[3] == {f"a{n}": 1.0 for n in range(90)} | counts
+    assert ends[2] == {f"c{n}": 1.0 for n in range(20)} | {"dropped_metrics": 70.0} | counts
+
+
 def status_of(url: str, key: str) -> int:
     request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
     try:
