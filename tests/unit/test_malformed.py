@@ -877,7 +877,7 @@ NOT_A_NUMBER = "function: TypeError: the reward is not a number but"
 SURVIVED: dict[str, str | None] = {  # what is done: the failure that is counted, None for a reward of 1
     "raises(ValueError('wrong'))": "function: ValueError: wrong",
     "raises(KeyboardInterrupt())": "function: KeyboardInterrupt: ",
-    "raises(Unspeakable())": "the worker exited with code 1",
+    "raises(Unspeakable())": "function: Unspeakable: its text cannot be read: Unspeakable",
     "sys.exit(0)": "function: SystemExit: 0",
     "os._exit(0)": "the worker exited with code 0",
     "os.kill(os.getpid(), signal.SIGKILL)": "the worker was killed by SIGKILL",
