@@ -154,12 +154,19 @@ def _bound_onednn() -> None:
 def _keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next step, which needs as much. By itself it returns large pieces at once, and
     the kernel then clears every page again at its first use: a fifth of the time of a small model's update. What a
-    phase must give back, `report/memory.py` returns. Other C libraries have no `mallopt`, and variables win.
+    phase must give back, `return_freed_memory` returns. Other C libraries have no `mallopt`, and variables win.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     for variable, option, value in _KEEP_FREED_MEMORY:
         if set_option is not None and variable not in os.environ:
             set_option(option, value)
+
+
+def return_freed_memory() -> None:
+    """Make glibc return freed memory to the system; does nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

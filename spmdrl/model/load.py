@@ -29,6 +29,7 @@ from spmdrl.config.lora import QuantizedBase
 from spmdrl.config.strict import read_json
 from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.dist.session import return_freed_memory
 from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems
@@ -51,6 +52,7 @@ from spmdrl.types import UserError
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
 Role = Literal["trained", "base", "reference"]
+_KEPT_BYTES = 2**27  # freed while weights are copied, before it is returned to the system
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -351,12 +353,17 @@ def own_memory(policy: PackedModel, device: torch.device) -> None:
             if parameter.is_meta:
                 continue  # it says what is kept elsewhere
             holders.setdefault(id(parameter), []).append((module, name))
+    num_freed_bytes = 0
     for places in holders.values():
         module, name = places[0]
         # No reference to the old shard is kept here, so it is freed before the next one is copied.
         copied = _copied_shard(getattr(module, name), device)
         for module, name in places:
             setattr(module, name, copied)
+        num_freed_bytes += getattr(module, name).to_local().nbytes
+        if num_freed_bytes > _KEPT_BYTES:  # of memory in pieces into which the next shards do not fit
+            return_freed_memory()
+            num_freed_bytes = 0
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)

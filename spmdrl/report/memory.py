@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -113,12 +111,6 @@ def restart_host_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def return_freed_host_memory() -> None:
-    """Make glibc return freed memory to the system; does nothing with another C library."""
-    with suppress(AttributeError):  # another library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def read_peak() -> Peak:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import ReportConfig
+from spmdrl.dist.session import return_freed_memory
 from spmdrl.memory.phases import PhaseMemory
 from spmdrl.report.console import Display, Progress, open_display
 from spmdrl.report.files import MetricsFile, StepRowsFile, read_rows
@@ -24,7 +25,6 @@ from spmdrl.report.memory import (
     read_peak,
     restart_host_peak,
     restart_peaks,
-    return_freed_host_memory,
     with_host_so_far,
 )
 from spmdrl.report.run_folder import RunFolder
@@ -81,7 +81,7 @@ class Report:
             self._display.begin_phase(name)
         self._keep_peak(_BETWEEN_SPANS)
         if name in self._predicted:
-            return_freed_host_memory()  # or memory that an earlier phase freed would count for this one
+            return_freed_memory()  # or memory that an earlier phase freed would count for this one
         restart_peaks()
         began = time.perf_counter()
         yield

@@ -296,7 +296,7 @@ def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -
         ({"targets": ["q_prj"]}, 'lora.targets names "q_prj", but Qwen3ForCausalLM has no such layer; its layers are'),
         (
             {"targets": ["lm_head"]},
-            'lora.targets names "lm_head", but embedding and head, which share their weights get no',
+            'lora.targets names "lm_head", but embedding and head, which share their weights, get no',
         ),
         ({"targets": ["mlp"]}, 'lora.targets names "mlp", which is no linear layer but a Qwen3MLP'),
         ({"rank": 4096}, "lora.rank = 4096 is a higher rank than any weight of lora.targets has; set it to "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -100,7 +101,8 @@ def test_levers_of_the_model_do_not_change_a_gradient(qwen3: str) -> None:
 
 def _gathered(path: str) -> list[tuple[int, list[int], list[int]]]:
     """For each lever: layers still gathered after a forward pass, and how many each layer gathers ahead of itself."""
-    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+    as_if_large = patch("spmdrl.model.sharding._ONE_UNIT_BYTES", 0)
+    with as_if_large, spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         found = []
         for model in ({}, {"reshard_after_forward": False}, {"prefetch_layers": 2}):
