@@ -52,7 +52,7 @@ from spmdrl.types import UserError
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
 Role = Literal["trained", "base", "reference"]
-_KEPT_BYTES = 2**27  # freed while weights are copied, before it is returned to the system
+_KEPT_BYTES = 2**25  # freed while weights are copied, before it is returned to the system
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
