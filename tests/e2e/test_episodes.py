@@ -97,7 +97,7 @@ class Verified:
 
 
 def test_episodes_of_one_turn_are_single_responses_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    """The same verifier with and without an environment, which ends each episode at its first answer."""
+    """Test that an environment which ends each episode at its first answer changes nothing, under the same verifier."""
     (tmp_path / "one_turn.py").write_text(ONE_TURN)
     write_config(tmp_path, model={"path": f"{folder}/model"}, rollout={"stop_token_ids": [*range(80, 99)]})
     shared = ("run.num_steps=2", "report.samples_per_step=0", "debug.save_rollouts=all")

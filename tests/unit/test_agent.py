@@ -241,7 +241,7 @@ def test_calls_after_the_end_of_their_episode_or_with_a_key_of_none_are_refused(
 
 
 def test_calls_with_the_key_of_another_open_episode_are_taken_for_that_ones_own(tmp_path: Path) -> None:
-    """As docs/security.md says: without a sandbox nothing keeps a key from another program of the same user."""
+    """Test what docs/security.md says: no sandbox keeps a key from another program of the same user."""
     found = tmp_path / "pid"
     body = f"""
         if episode["prompt"] == "kept":

@@ -16,7 +16,6 @@ from spmdrl.types import Request
 
 _COMPARED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _QWEN2_5_NUMBERS = 1176  # of a patch; SGLang takes anything else for what a tower has made already
-
 _HASH_DIGITS = 16  # of a digest: SGLang's numbers have 64 bits
 
 
