@@ -41,8 +41,8 @@ def shard_policy(
     """Apply FSDP2, with a unit for each decoder layer, its distributed experts, each block of a tower, the rest of the
     tower, a critic's head, and the rest.
 
-    A small model that every rank holds whole, in the dtype that it computes in, has no layers as units: nothing would
-    be gathered, cast or freed, and the hooks of a small unit take as long as its products.
+    A small model that every rank holds whole, in the dtype that it computes in, is a single unit: units within it would
+    gather, cast and free nothing, and their hooks take time.
 
     Gradients are reduced in float32 and only summed: the loss is already divided by the global denominator. A critic's
     head computes in float32. Parameters that are `ignored` stay whole.
