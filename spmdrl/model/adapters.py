@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -159,6 +159,11 @@ class Adapters(nn.Module):
             return self.trained
         plain = {target: self._pairs[target.weight].plain() for target in self._targets.values()}
         return {name: x for target, pair in plain.items() for name, x in zip(matrix_names(target), pair, strict=True)}
+
+    @property
+    def weights(self) -> Set[str]:
+        """The names of the parameters of the model that they change."""
+        return self._targets.keys()
 
     @property
     def is_on(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,7 @@ class Gatherer:
         layers = {name: module for name, (module, _) in self._owners.items() if isinstance(module, QuantizedLinear)}
         self._quantized = {name: layer for name, layer in layers.items() if tensors[name] is layer.weight}
         weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
-        frozen = set() if policy.adapters else {name for name, x in tensors.items() if _is_frozen(x)}
-        changing, staying = divide_frozen(weights, frozen)
+        changing, staying = divide_frozen(weights, _staying(policy, tensors, merge=merge))
         self.changing: tuple[Bucket, ...] = plan_buckets(changing, bucket_bytes=bucket_bytes)  # without what is frozen
         staying_buckets = plan_buckets(staying, bucket_bytes=bucket_bytes)
         self.buckets = self.changing + staying_buckets if staying else self.changing
@@ -146,8 +145,14 @@ def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def _is_frozen(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+def _staying(policy: Policy, tensors: Mapping[str, Tensor], *, merge: bool) -> set[str]:
+    """Name the weights that are what they were whenever weights are sent. A base without its adapters is sent only
+    where an engine has nothing."""
+    adapters = policy.adapters
+    if adapters is not None and not merge:
+        return set()
+    frozen = {name for name, x in tensors.items() if isinstance(x, nn.Parameter) and not x.requires_grad}
+    return frozen if adapters is None else frozen - adapters.weights
 
 
 def _no_change(_: str) -> None:

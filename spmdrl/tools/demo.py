@@ -32,13 +32,13 @@ _CHECK = "--dry-run"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A demo's task: what its model needs, and the steps that are enough for SGLang, which is slow on a CPU."""
+    """A demo's task: what its model needs, and settings with which fewer steps are enough for SGLang, which is slow on
+    a CPU."""
 
-    sglang_steps: int
+    with_sglang: tuple[str, ...]
     words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat
     form: str = "--chat"  # of the model that has such words
     hidden_size: int = 128
-    sglang_lr: str | None = None  # with which so few steps are enough; None: the configuration's own is
 
     @property
     def model_options(self) -> list[str]:
@@ -51,10 +51,13 @@ class Task:
 ADAPTED_START, ADAPTED_LR = "demo-lora-sft", "optim.lr=2e-3"
 
 TASKS: Mapping[str, Task] = {
-    "text": Task(sglang_steps=230),
-    "tool": Task(50, ("colour of ", "lookup", "key", *COLOURS), sglang_lr="1e-3"),
-    "game": Task(120, ("game ", "10", "higher", "lower", "no number")),
-    "vision": Task(60, demo_pictures.WORDS, "--vision", hidden_size=64),
+    "text": Task(("run.num_steps=230",)),
+    "tool": Task(("run.num_steps=50", "optim.lr=1e-3"), ("colour of ", "lookup", "key", *COLOURS)),
+    "game": Task(
+        ("run.num_steps=100", "loss.updates_per_step=4", "optim.lr=1.5e-3"),
+        ("game ", "10", "higher", "lower", "no number"),
+    ),
+    "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
 }
 
 
@@ -73,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
     rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
-        task = TASKS[arguments.task]
-        rl += ["rollout.engine=sglang", f"run.num_steps={task.sglang_steps}"]
-        rl += [f"optim.lr={task.sglang_lr}"] if task.sglang_lr else []
+        rl += ["rollout.engine=sglang", *TASKS[arguments.task].with_sglang]
     if is_adapted:
         print(
             f"== with adapters: a warm start of their own ({warm_start}.toml), and {ADAPTED_LR} unless you set it",

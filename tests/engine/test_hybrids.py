@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.adapters import change_adapters
 from tests.helpers.models import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import (
@@ -29,6 +30,7 @@ from tests.helpers.sglang_engine import (
 
 # Other than what SGLang takes where it does not know where to look.
 ROTARY = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+MERGED = {"rank": 4, "alpha": 8.0, "merge": True}
 LONGER_THAN_A_CHUNK = 80  # tokens of a response, where the delta rule reads prompts 64 at a time
 
 
@@ -43,14 +45,15 @@ def save_with_yarn(path: Path, **_: Any) -> str:
     return str(path)
 
 
-def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
-    """Ask one engine for all ranks, on one rank of them."""
+def all_of_it(path: str, num_ranks: int, lora: dict[str, Any] | None) -> dict[str, Any]:
+    """Ask one engine for all ranks, on one rank of them. With `lora` its adapters change, and no other weight."""
     found: dict[str, Any] = {"differences": []}
-    with rank_with_engine(settings(path, num_ranks, tp_size=num_ranks, max_running=10)) as rank:
+    change_weights = change_adapters if lora else change
+    with rank_with_engine(settings(path, num_ranks, lora=lora, tp_size=num_ranks, max_running=10)) as rank:
         asked = [greedy(ids, 24) for ids in prompts(14)]
         (before,) = trainer_logprobs(rank.policy, [tuple(range(2, 40))])
         for version in range(3):  # the second and third repeat the copies of the first
-            change(rank.policy, 0.02)
+            change_weights(rank.policy, 0.02)
             rank.refit(version=version)  # compares every weight by digest
         (after,) = trainer_logprobs(rank.policy, [tuple(range(2, 40))])
         found["change"] = float((before - after).abs().max())
@@ -65,18 +68,23 @@ def all_of_it(path: str, num_ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("save", "num_ranks"),
+    ("save", "num_ranks", "lora"),
     [
-        (save_qwen3_next, 1),
-        pytest.param(save_qwen3_5, 1, marks=pytest.mark.slow),
-        pytest.param(save_qwen3_5_moe, 1, marks=pytest.mark.slow),
-        pytest.param(save_with_yarn, 1, marks=pytest.mark.slow),
-        pytest.param(save_qwen3_next, 2, marks=pytest.mark.slow),
-        pytest.param(save_qwen3_5, 2, marks=pytest.mark.slow),
+        (save_qwen3_next, 1, None),
+        pytest.param(save_qwen3_5, 1, None, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_5_moe, 1, None, marks=pytest.mark.slow),
+        pytest.param(save_with_yarn, 1, None, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_next, 2, None, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_5, 2, None, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_next, 2, MERGED, marks=pytest.mark.slow),
+        pytest.param(save_qwen3_5, 1, MERGED, marks=pytest.mark.slow),
     ],
 )
-def test_hybrids_say_what_the_trainer_says(tmp_path: Path, save: Callable[..., str], num_ranks: int) -> None:
-    ranks = run_ranks(num_ranks, all_of_it, save(tmp_path, rope_parameters=ROTARY), num_ranks, timeout_s=START_LIMIT_S)
+def test_hybrids_say_what_the_trainer_says(
+    tmp_path: Path, save: Callable[..., str], num_ranks: int, lora: dict[str, Any] | None
+) -> None:
+    path = save(tmp_path, rope_parameters=ROTARY)
+    ranks = run_ranks(num_ranks, all_of_it, path, num_ranks, lora, timeout_s=START_LIMIT_S)
     for rank in ranks:
         assert rank["change"] > 0.01  # the weights that were refitted are not those that were there
         assert max(rank["differences"]) < 1e-5

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from spmdrl.types import ImageSpan, Request, Response
+from tests.helpers.adapters import change_adapters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import START_LIMIT_S, Rank, answers, change, rank_with_engine, settings
 from tests.helpers.vision import save_vision_files
@@ -32,10 +33,12 @@ from tests.helpers.vision_models import (
 from tests.helpers.vision_models import Sequence as Tokens
 
 TEMPERATURE = 0.8
+MERGED = {"rank": 4, "alpha": 8.0, "merge": True}
 
 
-def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
-    """Ask one engine for all ranks about images, on one rank of them."""
+def all_of_it(path: str, images: str, num_ranks: int, lora: dict[str, Any] | None) -> dict[str, Any]:
+    """Ask one engine for all ranks about images, on one rank of them. With `lora` its adapters change, and no other
+    weight."""
     sequences, pictures = mixed_sequences(path)
     # Of the pixels of the last sequence's image, as blank pages are: only the grid tells them apart.
     page = pictures[sequences[-1].images[0].digest]
@@ -47,11 +50,12 @@ def all_of_it(path: str, images: str, num_ranks: int) -> dict[str, Any]:
     sequences.append(sequence_with(path, pictures["turned"], page, index=index))
     (*sequences, turned, first, second), store = stored(sequences, pictures, Path(images))
     found: dict[str, Any] = {}
-    cfg = settings(path, num_ranks, tp_size=num_ranks, temperature=TEMPERATURE)
+    change_weights = change_adapters if lora else change
+    cfg = settings(path, num_ranks, lora=lora, tp_size=num_ranks, temperature=TEMPERATURE)
     with rank_with_engine(cfg, images=store) as rank:
         sent = []
         for version in range(3):  # the tower, which is frozen, is in the first alone
-            change(rank.policy, 0.02)
+            change_weights(rank.policy, 0.02)
             rank.refit(version=version)  # compares every weight by digest
             buckets = rank.refit._buckets()
             sent.append({entry.name for bucket in buckets for entry in bucket.flat_entries})
@@ -104,9 +108,12 @@ def request_of(sequence: Tokens) -> Request:
 
 
 def of_policy(path: str, rank: Rank) -> Any:
-    """Transformers' own model with the weights of the policy."""
+    """Transformers' own model with the weights of the policy, its adapters merged."""
     plain = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     weights = {name: parameter.full_tensor() for name, parameter in rank.policy.model.named_parameters()}
+    for name, weight in weights.items():
+        if (added := rank.policy.change_of(name)) is not None:
+            weights[name] = weight + added
     plain.load_state_dict(weights, strict=False)
     return plain.eval()
 
@@ -145,20 +152,21 @@ def sampled_placeholder(rank: Rank, request: Request) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("save", "patch_size", "num_ranks"),
+    ("save", "patch_size", "num_ranks", "lora"),
     [
-        pytest.param(save_qwen3_vl, 4, 1, id="qwen3-vl"),
-        pytest.param(partial(save_qwen2_5_vl, patch_size=14), 14, 1, id="qwen2.5-vl", marks=pytest.mark.slow),
-        pytest.param(save_qwen3_5_vl, 4, 1, id="qwen3.5", marks=pytest.mark.slow),
-        pytest.param(save_qwen3_vl, 4, 2, id="qwen3-vl-on-two-devices", marks=pytest.mark.slow),
+        pytest.param(save_qwen3_vl, 4, 1, None, id="qwen3-vl"),
+        pytest.param(partial(save_qwen2_5_vl, patch_size=14), 14, 1, None, id="qwen2.5-vl", marks=pytest.mark.slow),
+        pytest.param(save_qwen3_5_vl, 4, 1, None, id="qwen3.5", marks=pytest.mark.slow),
+        pytest.param(save_qwen3_vl, 4, 2, None, id="qwen3-vl-on-two-devices", marks=pytest.mark.slow),
+        pytest.param(save_qwen3_vl, 4, 1, MERGED, id="merged-adapters", marks=pytest.mark.slow),
     ],
 )
 def test_images_are_seen_as_the_trainer_sees_them(
-    tmp_path: Path, save: Callable[[Path], str], patch_size: int, num_ranks: int
+    tmp_path: Path, save: Callable[[Path], str], patch_size: int, num_ranks: int, lora: dict[str, Any] | None
 ) -> None:
     path = save(tmp_path / "model")
     save_vision_files(path, patch_size=patch_size)
-    ranks = run_ranks(num_ranks, all_of_it, path, str(tmp_path / "images"), num_ranks, timeout_s=START_LIMIT_S)
+    ranks = run_ranks(num_ranks, all_of_it, path, str(tmp_path / "images"), num_ranks, lora, timeout_s=START_LIMIT_S)
     (leader,) = [rank for rank in ranks if rank["leads"]]
     assert leader["differences"].keys() >= {0, 1, 3}  # images of a prompt
     assert leader["second"].keys() >= {1, 2, 4} and leader["third"].keys() >= {2, 3, 5}

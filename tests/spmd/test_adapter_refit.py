@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import answers, prompts, trainer_logprobs
 
 NUM_TOKENS = 12
+MERGED = ["q_proj", "down_proj"]
 
 
 def settings(path: str, **lora: Any) -> Config:
@@ -95,28 +98,52 @@ def test_each_version_is_the_trainers(tmp_path: Path, save: Callable[[Path], str
         assert found["samples"][1] != found["samples"][2] != found["samples"][3]
 
 
-def _mismatch(path: str) -> tuple[str, bool]:
-    """What a refit says when one rank's engine holds something else, and whether merged weights are refitted whole."""
+@dataclass(frozen=True)
+class Refitted:
+    """What a refit says when one rank's engine holds something else; what two refits of merged weights send, by the
+    engine's names, and how far engine and trainer are apart after the second."""
+
+    said: str
+    sent: list[set[str]]
+    apart: float
+
+
+def _refitted(path: str) -> Refitted:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
-        policy = load_trained(model_config(path), LoraConfig(rank=4), meshes, temperature=1.0, seed=1)
+        lora = LoraConfig(rank=4, targets=MERGED)
+        policy = load_trained(model_config(path), lora, meshes, temperature=1.0, seed=1)
         engine = TorchEngine(
             AutoConfig.from_pretrained(path), device=world.device, dtype=torch.float32, kernel="sdpa", max_running=8
         )
-        merging = make_refit(policy, engine, meshes, settings(path, merge=True), dtype=torch.float32)
         refit = make_refit(policy, engine, meshes, settings(path), dtype=torch.float32)
         if meshes.training.get_local_rank() == 1:
             engine.load_adapters = lambda adapters: ["q_proj.lora_A.weight"]  # type: ignore[method-assign]
         with pytest.raises(RefitMismatch) as raised:
             refit(version=0)
-        is_whole = type(merging) is Refit
+        merging = make_refit(policy, engine, meshes, settings(path, merge=True), dtype=torch.float32)
+        assert isinstance(merging, Refit)
+        sent = []
+        for version in (1, 2):
+            change_adapters(policy, 0.1)
+            sent.append({entry.name for bucket in merging._buckets() for entry in bucket.flat_entries})
+            merging(version=version)
+        engine.wake()
+        asked = [Request(prompt_ids=ids, seed=0, max_response_tokens=NUM_TOKENS) for ids in prompts(4)]
+        apart = worst(policy, meshes, asked, answers(engine, asked))
         del policy, refit, merging
-        return str(raised.value), is_whole
+        return Refitted(str(raised.value), sent, apart)
 
 
-def test_a_difference_on_one_rank_ends_the_refit_on_all(tmp_path: Path) -> None:
-    for said, merges_whole in run_ranks(2, _mismatch, save_qwen3(tmp_path)):
-        assert said == (
+def test_a_difference_on_one_rank_ends_the_refit_on_all_and_merged_weights_are_sent_without_the_rest(
+    tmp_path: Path,
+) -> None:
+    for found in run_ranks(2, _refitted, save_qwen3(tmp_path)):
+        assert found.said == (
             "after the refit to version 0 the engine does not hold the trainer's weights: q_proj.lora_A.weight differ"
         )
-        assert merges_whole, "lora.merge sends merged weights"
+        whole, later = found.sent
+        # Engines fuse a query's projection with two others.
+        assert later == {name for name in whole if re.search(r"[qkv]_proj|down_proj", name)} < whole
+        assert any("embed_tokens" in name for name in whole)
+        assert found.apart < 1e-5
