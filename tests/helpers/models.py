@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -111,6 +114,45 @@ GATED_DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+
+
+_ROUTED = EXPERTS | {"n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+_FIRST_DENSE = _ROUTED | {"first_k_dense_replace": 1}
+_PLAIN = """
+    apertus arcee ernie4_5 gemma glm4 granite hunyuan_v1_dense ministral olmo olmo2 phi phi3 seed_oss smollm3 starcoder2
+"""
+# Families without a test of their own, and what their configs call experts and windows.
+OTHERS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _PLAIN.split()},
+    "cohere2": SLIDING | {"logit_scale": 1.0},
+    "dots1": _FIRST_DENSE,
+    "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
+    "exaone4": SLIDING,
+    "flex_olmo": EXPERTS,
+    "glm4_moe": _FIRST_DENSE,
+    "granitemoe": EXPERTS | {"num_local_experts": 5},
+    "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
+    "minimax_m2": EXPERTS | {"num_local_experts": 5},
+    "mixtral": EXPERTS | {"num_local_experts": 5},
+    "olmo3": SLIDING,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
+}
+
+
+def save_other(model_type: str, path: Path, *, seed: int = 0) -> str:
+    """A random model of one of the `OTHERS`."""
+    return save_model(path, AutoConfig.for_model(model_type, **(SIZES | OTHERS[model_type])), seed=seed)
+
+
+def save_qwen2(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Qwen2, whose projections of queries, keys and values have biases."""
+    settings = {name: value for name, value in SIZES.items() if name != "head_dim"}  # it has no such setting
+    return save_model(path, Qwen2Config(**(settings | changes)), seed=seed)
+
+
+def save_mistral(path: Path, *, seed: int = 0, **changes: Any) -> str:
+    """A random Mistral whose heads have a size of their own, as those of Mistral Nemo."""
+    return save_model(path, MistralConfig(**(SIZES | changes)), seed=seed)
 
 
 def save_gemma3(path: Path, *, seed: int = 0, **changes: Any) -> str:

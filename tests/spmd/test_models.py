@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.model.load import load_policy
+from spmdrl.model.load import load_policy, persistent_buffers
 from spmdrl.model.policy import Policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
@@ -25,9 +25,13 @@ from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Request, Sequence
 from tests.helpers.configs import model_config
 from tests.helpers.models import (
+    OTHERS,
     save_gemma3,
     save_gpt_oss,
     save_llama,
+    save_mistral,
+    save_other,
+    save_qwen2,
     save_qwen3,
     save_qwen3_5,
     save_qwen3_5_moe,
@@ -38,7 +42,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
 MODELS = [
-    *(save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss),
+    *(save_qwen3, save_llama, save_qwen2, save_mistral, save_gemma3, save_qwen3_moe, save_gpt_oss),
     *(save_qwen3_next, save_qwen3_5, save_qwen3_5_moe),
 ]
 TEMPERATURE = 0.8
@@ -55,10 +59,6 @@ class Ways:
     sent: dict[Naming, dict[str, Tensor]]
 
 
-def name_of(save: Callable[..., str]) -> str:
-    return save.__name__.removeprefix("save_")
-
-
 @dataclass(frozen=True)
 class Measured:
     """One model, scored in every way."""
@@ -69,7 +69,13 @@ class Measured:
     ranks: list[Ways]  # what each of two ranks saw
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=name_of)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(save, id=save.__name__.removeprefix("save_")) for save in MODELS),
+        *(pytest.param(partial(save_other, name), id=name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     path = request.param(tmp_path_factory.mktemp("model"))
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
@@ -100,7 +106,7 @@ def test_what_the_engine_reported_is_what_the_trainer_computes(measured: Measure
 
 def test_weights_are_sent_under_the_names_of_model_and_files(measured: Measured) -> None:
     expected = {
-        "model": dict(measured.plain.named_parameters()),
+        "model": weights_of(measured.plain),
         "checkpoint": load_file(measured.path / "model.safetensors"),
     }
     for naming, weights in expected.items():
@@ -110,11 +116,16 @@ def test_weights_are_sent_under_the_names_of_model_and_files(measured: Measured)
             assert torch.equal(sent[name], weight), name
 
 
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, and the buffers that belong to the weights, such as a router's biases."""
+    return dict(model.named_parameters()) | persistent_buffers(model)
+
+
 def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:
     """What the embedded engine samples with the model's weights, with a cache; prompts shared by two."""
     device = torch.device("cpu")
     engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=5)
-    load_whole(engine, dict(model.named_parameters()), version=0)
+    load_whole(engine, weights_of(model), version=0)
     prompts = [sequence.token_ids[: 3 + sequence.index] for sequence in random_sequences(4)]
     asked = [
         Request(prompt_ids=prompts[i // 2], seed=i, max_response_tokens=12 + i % 3, temperature=TEMPERATURE)

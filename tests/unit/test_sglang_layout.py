@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
+from transformers import Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
 from spmdrl.engine.sglang.layout import Share, held_weights, padded_adapters
 from tests.helpers.models import GATED_DELTA_NET, SIZES
@@ -84,6 +84,13 @@ def test_on_a_cpu_the_inner_size_is_padded_with_zeros() -> None:
     down = torch.cat([d["model.layers.0.mlp.down_proj.weight"] for d in devices], dim=1)
     assert down.shape[1] == 64
     assert torch.equal(down[:, :INNER], weights["model.layers.0.mlp.down_proj.weight"]) and not down[:, INNER:].any()
+
+
+def test_every_device_has_the_whole_embedding_of_gemma_3() -> None:
+    name, weights = "model.embed_tokens.weight", checkpoint()
+    for rank in range(2):
+        share = Share.of(Gemma3TextConfig(**SIZES), rank=rank, size=2, device_type="cuda")
+        assert torch.equal(held_weights({name: weights[name]}, share)[name], weights[name])
 
 
 def test_adapters_are_padded_as_the_weights_that_they_change() -> None:

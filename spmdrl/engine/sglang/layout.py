@@ -50,6 +50,7 @@ _VOCABULARY = {"embed_tokens", "lm_head", "pos_embed"}  # the last is the table 
 _CUT_BY_PARTS = {"in_proj_qkv", "conv1d", "qkv"}
 _OF_HEADS = {"A_log", "dt_bias"}
 _ALWAYS_WIDE = "A_log"  # float32 in SGLang
+_WHOLE_EMBEDDINGS = {"gemma3_text"}  # families whose embedding every device of an engine has whole
 # Of towers: modules whose own names do not say how they are cut.
 _TOWER = {
     re.compile(r"visual\..*merger.*\.(linear_fc1|mlp\.0)\."): "to merge",
@@ -72,6 +73,7 @@ class Share:
     widens: bool = False  # embedding and norms are float32, as under `rl_on_policy_target`
     delta_net_rows: tuple[int, ...] = ()  # of queries, keys and values, in models with gated delta nets
     delta_net_norm: torch.dtype | None = None  # of their norms, where that is another one than that of all weights
+    cuts_embedding: bool = True
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
@@ -80,8 +82,10 @@ class Share:
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         multiple = _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size
         # That of config.json, whatever the engine computes in.
-        norm = model_config.dtype if getattr(model_config, "model_type", None) == "qwen3_next" else None
-        return cls(rank, size, heads, multiple, on_policy, tuple(_delta_net_rows(model_config)), norm)
+        family = getattr(model_config, "model_type", None)
+        norm = model_config.dtype if family == "qwen3_next" else None
+        rows = tuple(_delta_net_rows(model_config))
+        return cls(rank, size, heads, multiple, on_policy, rows, norm, cuts_embedding=family not in _WHOLE_EMBEDDINGS)
 
 
 def _delta_net_rows(model_config: Any) -> Iterator[int]:
@@ -155,6 +159,8 @@ def _parts(module: str, tensor: Tensor, share: Share) -> Sequence[Tensor]:
 def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:
     if (share.widens and (module == "embed_tokens" or module.endswith("norm"))) or kind == _ALWAYS_WIDE:
         tensor = tensor.float()
+    if module == "embed_tokens" and not share.cuts_embedding:
+        return tensor
     if module in _VOCABULARY:
         return _padded(tensor, 0, _VOCABULARY_MULTIPLE).chunk(share.size)[share.rank]
     if module in _CUT_BY_KEY_HEADS:

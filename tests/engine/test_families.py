@@ -1,6 +1,7 @@
-"""SGLang with models of which some layers have a state: they say what the trainer says, from every start of a request.
+"""SGLang with each family of models: it says what the trainer says, from every start of a request.
 
-A state can begin empty, in a slot that another request has used, or where a cached prefix or an aborted response ends.
+What a layer keeps of a request, its state or its keys and values, can begin empty, in a slot that another request has
+used, or where a cached prefix or an aborted response ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import Any
 import pytest
 
 from tests.helpers.adapters import change_adapters
-from tests.helpers.models import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
+from tests.helpers.models import (
+    save_gemma3,
+    save_llama,
+    save_mistral,
+    save_qwen2,
+    save_qwen3_5,
+    save_qwen3_5_moe,
+    save_qwen3_moe,
+    save_qwen3_next,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import (
     START_LIMIT_S,
@@ -80,11 +90,25 @@ def all_of_it(path: str, num_ranks: int, lora: dict[str, Any] | None) -> dict[st
         pytest.param(save_qwen3_5, 1, MERGED, marks=pytest.mark.slow),
     ],
 )
-def test_hybrids_say_what_the_trainer_says(
+def test_models_with_a_state_say_what_the_trainer_says(
     tmp_path: Path, save: Callable[..., str], num_ranks: int, lora: dict[str, Any] | None
 ) -> None:
-    path = save(tmp_path, rope_parameters=ROTARY)
-    ranks = run_ranks(num_ranks, all_of_it, path, num_ranks, lora, timeout_s=START_LIMIT_S)
+    check(all_of(save(tmp_path, rope_parameters=ROTARY), num_ranks, lora))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [save_llama, save_qwen2, save_mistral, save_gemma3, save_qwen3_moe])
+def test_models_without_say_so_too(tmp_path: Path, save: Callable[..., str]) -> None:
+    check(all_of(save(tmp_path), 2, None))
+
+
+def all_of(path: str, num_ranks: int, lora: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What `all_of_it` finds on each rank."""
+    return run_ranks(num_ranks, all_of_it, path, num_ranks, lora, timeout_s=START_LIMIT_S)
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    """Compare what the ranks of one engine have found."""
     for rank in ranks:
         assert rank["change"] > 0.01  # the weights that were refitted are not those that were there
         assert max(rank["differences"]) < 1e-5
