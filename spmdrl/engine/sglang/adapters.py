@@ -47,17 +47,17 @@ class AdapterSlots:
         if self._versions.holds(version):  # engines are given their weights once more when another has died
             self._unload(process, version)
         self.settle(process)
-        bucket, memory = self._in_own_memory(adapters)
+        plan, memory = self._in_own_memory(adapters)
         try:
             process.ask(
                 "load_lora_adapter_from_tensors",
                 "LoadLoRAAdapterFromTensorsReqInput",
                 lora_name=_name(version),
-                config_dict=_config(adapters) | {DIGEST: digest(memory)},
+                config_dict=_config(adapters, plan.modules) | {DIGEST: digest(memory)},
                 load_format="flattened_bucket",
                 # Each device may open what it is sent once; it gets everything, and takes its part.
                 serialized_named_tensors=[
-                    sglang_process.serialized_adapters(bucket.flat_entries, memory) for _ in range(self._share.size)
+                    sglang_process.serialized_adapters(plan.tensors, memory) for _ in range(self._share.size)
                 ],
             )
         except RuntimeError as refusal:
@@ -107,19 +107,19 @@ class AdapterSlots:
         asking = process.asking("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=_name(version))
         self._unloading[version] = process.start(asking)
 
-    def _in_own_memory(self, adapters: AdapterVersion) -> tuple[Bucket, Tensor]:
+    def _in_own_memory(self, adapters: AdapterVersion) -> tuple[_Plan, Tensor]:
         """Copy adapters, padded as SGLang pads weights, into memory that its processes can open."""
         if self._plan is None or self._plan.given is not adapters.bucket:
             self._plan = _Plan.of(adapters, self._share)
-        bucket = self._plan.padded
+        plan, bucket = self._plan, self._plan.padded
         memory = self._spare.pop() if self._spare else torch.empty(bucket.num_bytes, dtype=torch.uint8).share_memory_()
-        if self._plan.pads_nothing:
+        if plan.pads_nothing:
             memory.copy_(adapters.flat)
         else:
             tensors = padded_adapters(adapters.tensors, self._share)
             for entry in bucket.flat_entries:
                 entry.view(memory).copy_(tensors[entry.name])
-        return bucket, memory
+        return plan, memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +129,22 @@ class _Plan:
     given: Bucket
     padded: Bucket
     pads_nothing: bool
+    tensors: list[Any]  # of the padded ones, in SGLang's words
+    modules: list[str]  # that have adapters
 
     @classmethod
     def of(cls, adapters: AdapterVersion, share: Share) -> _Plan:
         padded = bucket_of(list(padded_adapters(adapters.tensors, share).items()))
-        return cls(adapters.bucket, padded, padded == adapters.bucket)
+        modules = sorted({entry.name.split(".")[-3] for entry in padded.flat_entries})
+        tensors = sglang_process.described(padded.flat_entries)
+        return cls(adapters.bucket, padded, padded == adapters.bucket, tensors, modules)
 
 
 def _name(version: int) -> str:
     return f"policy-{version}"
 
 
-def _config(adapters: AdapterVersion) -> dict[str, object]:
+def _config(adapters: AdapterVersion, modules: list[str]) -> dict[str, object]:
     """SGLang divides alpha by the rank whatever PEFT's config says, and reads little else."""
     rank = adapters.config["r"]
-    modules = {entry.name.split(".")[-3] for entry in adapters.bucket.flat_entries}
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": adapters.scale * rank, "target_modules": sorted(modules)}
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": adapters.scale * rank, "target_modules": modules}

@@ -161,16 +161,22 @@ def serialized(name: str, handle: Handle) -> bytes:
     return MultiprocessingSerializer.serialize([(name, handle)])
 
 
-def serialized_adapters(entries: Sequence[Entry], flat: Tensor) -> bytes:
-    """Serialize tensors in host memory `flat` [num_bytes] uint8 for one process, which may open it once."""
+def described(entries: Sequence[Entry]) -> list[Any]:
+    """Describe tensors that lie in one memory in sglang's words."""
     import_sglang()
-    from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    described = [
+    return [
         FlattenedTensorMetadata(x.name, x.shape, x.dtype, x.start, x.start + x.num_bytes, x.num_bytes) for x in entries
     ]
-    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": described})
+
+
+def serialized_adapters(tensors: Sequence[Any], flat: Tensor) -> bytes:
+    """Serialize `described` tensors in host memory `flat` [num_bytes] uint8 for one process, which may open it once."""
+    import_sglang()
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": tensors})
 
 
 def digest(tensor: Tensor) -> str:
