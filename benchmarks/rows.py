@@ -652,7 +652,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "episodes-clock": Benchmark(
         about="128 episodes with a tool of 50 ms, a simulated engine of 8 ms a token",
-        in_readme=False,
         goal=0.5,
         measure=episodes("clock"),
         code=EPISODES,
