@@ -19,7 +19,7 @@ ARGS ?=
 ENGINE ?=
 TASK ?=
 PARTS ?= test-unit test-spmd test-e2e
-# Processes that share the tests which need no second process themselves.
+# Processes that share the tests without ranks, and those whose ranks are short-lived.
 WORKERS ?= 2
 # The oldest versions are tried with the Python of GPU machines, where there is one.
 FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON))
@@ -135,8 +135,8 @@ test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
 test-kernels: $(if $(filter cpu,$(TORCH)),$(TRITON)) $(INSTALLED) ## tests of Triton kernels, in its interpreter
 	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) tests/unit/test_triton*.py
 
-test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks
-	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/spmd
+test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks, two files at a time
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/spmd
 
 test-engine: sglang-unless-light ## tests with SGLang itself
 	@if test -e $(LIGHT); then \
