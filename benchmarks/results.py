@@ -95,14 +95,11 @@ def commit_id() -> str:
 
 
 def machine() -> Mapping[str, Any]:
-    """Describe this machine. Processors of a cloud often have the name of their series alone, and their generation
-    only in two numbers."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    numbers = [f"{name.removeprefix('cpu ')} {facts[name]}" for name in ("cpu family", "model") if name in facts]
-    named = facts.get("model name") or platform.processor() or platform.machine()
+    """Describe this machine."""
+    from spmdrl.model.calibration import processor  # it needs torch, which reading results does not
+
     return {
-        "cpu": f"{named} ({', '.join(numbers)})" if numbers else named,
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),

@@ -32,8 +32,7 @@ _CHECK = "--dry-run"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A demo's task: what its model needs, and settings with which fewer steps are enough for SGLang, which is slow on
-    a CPU."""
+    """A demo's task: what its model needs, and settings for SGLang, which is slow on a CPU and takes fewer steps."""
 
     with_sglang: tuple[str, ...]
     words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat

@@ -103,7 +103,7 @@ def test_models_without_say_so_too(tmp_path: Path, save: Callable[..., str]) -> 
 
 
 def all_of(path: str, num_ranks: int, lora: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What `all_of_it` finds on each rank."""
+    """Ask one engine for these ranks; returns what each of them has found."""
     return run_ranks(num_ranks, all_of_it, path, num_ranks, lora, timeout_s=START_LIMIT_S)
 
 

@@ -100,12 +100,11 @@ def test_each_version_is_the_trainers(tmp_path: Path, save: Callable[[Path], str
 
 @dataclass(frozen=True)
 class Refitted:
-    """What a refit says when one rank's engine holds something else; what two refits of merged weights send, by the
-    engine's names, and how far engine and trainer are apart after the second."""
+    """What two kinds of refits did on one rank."""
 
-    said: str
-    sent: list[set[str]]
-    apart: float
+    said: str  # of adapters, when one rank's engine holds something else
+    sent: list[set[str]]  # the names of what each of two refits of merged weights sends
+    apart: float  # how far engine and trainer are from each other after the second
 
 
 def _refitted(path: str) -> Refitted:

@@ -73,7 +73,7 @@ class Share:
     widens: bool = False  # embedding and norms are float32, as under `rl_on_policy_target`
     delta_net_rows: tuple[int, ...] = ()  # of queries, keys and values, in models with gated delta nets
     delta_net_norm: torch.dtype | None = None  # of their norms, where that is another one than that of all weights
-    cuts_embedding: bool = True
+    cuts_embedding: bool = True  # False: every device has it whole
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
