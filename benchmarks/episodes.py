@@ -8,7 +8,9 @@ prompts x 8 episodes. The responses of a turn have workload W's `tail` lengths, 
 every answer takes the delay. spmdrl's scheduler runs them as in a training step; the other loop samples all responses
 of a turn, then runs all tools at once, then begins the next turn. Both have the same episodes, encode turns by the same
 code and ask the same environment process, and the limit of both is `--max-running`, the sequences that the engine
-decodes together: there are four times as many episodes. On the torch engine both sample the same tokens, but where
+decodes together: there are four times as many episodes. The other loop calls the engine once for each turn, as loops
+do that know whole turns only: the torch engine, which keeps what it has read for as long as a call lasts, reads its
+conversations anew. SGLang's cache serves both. On the torch engine both sample the same tokens, but where
 batches of another size round another way; how many episodes that changed is printed, and more than 1 in 20 are an
 error. SGLang ignores seeds on a CPU: there only lengths are the same.
 
@@ -48,6 +50,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.tool_calls import action_of, parse
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.running import Running
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.group import PromptGroup
@@ -268,6 +271,12 @@ class Metered:
         self.prefill_s = 0.0
         self.num_later = self.num_cached = 0  # tokens of prompts of turns after the first
 
+    def count_read(self, num_tokens: int, num_cached: int) -> None:
+        """Count a prompt, unless it is a first turn's; those of later turns are longer than any question."""
+        if num_tokens > LONGEST_QUESTION:
+            self.num_later += num_tokens
+            self.num_cached += num_cached
+
     def shares(self, seconds: float) -> dict[str, float]:
         """Return what was measured."""
         idle = ("waiting", "preparing") if self._in_process else ("waiting",)
@@ -312,14 +321,16 @@ def forced(request: Request) -> Request:
 
 @contextlib.contextmanager
 def torch_engine(folder: str, max_running: int) -> Iterator[Metered]:
-    """The torch engine, with the seconds of its prefills."""
+    """The torch engine, with the seconds of its prefills and what it has kept of their prompts."""
     engine = start_engine(AutoModelForCausalLM.from_pretrained(folder), max_running=max_running)
     metered = Metered(engine, in_process=True)
     prefill = engine._prefill
 
-    def timed_prefill(*runs: Any, **options: Any) -> Any:
+    def timed_prefill(runs: list[Running], **options: Any) -> Any:
+        for run in runs:
+            metered.count_read(len(run.context.token_ids), len(run.context.token_ids) - len(run.unread))
         start = time.perf_counter()
-        logits = prefill(*runs, **options)
+        logits = prefill(runs, **options)
         metered.prefill_s += time.perf_counter() - start
         return logits
 
@@ -357,14 +368,12 @@ def sglang_engine(folder: str, max_running: int) -> Iterator[Metered]:
 
 
 def counting_cached(metered: Metered, process: Any) -> Metered:
-    """Count what SGLang finds in its cache of the prompts of later turns: those are longer than any question."""
+    """Count what SGLang finds in its cache."""
     generate = process.generate
 
     async def counted(token_ids: Sequence[int], *others: Any) -> Any:
         answer = await generate(token_ids, *others)
-        if len(token_ids) > LONGEST_QUESTION:
-            metered.num_later += len(token_ids)
-            metered.num_cached += answer["meta_info"]["cached_tokens"]
+        metered.count_read(len(token_ids), answer["meta_info"]["cached_tokens"])
         return answer
 
     process.generate = counted

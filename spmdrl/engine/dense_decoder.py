@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from spmdrl.engine.adapters import AdapterBank
-from spmdrl.engine.kv_cache import NewestTokens
+from spmdrl.engine.kv_cache import NewestTokens, RestOfRows
 from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.compiled import serves
@@ -81,7 +81,7 @@ class _Layer:
 
 
 class DenseDecoder:
-    """Computes the logits of the next token of every row, with the weights of a model."""
+    """Computes the logits of the next token of rows, with the weights of a model."""
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterBank) -> None:
         """Move the weights of layers with the same input next to each other; the model's parameters become views."""
@@ -98,8 +98,15 @@ class DenseDecoder:
         self._layers = [_layer(layer, product) for layer in self._decoder.layers]
         self._rotary = torch.empty(2, 0, self._head_dim)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, newest: NewestTokens) -> Tensor:
-        """Tokens [n] at positions [n], below `longest`, give logits [n, V]."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        longest: int,
+        newest: NewestTokens | RestOfRows,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens [n] at positions [n], below `longest`, give logits [n, V]; or [m, V] of the `wanted` ones [m]."""
         if self._rotary.shape[1] < longest:
             self._rotary = self._rotary_until(2 * longest)
         cos, sin = self._rotary[:, positions]
@@ -111,13 +118,16 @@ class DenseDecoder:
             hidden = hidden + layer.out(self._attended(heads, layer, cos, sin, newest).flatten(1))
             x, _ = kernels.rms_norm(hidden, layer.norm_between, self._eps)
             hidden = hidden + layer.down(layer.gated(*layer.gate_up(x).chunk(2, dim=-1)))
+        hidden = hidden if wanted is None else hidden[wanted]
         head = self._model.get_output_embeddings()
         return linear(kernels.rms_norm(hidden, self._decoder.norm.weight, self._eps)[0], head.weight, head.bias)
 
-    def _attended(self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, newest: NewestTokens) -> Tensor:
+    def _attended(
+        self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, newest: NewestTokens | RestOfRows
+    ) -> Tensor:
         """Rotate and attend: qkv [n, H + 2 K, D], cos and sin [n, D] give [n, H, D]."""
         num_kv_heads = (qkv.shape[1] - self._num_heads) // 2
-        if serves(qkv, *layer.qk_norms, cos, sin):
+        if isinstance(newest, NewestTokens) and serves(qkv, *layer.qk_norms, cos, sin):
             size, seen = (num_kv_heads, self._head_dim), newest.seen.through(layer.attention.window)
             cache = newest.cells(layer.attention.index, size)
             tables = (layer.qk_norms, cos, sin, self._eps)

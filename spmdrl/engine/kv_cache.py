@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import Attend, AttentionLayer, SeenKeys
 from spmdrl.model.compiled import serves
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layer_kinds import attending_layers
 from spmdrl.types import UserError
 
 AttendToCache = Callable[..., Tensor]  # as `attend_to_cache`
+KeysValues = tuple[Tensor, Tensor]  # of one row, as `KVCache.contents`
 
 
 def cannot_sample(model_config: Any, but: str) -> str:
@@ -91,6 +93,31 @@ class KVCache:
 
         return attend
 
+    def begin_rest(
+        self, begun: Sequence[KeysValues], seqlens: list[int], kernel: Kernel, *, first_row: int
+    ) -> tuple[RestOfRows, Tensor]:
+        """Return an `attend` for seqlens[i] more tokens of the sequence of which row first_row + i takes begun[i], and
+        the places [T] int64 of those tokens in their sequences."""
+        device = self._keys.device
+        earlier = [keys.shape[2] for keys, _ in begun]
+        del self._lengths[first_row:]
+        self._lengths += [before + length for before, length in zip(earlier, seqlens, strict=True)]
+        for row, (contents, before) in enumerate(zip(begun, earlier, strict=True), start=first_row):
+            for cells, kept in zip((self._keys, self._values), contents, strict=True):
+                cells[:, row, :, :before] = kept
+        self._stored.clear()
+        ends = zip(earlier, self._lengths[first_row:], strict=True)
+        places = torch.cat([torch.arange(before, end, device=device) for before, end in ends])
+        rows = torch.arange(first_row, len(self._lengths), device=device)
+        rows = rows.repeat_interleave(torch.tensor(seqlens, device=device))
+        rest = RestOfRows((rows, slice(None), places), self.cells, first_row, seqlens, earlier, kernel)
+        return rest, places
+
+    def contents(self, row: int) -> KeysValues:
+        """Copy the keys and values of a row, of all layers: [layers, K, T, D] each for its T tokens."""
+        keys, values = (cells[:, row, :, : self._lengths[row]].clone() for cells in (self._keys, self._values))
+        return keys, values
+
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[NewestTokens, Tensor]:
         """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
         device, num_rows = self._keys.device, len(self._lengths)
@@ -126,6 +153,39 @@ class KVCache:
             for cells in (self._keys, self._values):
                 cells[:, holes, :, :longest] = cells[:, movers, :, :longest]
         self._lengths = [self._lengths[row] for row in kept]
+
+
+@dataclass(frozen=True, slots=True)
+class RestOfRows:
+    """A forward pass over the last tokens of rows of a cache: stores their keys and values, and attends."""
+
+    places: tuple[Any, ...]  # of these tokens, in the cells of a layer
+    cells: Callable[..., tuple[Tensor, Tensor]]  # as `KVCache.cells`
+    first_row: int
+    seqlens: list[int]  # tokens of each row in this pass
+    earlier: list[int]  # tokens before them
+    kernel: Kernel
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        """Serve as an `Attend`: query [1, H, T, D], key and value [1, K, T, D] give [1, T, H, D]."""
+        keys, values = self.cells(layer.index, _size(key), _size(value))
+        for of_layer, new in ((keys, key), (values, value)):
+            of_layer[self.places] = new[0].transpose(0, 1)
+        q = query[0].transpose(0, 1)
+        if self.kernel == "sdpa" and layer.window is None and layer.sinks is None and serves(q, keys, values):
+            out = attention_c.attend_to_rows(q, keys, values, self.first_row, self.seqlens, self.earlier, layer.scale)
+        else:
+            parts = enumerate(q.split(self.seqlens))
+            out = torch.cat([self._of_row(number, part, keys, values, layer) for number, part in parts])
+        return out[None]
+
+    def _of_row(self, number: int, q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
+        """Attend with the tokens of one row: q [t, H, D] gives [t, H, D]."""
+        row, before = self.first_row + number, self.earlier[number]
+        offsets = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+        attend = causal_attention(SequenceLayout([len(q)], offsets, before), self.kernel)
+        k, v = (cells[row, :, : before + len(q)].transpose(0, 1) for cells in (keys, values))
+        return attend(q, k, v, layer)
 
 
 @dataclass(frozen=True, slots=True)

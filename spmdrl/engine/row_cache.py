@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from spmdrl.engine.kv_cache import AttendToCache, KVCache, NewestTokens
-from spmdrl.engine.state_cache import StateCache
+from spmdrl.engine.kv_cache import AttendToCache, KeysValues, KVCache, NewestTokens, RestOfRows
+from spmdrl.engine.state_cache import StateCache, StatesOfLayers
 from spmdrl.model.attention_layer import Attend
+from spmdrl.model.kernels import Kernel
 from spmdrl.model.recurrent import LayerStates
 
 
@@ -20,6 +23,14 @@ class LayerInputs(TypedDict):
     attend: Attend
     seqlens: list[int]
     states: LayerStates
+
+
+@dataclass(frozen=True, slots=True)
+class RowContents:
+    """A copy of what a row remembers."""
+
+    keys_values: KeysValues
+    states: StatesOfLayers
 
 
 class RowCache:
@@ -58,6 +69,30 @@ class RowCache:
         attend = self._keys_values.begin_prefill(packed, starts=starts, sequences=sequences, first_row=first_row)
         states = self._states.begin_prefill(torch.tensor(sequences, device=self._device), first_row=first_row)
         return LayerInputs(attend=attend, seqlens=seqlens, states=states)
+
+    def begin_rest(
+        self, begun: Sequence[RowContents], *, seqlens: list[int], shifts: list[int], kernel: Kernel, first_row: int
+    ) -> tuple[LayerInputs, RestOfRows, Tensor]:
+        """Prepare a forward pass over the rest of sequences, seqlens[i] more tokens after what begun[i] remembers;
+        return its `attend` and the tokens' positions [T] int64 too.
+
+        Row first_row + i takes begun[i] and the rest; `shifts` as in `begin_prefill`.
+        """
+        del self._shifts[first_row:]
+        self._shifts += shifts
+        keys_values, states = [one.keys_values for one in begun], [one.states for one in begun]
+        rest, positions = self._keys_values.begin_rest(keys_values, seqlens, kernel, first_row=first_row)
+        if any(shifts):
+            of_tokens = [shift for shift, n in zip(shifts, seqlens, strict=True) for _ in range(n)]
+            positions = positions + torch.tensor(of_tokens, device=self._device)
+        rows = torch.arange(len(begun), device=self._device)
+        of_layers = self._states.begin_prefill(rows, first_row=first_row, begun=states)
+        return LayerInputs(attend=rest, seqlens=seqlens, states=of_layers), rest, positions
+
+    @torch.inference_mode()
+    def contents(self, row: int) -> RowContents:
+        """Copy what a row remembers."""
+        return RowContents(self._keys_values.contents(row), self._states.contents(row))
 
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, NewestTokens, Tensor]:
         """Prepare a forward pass over one new token per row; return its `attend` and the tokens' positions [n] int64

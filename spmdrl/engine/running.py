@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from spmdrl.engine.kept_rows import Context, KeptRow
 from spmdrl.memory.images import PREFILL_TOKENS
-from spmdrl.types import FinishReason, ImageSpan, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The beginning that a first sampled token follows, and the weights that read it. Equal ones share a prefill."""
-
-    version: int
-    token_ids: tuple[int, ...]
-    images: tuple[ImageSpan, ...]  # by digest: placeholders alone do not say what they stand for
-
-    @property
-    def order(self) -> tuple[int, int, tuple[int, ...], tuple[str, ...]]:
-        """The place of a context among others: short ones first."""
-        return len(self.token_ids), self.version, self.token_ids, tuple(image.digest for image in self.images)
+from spmdrl.types import FinishReason, Request
 
 
 @dataclass(slots=True)
@@ -30,6 +17,7 @@ class Running:
     index: int
     request: Request
     version: int  # of the weights that sample it
+    begun: KeptRow | None = None  # what an earlier request has left of this one's beginning
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     limit: int = field(init=False)  # tokens that may be sampled here
@@ -48,6 +36,18 @@ class Running:
         request = self.request
         return Context(self.version, request.prompt_ids + request.response_ids, request.images)
 
+    @property
+    def read(self) -> Context:
+        """The context that its row has read: all tokens but the newest."""
+        context = self.context
+        return replace(context, token_ids=context.token_ids + tuple(self.token_ids[:-1]))
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The tokens to read before the first one can be sampled."""
+        token_ids = self.context.token_ids
+        return token_ids if self.begun is None else token_ids[len(self.begun.context.token_ids) :]
+
     def finish_reason(self) -> FinishReason | None:
         """Say why the response ends with its newest token; None when it goes on."""
         if self.token_ids[-1] in self.request.stop_token_ids:
@@ -58,16 +58,21 @@ class Running:
 
 
 def admit(waiting: deque[Running], num_free: int) -> list[Running]:
-    """Take requests from the front that fit into the free rows and one prefill; always at least one."""
+    """Take requests from the front that fit into the free rows and one prefill; always at least one.
+
+    Requests that go on after others are not read together with those that begin.
+    """
     admitted: list[Running] = []
     contexts: set[Context] = set()
     num_tokens = 0
     while waiting and len(admitted) < num_free:
-        context = waiting[0].context
-        if context not in contexts:
-            num_tokens += len(context.token_ids)
-            if contexts and num_tokens > PREFILL_TOKENS:
+        run = waiting[0]
+        if admitted and (run.begun is None) != (admitted[0].begun is None):
+            break
+        if run.begun is not None or run.context not in contexts:
+            num_tokens += len(run.unread)
+            if admitted and num_tokens > PREFILL_TOKENS:
                 break
-            contexts.add(context)
+            contexts.add(run.context)
         admitted.append(waiting.popleft())
     return admitted

@@ -22,6 +22,7 @@ from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.adapters import AdapterBank
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.image_features import ImageFeatures
+from spmdrl.engine.kept_rows import KeptRow, KeptRows
 from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
@@ -45,6 +46,7 @@ from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
+READ_AFTER_TOKENS = 4  # of each row, so that requests that come one by one are read together
 
 
 def model_problems(model_config: Any) -> Iterator[str]:
@@ -70,10 +72,12 @@ class TorchEngine(RolloutEngine):
         release: Collection[str] = ("kv_cache",),
         images: ImageStore | None = None,
         max_patches: int = 16384,
+        max_kept_tokens: int = 2**16,
     ):
         """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
-        images in requests, of which the model's tower looks at `max_patches` in one pass. Raises UserError when the
-        engine cannot sample from such a model."""
+        images in requests, of which the model's tower looks at `max_patches` in one pass. Besides the rows of running
+        requests the engine keeps those of ended ones that may go on, of at most `max_kept_tokens` tokens together.
+        Raises UserError when it cannot sample from such a model."""
         for problem in model_problems(model_config):
             raise UserError(problem)
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
@@ -95,6 +99,7 @@ class TorchEngine(RolloutEngine):
         self._max_running = max_running
         self._release = frozenset(release)
         self._cache: RowCache | None = None
+        self._kept = KeptRows(max_kept_tokens)
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
         # Tied weights share one, and so do those that the decoder has put side by side.
@@ -136,7 +141,8 @@ class TorchEngine(RolloutEngine):
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
         self._versions.none_running()
-        self._features.clear()  # so that no bit of an answer depends on what was looked at before
+        for before in (self._features, self._kept):
+            before.clear()  # so that no bit of an answer depends on what was asked before
         source = RequestQueue(requests)
         waiting: deque[Running] = deque()
         rows: list[Running] = []
@@ -149,7 +155,8 @@ class TorchEngine(RolloutEngine):
                 yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
                 return
             waiting.extend(self._taken(source, self._max_running - len(rows) - len(waiting)))
-            if waiting and len(rows) < self._max_running:
+            are_due = ahead >= READ_AFTER_TOKENS or len(waiting) >= len(rows)
+            if waiting and are_due and len(rows) < self._max_running:
                 admitted = admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
                 logits = self._prefill(admitted, first_row=len(rows))
@@ -170,6 +177,7 @@ class TorchEngine(RolloutEngine):
                 return
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
+                self._keep([(row, run) for row, run in enumerate(rows) if reasons[row] and run.request.may_go_on])
                 kept = self._compact([why is None for why in reasons])
                 finished = [(run, why) for run, why in zip(rows, reasons, strict=True) if why]
                 rows = [rows[row] for row in kept]
@@ -184,7 +192,15 @@ class TorchEngine(RolloutEngine):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
             self._features.take(request.images)
-            yield Running(index, request, self.version)
+            run = Running(index, request, self.version)
+            run.begun = self._kept.take(run.context)
+            yield run
+
+    def _keep(self, ended: list[tuple[int, Running]]) -> None:
+        """Keep rows whose requests have ended, for those that go on after them."""
+        assert self._cache is not None
+        for row, run in ended:
+            self._kept.keep(KeptRow(run.read, self._cache.contents(row)))
 
     def _end(self, runs: Sequence[Running]) -> None:
         """Free the adapters that only these runs needed."""
@@ -206,6 +222,7 @@ class TorchEngine(RolloutEngine):
         """Return the memory to the device, not only to torch's allocator: training would otherwise allocate parts of
         it, and the next cache would not fit."""
         self._features.clear()
+        self._kept.clear()
         if "kv_cache" in self._release:
             self._cache = None
         if "weights" in self._release:
@@ -274,6 +291,32 @@ class TorchEngine(RolloutEngine):
     @torch.inference_mode()
     def _prefill(self, runs: list[Running], *, first_row: int) -> Tensor:
         """Fill rows first_row... of the cache; return the logits of each run's first response token, [n, V]."""
+        return (self._read if runs[0].begun is None else self._read_on)(runs, first_row=first_row)
+
+    def _read_on(self, runs: list[Running], *, first_row: int) -> Tensor:
+        """Read what follows on the contexts of earlier requests."""
+        begun = [run.begun.contents for run in runs if run.begun is not None]
+        unread = [run.unread for run in runs]
+        seqlens = [len(token_ids) for token_ids in unread]
+        self._adapters.choose(zip((run.version for run in runs), seqlens, strict=True))
+        assert self._cache is not None
+        inputs, rest, positions = self._cache.begin_rest(
+            begun,
+            seqlens=seqlens,
+            shifts=[position_shift(run.request.images, family=self._trunk.family) for run in runs],
+            kernel=self._kernel,
+            first_row=first_row,
+        )
+        for run in runs:
+            run.begun = None  # its row has it now
+        token_ids = torch.tensor([token for one in unread for token in one], device=self.device)
+        newest = torch.tensor(seqlens, device=self.device).cumsum(0) - 1
+        if self._decoder is not None:
+            return self._decoder(token_ids, positions, self._cache.longest, rest, newest)
+        return self._head(self._trunk(token_ids, positions, **inputs)[newest])
+
+    def _read(self, runs: list[Running], *, first_row: int) -> Tensor:
+        """Read contexts from their beginnings, each once."""
         contexts = sorted({run.context for run in runs}, key=lambda context: context.order)
         place = {context: i for i, context in enumerate(contexts)}
         sequences = [place[run.context] for run in runs]
@@ -354,6 +397,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "max_running": run.cfg.rollout.max_running,
         "images": run.inputs.images.store,
         "max_patches": run.cfg.pack.max_patches_per_pass,
+        "max_kept_tokens": run.cfg.rollout.max_running * run.plan.max_sequence_tokens,
     }
 
 

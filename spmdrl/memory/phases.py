@@ -418,7 +418,8 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     """Bytes of the engine while it samples.
 
     An engine with a fixed share fills it. The torch engine's cache has a row for each running rollout: keys and values,
-    all as long as the longest, and states. It holds the logits of one token each, and looks at images.
+    all as long as the longest, and states; and as much again for episodes that wait for their environment. It holds the
+    logits of one token each, and looks at images.
     """
     if plan.engine_share is not None:
         return plan.engine_share
@@ -430,6 +431,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     rows = min(cfg.rollout.max_running, math.ceil(run.rollouts_per_step / num_engines))
     cached = run.max_sequence_tokens * decoder.key_value_width + decoder.conv_elements
     cache = rows * (cached * rank.compute_bytes + decoder.state_elements * _FLOAT32)
+    waiting = cache if cfg.environment is not None else 0
     logits = rows * decoder.vocabulary * (2 * _FLOAT32 + rank.compute_bytes)
     images = engine_bytes(rank.tower, cfg, num_rows=rows, compute_bytes=rank.compute_bytes) if rank.tower else 0
-    return weights + cache + logits + images
+    return weights + cache + waiting + logits + images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from spmdrl.model.attention_layer import SeenKeys
 from spmdrl.model.compiled import Function, threads_for
 
-_ATTEND = Function("attention", "attend", "pppppiiiiiiiiiiifi")
+_ATTEND = Function("attention", "attend", "pppppppiiiiiiiiiiifi")
 _ATTEND_TO_CACHE = Function("attention", "attend_to_cache", "pppppiiiiiiiiiiiifi")
 _ATTEND_NEWEST = Function("attention", "attend_newest", "pppppppppiiiiiiiiiiiffi")
 _ATTEND_BACKWARD = Function("attention", "attend_backward", "ppppppppiiiiiiiiiiiiifi")
@@ -22,9 +23,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seqlens: Sequence[int], scale: float
     q, k, v = (_dense(x) for x in (q, k, v))
     out = q.new_empty(q.shape)
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
-    _ATTEND(
-        q, k, v, out, _starts(seqlens), len(seqlens), *_sizes(q, k), *strides, max(seqlens), scale, _threads(q, seqlens)
-    )
+    starts = _starts(seqlens)
+    sizes = (len(seqlens), *_sizes(q, k), *strides, max(seqlens), scale, _threads(q, seqlens))
+    _ATTEND(q, k, v, out, starts, starts, torch.zeros_like(starts), *sizes)
+    return out
+
+
+def attend_to_rows(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_row: int,
+    seqlens: Sequence[int],
+    earlier: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """Attend with the last seqlens[i] tokens of row first_row + i of a cache to all tokens of that row, which are
+    earlier[i] more: q [T, H, D] over keys and values [rows, K, capacity, D] gives [T, H, D].
+
+    The two caches have the same strides, and whole tokens are neighbours.
+    """
+    assert keys.stride() == values.stride() and keys.stride()[2:] == (keys.shape[3], 1)
+    q, width = _dense(q), keys.shape[3]
+    out = q.new_empty(q.shape)
+    strides = (*q.stride()[:2], *2 * (width, keys.stride(1)))
+    lengths = [before + length for before, length in zip(earlier, seqlens, strict=True)]
+    row_starts = torch.arange(first_row, first_row + len(seqlens)) * (keys.stride(0) // width)
+    sizes = (len(seqlens), q.shape[1], keys.shape[1], width, *strides, max(lengths), scale)
+    threads = threads_for(q.shape[1] * width * sum(map(operator.mul, seqlens, lengths)) // 4)
+    _ATTEND(q, keys, values, out, _starts(seqlens), row_starts, torch.tensor(earlier), *sizes, threads)
     return out
 
 

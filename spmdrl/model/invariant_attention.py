@@ -85,17 +85,23 @@ class _Batch:
 
 
 def causal_in_tiles(
-    seqlens: list[int], plain: CausalAttention, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
+    seqlens: list[int], earlier: int, plain: CausalAttention, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 ) -> Tensor:
-    """`CausalAttention` within sequences of these lengths, exact to the bit; gradients are those of `plain`."""
+    """`CausalAttention` within sequences of these lengths, exact to the bit; gradients are those of `plain`.
+
+    The first sequence has `earlier` more keys than queries. Its tiles are those of the whole sequence, so it is
+    computed as if it had their queries too.
+    """
     assert layer.sinks is None, "no model that true_on_policy = true accepts has attention sinks"
 
     def differentiable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return plain(q, k, v, layer)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batches = _batches(seqlens, num_heads=q.shape[1], device=q.device)
-        return torch.cat([_attend_in_batch(batch, q, k, v, layer) for batch in batches])
+        whole = [earlier + seqlens[0], *seqlens[1:]]
+        queries = F.pad(q, (0, 0, 0, 0, earlier, 0)) if earlier else q
+        batches = _batches(whole, num_heads=q.shape[1], device=q.device)
+        return torch.cat([_attend_in_batch(batch, queries, k, v, layer) for batch in batches])[earlier:]
 
     out: Tensor = with_gradient_of(differentiable, exact, q, k, v)
     return out

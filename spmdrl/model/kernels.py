@@ -42,8 +42,8 @@ def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
     if kernel == "sdpa":
         return functools.partial(_sdpa_in_runs, layout)
     if kernel == "invariant":
-        assert not layout.earlier, "true_on_policy = true was not refused with parallel.cp"
-        return functools.partial(causal_in_tiles, layout.seqlens, functools.partial(_sdpa_in_runs, layout))
+        plain = functools.partial(_sdpa_in_runs, layout)
+        return functools.partial(causal_in_tiles, layout.seqlens, layout.earlier, plain)
     if kernel == "sglang_fa3" or kernel == "sglang_triton":
         assert not layout.earlier and layout.sampled is not None, "an engine's kernels need whole rollouts"
         return functools.partial(

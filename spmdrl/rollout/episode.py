@@ -134,6 +134,7 @@ class Episode:
             top_p=self.sampling.top_p,
             stop_token_ids=self.sampling.stop_token_ids,
             images=self._images + self.context_images,
+            may_go_on=self.world is not None and len(self.turns) + 1 < self.world.cfg.max_turns,
         )
 
     def add(self, sampled: Response) -> None:

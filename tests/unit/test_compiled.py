@@ -140,6 +140,27 @@ def test_the_newest_tokens_are_rotated_stored_and_attend_in_one_pass(window: int
     torch.testing.assert_close(found, attended, rtol=0, atol=2e-6)
 
 
+def test_the_last_tokens_of_rows_attend_to_all_of_them() -> None:
+    """Rows with tokens before, without, and with more new tokens than fit into a vector; strided queries."""
+    torch.manual_seed(0)
+    seqlens, earlier = [3, 20, 1], [37, 0, 5]
+    keys, values = torch.randn(2, 6, 2, 64, 24)
+    q = torch.randn(24, 10, 24)[:, :6]
+    found = attention_c.attend_to_rows(q, keys, values, 2, seqlens, earlier, 0.2)
+    for row, (part, before) in enumerate(zip(q.split(seqlens), earlier, strict=True), start=2):
+        end = before + len(part)
+        seen = torch.arange(end) <= torch.arange(before, end)[:, None]
+        exact = F.scaled_dot_product_attention(
+            part.transpose(0, 1).double(),
+            *(cells[row, :, :end].double() for cells in (keys, values)),
+            attn_mask=seen,
+            scale=0.2,
+            enable_gqa=True,
+        )
+        own, found = found[: len(part)], found[len(part) :]
+        torch.testing.assert_close(own, exact.transpose(0, 1).float(), rtol=0, atol=2e-6)
+
+
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.library.__wrapped__("fused")

@@ -146,6 +146,35 @@ def test_a_request_keeps_the_version_that_was_newest_when_it_was_taken(model: An
         assert worst(whole, [request(number, prompt=0)], [response]) <= 1e-5
 
 
+def test_what_another_version_has_read_is_read_again(model: Any) -> None:
+    """Of the second turns half are asked for before a new version comes, and half after it."""
+    engine = engine_for(model)
+    adapters = random_adapters(model, 1)
+    begins = [replace(request(i), may_go_on=True) for i in range(6)]
+    later: list[Request] = []
+
+    def source() -> Iterator[Request | None]:
+        yield from begins
+        while len(later) < 3:
+            yield None
+        yield from later[:3]
+        while len(later) < 6:
+            yield None
+        engine.load_adapters(adapters)
+        yield from later[3:]
+
+    found = {}
+    for place, response in engine.generate(source()):
+        found[place] = response
+        if place < len(begins):
+            so_far = begins[place].prompt_ids + response.token_ids
+            later.append(replace(begins[place], prompt_ids=(*so_far, 5, 6), seed=90 + place))
+    asked = [*begins, *later]
+    assert [found[place].spans[0].version for place in range(12)] == [0] * 9 + [1] * 3
+    assert worst(model, asked[:9], [found[place] for place in range(9)]) <= 1e-5
+    assert worst(merged(model, adapters), asked[9:], [found[place] for place in range(9, 12)]) <= 1e-5
+
+
 def test_a_version_lives_as_long_as_a_request_needs_it(model: Any) -> None:
     engine = engine_for(model, 4)
     for version in (1, 2):

@@ -20,6 +20,7 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, UserError
 from spmdrl.types import Sequence as Tokens
 from tests.helpers.adapters import merged, random_adapters
+from tests.helpers.conversations import conversations, count_read
 from tests.helpers.vision_models import (
     IMAGE,
     Picture,
@@ -245,6 +246,22 @@ def test_a_response_that_was_interrupted_goes_on_to_the_same_tokens(looking: Loo
             assert response.token_ids == uncut.token_ids[cut:]
             found = torch.tensor(response.logprobs)
             torch.testing.assert_close(found, torch.tensor(uncut.logprobs[cut:]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_running", [4, 64])
+def test_a_conversation_about_images_goes_on(
+    looking: Looking, max_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said after images is read alone, at positions that follow from them."""
+    engine = looking.engine(max_running)
+    read = count_read(engine, monkeypatch)
+    begins = looking.requests(max_response_tokens=6, may_go_on=True)
+    said = [tuple(range(3, 5 + i)) for i in range(len(begins))]
+    done = conversations(engine, begins, said, num_turns=3)
+    checked = [turn for turn in done if turn[0].prompt_ids.count(IMAGE) == sum(i.num_tokens for i in turn[0].images)]
+    looking.check(*map(list, zip(*checked, strict=True)))
+    anew = sum(len(request.prompt_ids) for request, _ in done)
+    assert sum(read) < anew / 2 if max_running == 64 else sum(read) < anew
 
 
 def test_what_was_aborted_goes_on_to_the_same_tokens(looking: Looking) -> None:

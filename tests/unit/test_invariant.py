@@ -25,6 +25,7 @@ from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import decoder_layers
 from spmdrl.types import Request
 from tests.helpers.config_file import GOOD, problems, read
+from tests.helpers.conversations import conversations, count_read
 from tests.helpers.exact import (
     TEMPERATURE,
     engine_for,
@@ -108,6 +109,24 @@ def test_a_response_that_goes_on_from_a_prefix(model: PreTrainedModel, cut: int,
     assert largest_mismatch(policy_for(model, dtype), rest) == 0.0
     for (_, uncut), (_, response) in zip(first, rest, strict=True):
         assert (response.token_ids, response.logprobs) == (uncut.token_ids[cut:], uncut.logprobs[cut:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_turns_that_go_on_from_what_was_kept(
+    model: PreTrainedModel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine reads only what is new, and the bits are those of turns that are read anew."""
+    said = [tuple(range(2, 4 + 7 * i)) for i in range(7)]
+    done, num_read = [], []
+    for may_go_on in (True, False):
+        engine = engine_for(model, dtype, 16)
+        read = count_read(engine, monkeypatch)
+        begins = [replace(request, may_go_on=may_go_on) for request in requests(7)]
+        done.append(conversations(engine, begins, said, num_turns=3))
+        num_read.append(sum(read))
+    assert num_read[0] < num_read[1] / 2
+    assert [response for _, response in done[0]] == [response for _, response in done[1]]
+    assert largest_mismatch(policy_for(model, dtype), done[0]) == 0.0
 
 
 def test_the_heads_chunks_do_not_matter(model: PreTrainedModel) -> None:

@@ -86,6 +86,13 @@ def test_the_cache_of_a_model_with_states() -> None:
     assert engine["rollout"] - engine["refit"] == 8 * (keys_values + states + logits)
 
 
+def test_episodes_that_wait_may_take_as_much_of_the_cache_as_those_that_run() -> None:
+    source = {"kind": "class", "name": "games:Game"}
+    alone, asked = (phases_of(minimal_config(**more)) for more in ({}, {"environment": {"source": source}}))
+    cache = 8 * 2 * 4 * 2 * 32 * 16 * 2  # as above
+    assert asked["rollout"].device["engine"] - alone["rollout"].device["engine"] == cache
+
+
 def sft_config(**sections: dict[str, Any]) -> SftConfig:
     """As much work for the trainer as in `config`."""
     settings = minimal_config(**sections).model_dump(include={"run", "model", "data", "optim", "pack", "export"})

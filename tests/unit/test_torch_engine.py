@@ -13,13 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from spmdrl.engine.dense_decoder import FAMILIES
+from spmdrl.engine.kept_rows import Context, KeptRow, KeptRows
+from spmdrl.engine.row_cache import RowContents
 from spmdrl.engine.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.refit.refit import load_whole
-from spmdrl.types import Request, Response, Span
+from spmdrl.types import ImageSpan, Request, Response, Span
+from tests.helpers.conversations import conversations, count_read
 from tests.helpers.layers import layers_in_c
 from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3, save_qwen3_5
 
@@ -276,6 +279,68 @@ def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
     engine.wake()
     fresh = answers(engine_for(model), long)
     assert answers(engine, long) == fresh
+
+
+def turns_of(
+    engine: TorchEngine, *, count: int = 9, num_turns: int = 4, may_go_on: bool = True
+) -> list[tuple[Request, Response]]:
+    """The turns of conversations in whose i-th a tool says 1 + 3 i tokens after every response."""
+    words = random.Random(1)
+    said = [tuple(words.randrange(2, VOCABULARY) for _ in range(1 + 3 * i)) for i in range(count)]
+    begins = requests(count, max_response_tokens=5, stop_token_ids=frozenset(), may_go_on=may_go_on)
+    return conversations(engine, begins, said, num_turns=num_turns)
+
+
+@pytest.mark.parametrize("max_running", [1, 5, 16])
+def test_a_request_that_goes_on_reads_only_what_is_new(
+    model, max_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain = engine_for(model, max_running), engine_for(model, max_running)
+    read, read_plainly = count_read(engine, monkeypatch), count_read(plain, monkeypatch)
+    done, again = turns_of(engine), turns_of(plain, may_go_on=False)
+    for (request, response), (_, other) in zip(done, again, strict=True):
+        assert response.token_ids == other.token_ids
+        expected = plain_logprobs(model, request, response)
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=1e-5)
+    assert sum(read_plainly) >= sum(len(prompt) for prompt in {request.prompt_ids for request, _ in done})
+    if max_running == 16:  # room for every row: first prompts, tools, and the last token of each response before
+        assert sum(read) == sum(map(len, {r.prompt_ids for r in requests(9)})) + 3 * sum(2 + 3 * i for i in range(9))
+    elif max_running == 5:
+        assert sum(read) < sum(read_plainly)
+
+
+def test_what_was_kept_is_forgotten_with_its_weights(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when sampling begins anew, so that a run that resumes there repeats it to the bit."""
+    engine = engine_for(model)
+    first = turns_of(engine, num_turns=1)
+    goes_on = [replace(r, prompt_ids=r.prompt_ids + answer.token_ids + (3,)) for r, answer in first]
+    read = count_read(engine, monkeypatch)
+    assert answers(engine, goes_on) == answers(engine_for(model), goes_on)
+    assert sum(read) == sum(len(request.prompt_ids) for request in goes_on)
+    assert engine._kept._rows
+    engine.sleep()
+    assert not engine._kept._rows
+
+
+def test_rows_are_kept_for_what_goes_on_alone() -> None:
+    def context(*token_ids: int, version: int = 1, images: tuple[ImageSpan, ...] = ()) -> Context:
+        return Context(version, token_ids, images)
+
+    image = ImageSpan(digest="a", start=1, num_tokens=1, grid=(1, 2, 2))
+    begun = context(2, 3, 4)
+    assert begun.begins(context(2, 3, 4, 5))
+    for other in (context(2, 3, 4), context(2, 3), context(2, 9, 4, 5), context(2, 3, 4, 5, version=2)):
+        assert not begun.begins(other)
+    assert not begun.begins(context(2, 3, 4, 5, images=(image,)))
+    nothing = RowContents((torch.empty(0), torch.empty(0)), {})
+    rows = [KeptRow(context(*range(2, end)), nothing) for end in (4, 6, 8, 5)]
+    kept = KeptRows(max_tokens=2 + 4 + 6 + 3 - 1)
+    for row in rows:
+        kept.keep(row)
+    asked = context(*range(2, 8))
+    assert [kept.take(asked) for _ in range(3)] == [rows[1], rows[3], None]  # the first had to go, the third is longer
+    kept.clear()
+    assert kept.take(context(*range(2, 20))) is None
 
 
 def test_the_planner_counts_what_the_cache_holds(model) -> None:

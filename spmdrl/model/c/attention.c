@@ -137,13 +137,16 @@ static int64_t probabilities(const float *queries, const float *keys_t, int64_t 
     return limit;
 }
 
-// q [T, heads, width], k and v [T, kv_heads, width] give out [T, heads, width], contiguous; sequence s has the tokens
-// starts[s] to starts[s + 1]. Returns 0, or 1 when there is no memory.
+// q [T, heads, width], k and v [..., kv_heads, width] give out [T, heads, width], contiguous. Sequence s has the queries
+// starts[s] to starts[s + 1], and the keys from key_starts[s] on: as many as queries, and earlier[s] before them. Returns
+// 0, or 1 when there is no memory.
 int attend(const float *restrict q, const float *restrict k, const float *restrict v, float *restrict out,
-           const int64_t *restrict starts, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t width,
-           int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head,
-           int64_t longest, float scale, int64_t threads) {
+           const int64_t *restrict starts, const int64_t *restrict key_starts, const int64_t *restrict earlier,
+           int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t width, int64_t q_token, int64_t q_head,
+           int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t longest, float scale,
+           int64_t threads) {
     const int64_t groups = heads / kv_heads, wide = padded(width), tall_max = padded(longest);
+    const int64_t num_tasks = num_sequences * kv_heads, at_once = num_tasks < 16 * threads ? 1 : 4;
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -151,17 +154,20 @@ int attend(const float *restrict q, const float *restrict k, const float *restri
         float *keys_t = room, *values = keys_t + width * tall_max, *queries = values + longest * wide;
         float *sums = queries + ROWS * wide, *p = sums + ROWS * wide;
         if (!room) failed = 1;
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t task = 0; task < num_sequences * kv_heads; task++) {
+#pragma omp for schedule(dynamic, at_once)
+        for (int64_t task = 0; task < num_tasks; task++) {
             if (!room) continue;
-            const int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start;
-            const int64_t head = task % kv_heads, count = length * groups, tall = padded(length);
-            pack_transposed(k + start * k_token + head * k_head, k_token, length, width, keys_t);
-            pack(v + start * v_token + head * v_head, v_token, length, width, values);
+            const int64_t sequence = task / kv_heads, head = task % kv_heads;
+            const int64_t start = starts[sequence], key_start = key_starts[sequence], before = earlier[sequence] * groups;
+            const int64_t count = (starts[sequence + 1] - start) * groups, length = (before + count) / groups;
+            const int64_t tall = padded(length);
+            pack_transposed(k + key_start * k_token + head * k_head, k_token, length, width, keys_t);
+            pack(v + key_start * v_token + head * v_head, v_token, length, width, values);
             for (int64_t first = 0; first < count; first += ROWS) {
                 gather(q + start * q_token + head * groups * q_head, q_token, q_head, groups, first, count, width,
                        scale, queries);
-                const int64_t limit = probabilities(queries, keys_t, first, count, groups, width, tall, p);
+                const int64_t limit =
+                    probabilities(queries, keys_t, before + first, before + count, groups, width, tall, p);
                 multiply(p, tall, values, wide, limit, width, sums);
                 scatter(sums, width, out + (start * heads + head * groups) * width, heads * width, width, groups,
                         first, count);
