@@ -74,8 +74,3 @@ class KeptRows:
             self._rows.remove(found)
             self._num_tokens -= found.num_tokens
         return found
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        self._rows.clear()
-        self._num_tokens = 0

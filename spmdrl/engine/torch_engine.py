@@ -27,7 +27,7 @@ from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
-from spmdrl.engine.row_cache import RowCache
+from spmdrl.engine.row_cache import RowCache, RowContents
 from spmdrl.engine.running import Running, admit
 from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
 from spmdrl.engine.versions import LiveVersions
@@ -99,7 +99,7 @@ class TorchEngine(RolloutEngine):
         self._max_running = max_running
         self._release = frozenset(release)
         self._cache: RowCache | None = None
-        self._kept = KeptRows(max_kept_tokens)
+        self._max_kept_tokens = max_kept_tokens
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
         # Tied weights share one, and so do those that the decoder has put side by side.
@@ -141,8 +141,9 @@ class TorchEngine(RolloutEngine):
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._abort = False
         self._versions.none_running()
-        for before in (self._features, self._kept):
-            before.clear()  # so that no bit of an answer depends on what was asked before
+        # No bit of an answer depends on what was looked at or read by an earlier call.
+        self._features.clear()
+        kept = KeptRows(self._max_kept_tokens)
         source = RequestQueue(requests)
         waiting: deque[Running] = deque()
         rows: list[Running] = []
@@ -154,7 +155,7 @@ class TorchEngine(RolloutEngine):
                 self._end([*rows, *waiting])
                 yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
                 return
-            waiting.extend(self._taken(source, self._max_running - len(rows) - len(waiting)))
+            waiting.extend(self._taken(source, kept, self._max_running - len(rows) - len(waiting)))
             are_due = ahead >= READ_AFTER_TOKENS or len(waiting) >= len(rows)
             if waiting and are_due and len(rows) < self._max_running:
                 admitted = admit(waiting, self._max_running - len(rows))
@@ -177,30 +178,30 @@ class TorchEngine(RolloutEngine):
                 return
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
-                self._keep([(row, run) for row, run in enumerate(rows) if reasons[row] and run.request.may_go_on])
-                kept = self._compact([why is None for why in reasons])
+                for row, run in enumerate(rows):
+                    if reasons[row] and run.request.may_go_on:
+                        kept.keep(KeptRow(run.read, self._contents(row)))
+                unfinished = self._compact([why is None for why in reasons])
                 finished = [(run, why) for run, why in zip(rows, reasons, strict=True) if why]
-                rows = [rows[row] for row in kept]
+                rows = [rows[row] for row in unfinished]
                 self._end([run for run, _ in finished])
-                order = torch.tensor(kept, dtype=torch.int64, device=self.device)
+                order = torch.tensor(unfinished, dtype=torch.int64, device=self.device)
                 sampling, last = sampling.take(order), last[order]
                 yield from ((run.index, self._response(run, why)) for run, why in finished)
                 source.ask_again()
 
-    def _taken(self, source: RequestQueue, num_free: int) -> Iterator[Running]:
+    def _taken(self, source: RequestQueue, kept: KeptRows, num_free: int) -> Iterator[Running]:
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
             self._features.take(request.images)
             run = Running(index, request, self.version)
-            run.begun = self._kept.take(run.context)
+            run.begun = kept.take(run.context)
             yield run
 
-    def _keep(self, ended: list[tuple[int, Running]]) -> None:
-        """Keep rows whose requests have ended, for those that go on after them."""
+    def _contents(self, row: int) -> RowContents:
         assert self._cache is not None
-        for row, run in ended:
-            self._kept.keep(KeptRow(run.read, self._cache.contents(row)))
+        return self._cache.contents(row)
 
     def _end(self, runs: Sequence[Running]) -> None:
         """Free the adapters that only these runs needed."""
@@ -222,7 +223,6 @@ class TorchEngine(RolloutEngine):
         """Return the memory to the device, not only to torch's allocator: training would otherwise allocate parts of
         it, and the next cache would not fit."""
         self._features.clear()
-        self._kept.clear()
         if "kv_cache" in self._release:
             self._cache = None
         if "weights" in self._release:
