@@ -57,7 +57,7 @@ from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.tools.tiny_model import save_tiny_model
-from spmdrl.types import Prompt, Request, Response, Rollout
+from spmdrl.types import FinishReason, Prompt, Request, Response, Rollout
 
 TOOL = f"{Path(__file__).with_name('slow_tool.py')}:SlowTool"
 TEMPLATE = (
@@ -316,7 +316,8 @@ class Metered:
 def forced(request: Request) -> Request:
     """Give a request the length that the workload has for its seed."""
     length = workload.response_length("tail", 0, request.seed)
-    return dataclasses.replace(request, max_response_tokens=length, stop_token_ids=frozenset())
+    ends: frozenset[FinishReason] = frozenset({"length"}) if request.goes_on_after else frozenset()
+    return dataclasses.replace(request, max_response_tokens=length, stop_token_ids=frozenset(), goes_on_after=ends)
 
 
 @contextlib.contextmanager

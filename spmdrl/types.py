@@ -104,7 +104,7 @@ class Request:
     top_p: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
     images: tuple[ImageSpan, ...] = ()  # among prompt_ids, in order
-    may_go_on: bool = False  # another request may follow whose prompt begins with this one's tokens
+    goes_on_after: frozenset[FinishReason] = frozenset()  # then a request may follow that begins with these tokens
 
 
 @dataclass(frozen=True, slots=True)

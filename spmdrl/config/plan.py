@@ -56,6 +56,11 @@ class Plan:
         """Rollouts in a prompt group; 1 in fine-tuning, where a step has pairs."""
         return self.rollouts_per_step // self.prompts_per_step
 
+    @property
+    def rollouts_per_engine_rank(self) -> int:
+        """Rollouts of a step on each rank that samples, where each has an engine of its own."""
+        return math.ceil(self.rollouts_per_step / (self.engine_ranks or self.num_ranks))
+
     def first_prompt(self, step: int, rank: int) -> int:
         """Place in the prompt stream of the first prompt this rank samples in this step."""
         return (step - 1) * self.prompts_per_step + rank * self.prompts_per_rank

@@ -103,10 +103,10 @@ class DenseDecoder:
         tokens: Tensor,
         positions: Tensor,
         longest: int,
-        newest: NewestTokens | RestOfRows,
+        new: NewestTokens | RestOfRows,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [n] at positions [n], below `longest`, give logits [n, V]; or [m, V] of the `wanted` ones [m]."""
+        """New tokens [n] at positions [n], below `longest`, give logits [n, V]; or [m, V] of the `wanted` ones [m]."""
         if self._rotary.shape[1] < longest:
             self._rotary = self._rotary_until(2 * longest)
         cos, sin = self._rotary[:, positions]
@@ -115,21 +115,19 @@ class DenseDecoder:
         for layer in self._layers:
             x, _ = kernels.rms_norm(hidden, layer.norm_in, self._eps)
             heads = layer.qkv(x).unflatten(-1, (-1, self._head_dim))
-            hidden = hidden + layer.out(self._attended(heads, layer, cos, sin, newest).flatten(1))
+            hidden = hidden + layer.out(self._attended(heads, layer, cos, sin, new).flatten(1))
             x, _ = kernels.rms_norm(hidden, layer.norm_between, self._eps)
             hidden = hidden + layer.down(layer.gated(*layer.gate_up(x).chunk(2, dim=-1)))
         hidden = hidden if wanted is None else hidden[wanted]
         head = self._model.get_output_embeddings()
         return linear(kernels.rms_norm(hidden, self._decoder.norm.weight, self._eps)[0], head.weight, head.bias)
 
-    def _attended(
-        self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, newest: NewestTokens | RestOfRows
-    ) -> Tensor:
+    def _attended(self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, new: NewestTokens | RestOfRows) -> Tensor:
         """Rotate and attend: qkv [n, H + 2 K, D], cos and sin [n, D] give [n, H, D]."""
         num_kv_heads = (qkv.shape[1] - self._num_heads) // 2
-        if isinstance(newest, NewestTokens) and serves(qkv, *layer.qk_norms, cos, sin):
-            size, seen = (num_kv_heads, self._head_dim), newest.seen.through(layer.attention.window)
-            cache = newest.cells(layer.attention.index, size)
+        if isinstance(new, NewestTokens) and serves(qkv, *layer.qk_norms, cos, sin):
+            size, seen = (num_kv_heads, self._head_dim), new.seen.through(layer.attention.window)
+            cache = new.cells(layer.attention.index, size)
             tables = (layer.qk_norms, cos, sin, self._eps)
             return attention_c.attend_newest(qkv, *tables, *cache, seen, layer.attention.scale)
         q, k, v = qkv.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -137,7 +135,7 @@ class DenseDecoder:
             kernels_for(x).rotate(x, norm, cos, sin, self._eps) for x, norm in zip((q, k), layer.qk_norms, strict=True)
         )
         query, key, value = (part.transpose(0, 1)[None] for part in (q, k, v))
-        return newest(query, key, value, layer.attention)[0]
+        return new(query, key, value, layer.attention)[0]
 
     def _rotary_until(self, size: int) -> Tensor:
         """Cosines and sines of positions [0, size), [2, size, D]."""

@@ -28,49 +28,56 @@ class Context:
         return (
             length < len(other.token_ids)
             and self.token_ids[-1] == other.token_ids[length - 1]  # most contexts differ here, and this is cheap
-            and (self.version, self.images) == (other.version, other.images)
+            and self.version == other.version
+            and self.images == other.images
             and self.token_ids == other.token_ids[:length]
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KeptRow:
     """A copy of the row that has read a context."""
 
     context: Context
     contents: RowContents
 
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of its context."""
-        return len(self.context.token_ids)
-
 
 class KeptRows:
-    """The newest rows, of at most `max_tokens` tokens together; of older ones the context is read again.
+    """The newest rows, of at most `max_bytes` together; of older ones the context is read again.
 
     What is kept depends on the requests and on their order alone, so that a deterministic run repeats itself.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens, self._num_tokens = max_tokens, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
         self._rows: deque[KeptRow] = deque()
 
+    def make_room(self, num_bytes: int) -> bool:
+        """Forget the oldest rows until one of so many bytes has room; False where it would have none."""
+        if num_bytes > self._max_bytes:
+            return False
+        while self._num_bytes + num_bytes > self._max_bytes:
+            self._forget(self._rows[0])
+        return True
+
     def keep(self, row: KeptRow) -> None:
-        """Keep a row, and forget the oldest ones if there are too many tokens."""
+        """Keep a row, for which there is room."""
         self._rows.append(row)
-        self._num_tokens += row.num_tokens
-        while self._num_tokens > self._max_tokens:
-            self._num_tokens -= self._rows.popleft().num_tokens
+        self._num_bytes += row.contents.num_bytes
 
     def take(self, context: Context) -> KeptRow | None:
-        """Give up the row that has read most of a context; None where no row has read its beginning."""
-        found = max(
-            (row for row in self._rows if row.context.begins(context)),
-            key=lambda row: row.num_tokens,
-            default=None,
-        )
+        """Give up the row that has read most of a context; None where no row has read its beginning.
+
+        Forgets rows that other weights have read: contexts of newer ones will come.
+        """
+        for row in [row for row in self._rows if row.context.version != context.version]:
+            self._forget(row)
+        begun = (row for row in self._rows if row.context.begins(context))
+        found = max(begun, key=lambda row: len(row.context.token_ids), default=None)
         if found is not None:
-            self._rows.remove(found)
-            self._num_tokens -= found.num_tokens
+            self._forget(found)
         return found
+
+    def _forget(self, row: KeptRow) -> None:
+        self._rows.remove(row)
+        self._num_bytes -= row.contents.num_bytes

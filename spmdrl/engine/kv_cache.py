@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model import attention_c
-from spmdrl.model.attention_layer import Attend, AttentionLayer, SeenKeys
+from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention, SeenKeys
 from spmdrl.model.compiled import serves
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layer_kinds import attending_layers
@@ -28,6 +28,19 @@ def cannot_sample(model_config: Any, but: str) -> str:
     )
 
 
+def _cell_sizes(config: Any) -> tuple[list[int], int, int]:
+    """The layers that attend, and their key heads and the width of these."""
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return attending_layers(config), num_heads, head_dim
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """The memory of a token's keys and values, in all layers."""
+    layers, num_heads, head_dim = _cell_sizes(config)
+    return 2 * len(layers) * num_heads * head_dim * dtype.itemsize
+
+
 class KVCache:
     """Keys and values of the running rows, for each layer that attends [rows, K, capacity, D].
 
@@ -35,9 +48,7 @@ class KVCache:
     """
 
     def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layers = attending_layers(config)
+        layers, num_heads, head_dim = _cell_sizes(config)
         shape = (len(layers), num_rows, num_heads, capacity, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
@@ -110,8 +121,13 @@ class KVCache:
         places = torch.cat([torch.arange(before, end, device=device) for before, end in ends])
         rows = torch.arange(first_row, len(self._lengths), device=device)
         rows = rows.repeat_interleave(torch.tensor(seqlens, device=device))
-        rest = RestOfRows((rows, slice(None), places), self.cells, first_row, seqlens, earlier, kernel)
-        return rest, places
+        attends = [_attention_of_rest(before, n, kernel, device) for before, n in zip(earlier, seqlens, strict=True)]
+        in_c = kernel == "sdpa"
+        return RestOfRows((rows, slice(None), places), self.cells, first_row, seqlens, earlier, attends, in_c), places
+
+    def row_bytes(self, row: int) -> int:
+        """The memory of a row's keys and values."""
+        return self._lengths[row] * bytes_per_token(self._config, self._keys.dtype)
 
     def contents(self, row: int) -> KeysValues:
         """Copy the keys and values of a row, of all layers: [layers, K, T, D] each for its T tokens."""
@@ -146,7 +162,7 @@ class KVCache:
         place = self._places[layer]
         return self._keys[place], self._values[place]
 
-    def keep(self, kept: list[int], holes: Tensor, movers: Tensor) -> None:
+    def compact(self, kept: list[int], holes: Tensor, movers: Tensor) -> None:
         """Move rows `movers` to `holes`, both [h] int64, and forget every row that is not in `kept`."""
         if len(holes):
             longest = max(self._lengths)
@@ -164,7 +180,8 @@ class RestOfRows:
     first_row: int
     seqlens: list[int]  # tokens of each row in this pass
     earlier: list[int]  # tokens before them
-    kernel: Kernel
+    attends: list[CausalAttention]  # of each row
+    in_c: bool  # where tensors and layer allow
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         """Serve as an `Attend`: query [1, H, T, D], key and value [1, K, T, D] give [1, T, H, D]."""
@@ -172,20 +189,24 @@ class RestOfRows:
         for of_layer, new in ((keys, key), (values, value)):
             of_layer[self.places] = new[0].transpose(0, 1)
         q = query[0].transpose(0, 1)
-        if self.kernel == "sdpa" and layer.window is None and layer.sinks is None and serves(q, keys, values):
+        if self.in_c and layer.window is None and layer.sinks is None and serves(q, keys, values):
             out = attention_c.attend_to_rows(q, keys, values, self.first_row, self.seqlens, self.earlier, layer.scale)
         else:
-            parts = enumerate(q.split(self.seqlens))
-            out = torch.cat([self._of_row(number, part, keys, values, layer) for number, part in parts])
+            out = torch.cat(list(self._by_row(q, keys, values, layer)))
         return out[None]
 
-    def _of_row(self, number: int, q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
-        """Attend with the tokens of one row: q [t, H, D] gives [t, H, D]."""
-        row, before = self.first_row + number, self.earlier[number]
-        offsets = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
-        attend = causal_attention(SequenceLayout([len(q)], offsets, before), self.kernel)
-        k, v = (cells[row, :, : before + len(q)].transpose(0, 1) for cells in (keys, values))
-        return attend(q, k, v, layer)
+    def _by_row(self, q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Iterator[Tensor]:
+        """Attend with the tokens of one row after those of another: q [T, H, D] gives [t, H, D] for each."""
+        parts = zip(q.split(self.seqlens), self.earlier, self.attends, strict=True)
+        for row, (part, before, attend) in enumerate(parts, start=self.first_row):
+            k, v = (cells[row, :, : before + len(part)].transpose(0, 1) for cells in (keys, values))
+            yield attend(part, k, v, layer)
+
+
+def _attention_of_rest(earlier: int, length: int, kernel: Kernel, device: torch.device) -> CausalAttention:
+    """The last `length` tokens of a sequence attend to all of it."""
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
+    return causal_attention(SequenceLayout([length], offsets, earlier), kernel)
 
 
 @dataclass(frozen=True, slots=True)

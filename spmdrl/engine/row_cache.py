@@ -25,12 +25,18 @@ class LayerInputs(TypedDict):
     states: LayerStates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowContents:
     """A copy of what a row remembers."""
 
     keys_values: KeysValues
     states: StatesOfLayers
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        tensors = [*self.keys_values, *(tensor for of_layer in self.states.values() for tensor in of_layer)]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 class RowCache:
@@ -89,6 +95,10 @@ class RowCache:
         of_layers = self._states.begin_prefill(rows, first_row=first_row, begun=states)
         return LayerInputs(attend=rest, seqlens=seqlens, states=of_layers), rest, positions
 
+    def row_bytes(self, row: int) -> int:
+        """The memory that `contents` of a row takes."""
+        return self._keys_values.row_bytes(row) + self._states.row_bytes
+
     @torch.inference_mode()
     def contents(self, row: int) -> RowContents:
         """Copy what a row remembers."""
@@ -103,9 +113,9 @@ class RowCache:
             positions = positions + torch.tensor(self._shifts, device=self._device)
         return LayerInputs(attend=newest, seqlens=[1] * len(positions), states=states), newest, positions
 
-    def keep(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
+    def compact(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
         """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
         into, out_of = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (holes, movers))
-        self._keys_values.keep(kept, into, out_of)
-        self._states.keep(len(kept), into, out_of)
+        self._keys_values.compact(kept, into, out_of)
+        self._states.compact(len(kept), into, out_of)
         self._shifts = [self._shifts[row] for row in kept]

@@ -21,9 +21,12 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     limit: int = field(init=False)  # tokens that may be sampled here
+    context: Context = field(init=False)  # what the first token sampled here follows
 
     def __post_init__(self) -> None:
-        self.limit = self.request.max_response_tokens - len(self.request.response_ids)
+        request = self.request
+        self.limit = request.max_response_tokens - len(request.response_ids)
+        self.context = Context(self.version, request.prompt_ids + request.response_ids, request.images)
 
     @property
     def num_sampled(self) -> int:
@@ -31,16 +34,9 @@ class Running:
         return len(self.request.response_ids) + len(self.token_ids)
 
     @property
-    def context(self) -> Context:
-        """The beginning that the first token sampled here follows."""
-        request = self.request
-        return Context(self.version, request.prompt_ids + request.response_ids, request.images)
-
-    @property
     def read(self) -> Context:
         """The context that its row has read: all tokens but the newest."""
-        context = self.context
-        return replace(context, token_ids=context.token_ids + tuple(self.token_ids[:-1]))
+        return replace(self.context, token_ids=self.context.token_ids + tuple(self.token_ids[:-1]))
 
     @property
     def unread(self) -> tuple[int, ...]:
@@ -58,21 +54,25 @@ class Running:
 
 
 def admit(waiting: deque[Running], num_free: int) -> list[Running]:
-    """Take requests from the front that fit into the free rows and one prefill; always at least one.
+    """Take requests that fit into the free rows and one prefill, of the first one's kind; always at least one.
 
-    Requests that go on after others are not read together with those that begin.
+    Requests that go on after others are of one kind, those that begin are of the other.
     """
     admitted: list[Running] = []
+    others: list[Running] = []
     contexts: set[Context] = set()
     num_tokens = 0
     while waiting and len(admitted) < num_free:
-        run = waiting[0]
+        run = waiting.popleft()
         if admitted and (run.begun is None) != (admitted[0].begun is None):
-            break
+            others.append(run)
+            continue
         if run.begun is not None or run.context not in contexts:
             num_tokens += len(run.unread)
             if admitted and num_tokens > PREFILL_TOKENS:
+                others.append(run)
                 break
             contexts.add(run.context)
-        admitted.append(waiting.popleft())
+        admitted.append(run)
+    waiting.extendleft(reversed(others))
     return admitted

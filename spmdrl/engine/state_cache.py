@@ -31,6 +31,11 @@ class StateCache:
         }
         return _Prefill(self._of_layers, sequences, first_row, before)
 
+    @property
+    def row_bytes(self) -> int:
+        """The memory of the states of a row."""
+        return sum(cells[:1].nbytes for of_layer in self._of_layers.values() for cells in of_layer)
+
     def contents(self, row: int) -> StatesOfLayers:
         """Copy the states of a row, as those of one row."""
         return {
@@ -43,7 +48,7 @@ class StateCache:
         return _Decode(self._of_layers)
 
     @torch.inference_mode()
-    def keep(self, num_kept: int, holes: Tensor, movers: Tensor) -> None:
+    def compact(self, num_kept: int, holes: Tensor, movers: Tensor) -> None:
         """Move rows `movers` to `holes`, both [h] int64, and forget every row from `num_kept` on."""
         for layer, (conv, state) in self._of_layers.items():
             for cells in (conv, state):

@@ -23,16 +23,17 @@ from spmdrl.engine.adapters import AdapterBank
 from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.image_features import ImageFeatures
 from spmdrl.engine.kept_rows import KeptRow, KeptRows
-from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, cannot_sample
+from spmdrl.engine.kv_cache import AttendToCache, attend_to_cache, bytes_per_token, cannot_sample
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
-from spmdrl.engine.row_cache import RowCache, RowContents
+from spmdrl.engine.row_cache import RowCache
 from spmdrl.engine.running import Running, admit
 from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, sample_tokens, sample_with_head_logprobs
 from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
 from spmdrl.model.attention import Kernel, packed_attention
+from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
@@ -76,8 +77,8 @@ class TorchEngine(RolloutEngine):
     ):
         """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
         images in requests, of which the model's tower looks at `max_patches` in one pass. Besides the rows of running
-        requests the engine keeps those of ended ones that may go on, of at most `max_kept_tokens` tokens together.
-        Raises UserError when it cannot sample from such a model."""
+        requests the engine keeps those of ended ones that may go on, of at most as much memory as the keys and values
+        of `max_kept_tokens` tokens take. Raises UserError when it cannot sample from such a model."""
         for problem in model_problems(model_config):
             raise UserError(problem)
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
@@ -99,7 +100,11 @@ class TorchEngine(RolloutEngine):
         self._max_running = max_running
         self._release = frozenset(release)
         self._cache: RowCache | None = None
-        self._max_kept_tokens = max_kept_tokens
+        text = self.model.config.get_text_config()
+        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+        if rope in BATCH_DEPENDENT_ROPES:  # keys have a factor of the length at which they were read
+            max_kept_tokens = 0
+        self._max_kept_bytes = max_kept_tokens * bytes_per_token(text, dtype)
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
         # Tied weights share one, and so do those that the decoder has put side by side.
@@ -143,10 +148,11 @@ class TorchEngine(RolloutEngine):
         self._versions.none_running()
         # No bit of an answer depends on what was looked at or read by an earlier call.
         self._features.clear()
-        kept = KeptRows(self._max_kept_tokens)
+        kept = KeptRows(self._max_kept_bytes)
         source = RequestQueue(requests)
         waiting: deque[Running] = deque()
         rows: list[Running] = []
+        is_reading = False
         sampling = self._sampling(rows)
         ahead = 0  # decode steps since the noise in `sampling` was made
         last = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -156,8 +162,8 @@ class TorchEngine(RolloutEngine):
                 yield from ((run.index, self._response(run, "abort")) for run in (*rows, *waiting))
                 return
             waiting.extend(self._taken(source, kept, self._max_running - len(rows) - len(waiting)))
-            are_due = ahead >= READ_AFTER_TOKENS or len(waiting) >= len(rows)
-            if waiting and are_due and len(rows) < self._max_running:
+            is_reading = bool(waiting) and (is_reading or ahead >= READ_AFTER_TOKENS or len(waiting) >= len(rows))
+            if is_reading and len(rows) < self._max_running:
                 admitted = admit(waiting, self._max_running - len(rows))
                 self._reserve([*rows, *admitted], num_rows=len(rows) + len(admitted) + len(waiting))
                 logits = self._prefill(admitted, first_row=len(rows))
@@ -178,9 +184,9 @@ class TorchEngine(RolloutEngine):
                 return
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
-                for row, run in enumerate(rows):
-                    if reasons[row] and run.request.may_go_on:
-                        kept.keep(KeptRow(run.read, self._contents(row)))
+                for row, (run, why) in enumerate(zip(rows, reasons, strict=True)):
+                    if why in run.request.goes_on_after:
+                        self._keep(kept, row, run)
                 unfinished = self._compact([why is None for why in reasons])
                 finished = [(run, why) for run, why in zip(rows, reasons, strict=True) if why]
                 rows = [rows[row] for row in unfinished]
@@ -194,14 +200,17 @@ class TorchEngine(RolloutEngine):
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
-            self._features.take(request.images)
             run = Running(index, request, self.version)
             run.begun = kept.take(run.context)
+            if run.begun is None:
+                self._features.take(request.images)
             yield run
 
-    def _contents(self, row: int) -> RowContents:
+    def _keep(self, kept: KeptRows, row: int, run: Running) -> None:
+        """Keep the row of a request that another one may follow."""
         assert self._cache is not None
-        return self._cache.contents(row)
+        if run.version == self.version and kept.make_room(self._cache.row_bytes(row)):
+            kept.keep(KeptRow(run.read, self._cache.contents(row)))
 
     def _end(self, runs: Sequence[Running]) -> None:
         """Free the adapters that only these runs needed."""
@@ -291,7 +300,9 @@ class TorchEngine(RolloutEngine):
     @torch.inference_mode()
     def _prefill(self, runs: list[Running], *, first_row: int) -> Tensor:
         """Fill rows first_row... of the cache; return the logits of each run's first response token, [n, V]."""
-        return (self._read if runs[0].begun is None else self._read_on)(runs, first_row=first_row)
+        if runs[0].begun is None:
+            return self._read(runs, first_row=first_row)
+        return self._read_on(runs, first_row=first_row)
 
     def _read_on(self, runs: list[Running], *, first_row: int) -> Tensor:
         """Read what follows on the contexts of earlier requests."""
@@ -310,10 +321,10 @@ class TorchEngine(RolloutEngine):
         for run in runs:
             run.begun = None  # its row has it now
         token_ids = torch.tensor([token for one in unread for token in one], device=self.device)
-        newest = torch.tensor(seqlens, device=self.device).cumsum(0) - 1
+        last_ones = torch.tensor(seqlens, device=self.device).cumsum(0) - 1
         if self._decoder is not None:
-            return self._decoder(token_ids, positions, self._cache.longest, rest, newest)
-        return self._head(self._trunk(token_ids, positions, **inputs)[newest])
+            return self._decoder(token_ids, positions, self._cache.longest, rest, last_ones)
+        return self._head(self._trunk(token_ids, positions, **inputs)[last_ones])
 
     def _read(self, runs: list[Running], *, first_row: int) -> Tensor:
         """Read contexts from their beginnings, each once."""
@@ -366,7 +377,7 @@ class TorchEngine(RolloutEngine):
         movers = [row for row in range(num_kept, len(unfinished)) if unfinished[row]]
         for hole, mover in zip(holes, movers, strict=True):
             kept[hole] = mover
-        self._cache.keep(kept, holes, movers)
+        self._cache.compact(kept, holes, movers)
         return kept
 
     def _sampling(self, runs: list[Running]) -> RowSampling:
@@ -397,7 +408,8 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "max_running": run.cfg.rollout.max_running,
         "images": run.inputs.images.store,
         "max_patches": run.cfg.pack.max_patches_per_pass,
-        "max_kept_tokens": run.cfg.rollout.max_running * run.plan.max_sequence_tokens,
+        "max_kept_tokens": min(run.cfg.rollout.max_running, run.plan.rollouts_per_engine_rank)
+        * run.plan.max_sequence_tokens,
     }
 
 

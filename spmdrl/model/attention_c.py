@@ -25,7 +25,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seqlens: Sequence[int], scale: float
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
     starts = _starts(seqlens)
     sizes = (len(seqlens), *_sizes(q, k), *strides, max(seqlens), scale, _threads(q, seqlens))
-    _ATTEND(q, k, v, out, starts, starts, torch.zeros_like(starts), *sizes)
+    _ATTEND(q, k, v, out, starts, starts, None, *sizes)
     return out
 
 

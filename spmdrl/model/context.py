@@ -87,6 +87,7 @@ def context_attention(
         sent = _tokens_to_send([earlier for _, earlier in chunks], num_tokens)
         mine, earlier = chunks[rank]
         offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
+        assert kernel != "invariant", "true_on_policy = true was not refused with parallel.cp"
         attend = causal_attention(SequenceLayout(mine, offsets, earlier), kernel)
         return _ChunkView(attend, send=sent[rank], receive=[by_sender[rank] for by_sender in sent])
 

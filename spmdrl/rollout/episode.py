@@ -24,7 +24,18 @@ from spmdrl.envs.open import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout import observed
 from spmdrl.rollout.sample import Sampling
-from spmdrl.types import EpisodeEnd, ImageSpan, Prompt, Request, Response, Rollout, Trajectory, Turn, UserError
+from spmdrl.types import (
+    EpisodeEnd,
+    FinishReason,
+    ImageSpan,
+    Prompt,
+    Request,
+    Response,
+    Rollout,
+    Trajectory,
+    Turn,
+    UserError,
+)
 
 Context = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
 
@@ -134,7 +145,7 @@ class Episode:
             top_p=self.sampling.top_p,
             stop_token_ids=self.sampling.stop_token_ids,
             images=self._images + self.context_images,
-            may_go_on=self.world is not None and len(self.turns) + 1 < self.world.cfg.max_turns,
+            goes_on_after=self._goes_on_after,
         )
 
     def add(self, sampled: Response) -> None:
@@ -347,6 +358,13 @@ class Episode:
         """The limit of the next response that an agent has asked for."""
         last = self.turns[-1].observation if self.turns else self.greeting
         return last.max_tokens if last is not None else None
+
+    @property
+    def _goes_on_after(self) -> frozenset[FinishReason]:
+        """The ends of the next response after which there may be another."""
+        if self.world is None or len(self.turns) + 1 >= self.world.cfg.max_turns:
+            return frozenset()
+        return frozenset({"stop"} if self._asked_tokens is None else {"stop", "length"})
 
     @property
     def _is_long_enough(self) -> bool:

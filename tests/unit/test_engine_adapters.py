@@ -150,7 +150,7 @@ def test_what_another_version_has_read_is_read_again(model: Any) -> None:
     """Of the second turns half are asked for before a new version comes, and half after it."""
     engine = engine_for(model)
     adapters = random_adapters(model, 1)
-    begins = [replace(request(i), may_go_on=True) for i in range(6)]
+    begins = [replace(request(i), goes_on_after=frozenset({"length"})) for i in range(6)]
     later: list[Request] = []
 
     def source() -> Iterator[Request | None]:

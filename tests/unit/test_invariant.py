@@ -118,10 +118,10 @@ def test_turns_that_go_on_from_what_was_kept(
     """The engine reads only what is new, and the bits are those of turns that are read anew."""
     said = [tuple(range(2, 4 + 7 * i)) for i in range(7)]
     done, num_read = [], []
-    for may_go_on in (True, False):
+    for after in (frozenset({"length"}), frozenset()):
         engine = engine_for(model, dtype, 16)
         read = count_read(engine, monkeypatch)
-        begins = [replace(request, may_go_on=may_go_on) for request in requests(7)]
+        begins = [replace(request, goes_on_after=after) for request in requests(7)]
         done.append(conversations(engine, begins, said, num_turns=3))
         num_read.append(sum(read))
     assert num_read[0] < num_read[1] / 2

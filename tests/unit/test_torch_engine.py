@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,16 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.types import ImageSpan, Request, Response, Span
 from tests.helpers.conversations import conversations, count_read
 from tests.helpers.layers import layers_in_c
-from tests.helpers.models import VOCABULARY, save_gemma3, save_llama, save_model, save_qwen3, save_qwen3_5
+from tests.helpers.models import (
+    VOCABULARY,
+    save_gemma3,
+    save_gpt_oss,
+    save_llama,
+    save_model,
+    save_qwen3,
+    save_qwen3_5,
+    save_qwen3_moe,
+)
 
 
 def save_qwen2(path: Path) -> str:
@@ -282,12 +291,12 @@ def test_a_longer_request_after_a_short_one_and_a_sleep(model) -> None:
 
 
 def turns_of(
-    engine: TorchEngine, *, count: int = 9, num_turns: int = 4, may_go_on: bool = True
+    engine: TorchEngine, *, count: int = 9, num_turns: int = 4, goes_on: bool = True
 ) -> list[tuple[Request, Response]]:
     """The turns of conversations in whose i-th a tool says 1 + 3 i tokens after every response."""
-    words = random.Random(1)
+    words, after = random.Random(1), frozenset({"length"}) if goes_on else frozenset()
     said = [tuple(words.randrange(2, VOCABULARY) for _ in range(1 + 3 * i)) for i in range(count)]
-    begins = requests(count, max_response_tokens=5, stop_token_ids=frozenset(), may_go_on=may_go_on)
+    begins = requests(count, max_response_tokens=5, stop_token_ids=frozenset(), goes_on_after=after)
     return conversations(engine, begins, said, num_turns=num_turns)
 
 
@@ -297,7 +306,7 @@ def test_a_request_that_goes_on_reads_only_what_is_new(
 ) -> None:
     engine, plain = engine_for(model, max_running), engine_for(model, max_running)
     read, read_plainly = count_read(engine, monkeypatch), count_read(plain, monkeypatch)
-    done, again = turns_of(engine), turns_of(plain, may_go_on=False)
+    done, again = turns_of(engine), turns_of(plain, goes_on=False)
     for (request, response), (_, other) in zip(done, again, strict=True):
         assert response.token_ids == other.token_ids
         expected = plain_logprobs(model, request, response)
@@ -307,6 +316,53 @@ def test_a_request_that_goes_on_reads_only_what_is_new(
         assert sum(read) == sum(map(len, {r.prompt_ids for r in requests(9)})) + 3 * sum(2 + 3 * i for i in range(9))
     elif max_running == 5:
         assert sum(read) < sum(read_plainly)
+
+
+@pytest.mark.parametrize("save", [save_gpt_oss, save_qwen3_moe, save_gemma3])
+def test_other_families_read_only_what_is_new(
+    save: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention sinks, experts, windows with other rotary embeddings."""
+    model = AutoModelForCausalLM.from_pretrained(save(tmp_path))
+    engine = engine_for(model, 16)
+    read = count_read(engine, monkeypatch)
+    for request, response in turns_of(engine):
+        expected = plain_logprobs(model, request, response)
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=1e-5)
+    assert sum(read) == sum(map(len, {r.prompt_ids for r in requests(9)})) + 3 * sum(2 + 3 * i for i in range(9))
+
+
+def test_keys_that_depend_on_the_length_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = AutoModelForCausalLM.from_pretrained(save_qwen3(tmp_path, rope_parameters=scaling))
+    engine = engine_for(model, 16)
+    read = count_read(engine, monkeypatch)
+    turns = turns_of(engine)
+    assert sum(read) == sum(len(prompt) for prompt in {request.prompt_ids for request, _ in turns})
+
+
+def test_requests_that_wait_together_are_read_together(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alternating ones that begin and ones that go on: two prefills, with no decode step between."""
+    engine = engine_for(model, 32)
+    calls: list[str] = []
+    for name in ("_read", "_read_on", "_decode"):
+        method = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *a, _name=name, _do=method, **k: calls.append(_name) or _do(*a, **k))
+    first = requests(4, max_response_tokens=2, stop_token_ids=frozenset(), goes_on_after=frozenset({"length"}))
+    long = Request(prompt_ids=(9, 8), seed=5, max_response_tokens=40)
+    done: dict[int, Response] = {}
+
+    def source() -> Iterator[Request | None]:
+        yield from (*first, long)
+        while len(done) < len(first):
+            yield None
+        for place, request in enumerate(first):
+            yield replace(request, prompt_ids=request.prompt_ids + done[place].token_ids + (3,))
+            yield replace(request, prompt_ids=(5, 6, 7, place))
+
+    for place, response in engine.generate(source()):
+        done[place] = response
+    assert "".join({"_read": "R", "_read_on": "O", "_decode": "."}[call] for call in calls).startswith("R.OR.")
 
 
 def test_nothing_is_kept_when_sampling_begins_anew(model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,13 +385,23 @@ def test_rows_are_kept_for_what_goes_on_alone() -> None:
     for other in (context(2, 3, 4), context(2, 3), context(2, 9, 4, 5), context(2, 3, 4, 5, version=2)):
         assert not begun.begins(other)
     assert not begun.begins(context(2, 3, 4, 5, images=(image,)))
-    nothing = RowContents((torch.empty(0), torch.empty(0)), {})
-    rows = [KeptRow(context(*range(2, end)), nothing) for end in (4, 6, 8, 5)]
-    kept = KeptRows(max_tokens=2 + 4 + 6 + 3 - 1)
+
+    def row_of(*token_ids: int, version: int = 1) -> KeptRow:
+        keys, values = torch.empty(2, 1, 1, len(token_ids), 2)
+        states = {0: (torch.empty(1, 2), torch.empty(1, 3))}  # 20 bytes
+        return KeptRow(context(*token_ids, version=version), RowContents((keys, values), states))
+
+    rows = [row_of(*range(2, end)) for end in (4, 6, 8, 5)]
+    assert [row.contents.num_bytes for row in rows] == [20 + 16 * n for n in (2, 4, 6, 3)]
+    kept = KeptRows(max_bytes=4 * 20 + 16 * (2 + 4 + 6 + 3) - 1)
+    assert not kept.make_room(4 * 20 + 16 * 15)
     for row in rows:
+        assert kept.make_room(row.contents.num_bytes)
         kept.keep(row)
     asked = context(*range(2, 8))
     assert [kept.take(asked) for _ in range(3)] == [rows[1], rows[3], None]  # the first had to go, the third is longer
+    assert kept.take(context(*range(2, 20), version=2)) is None
+    assert kept.take(context(*range(2, 20))) is None, "what older weights have read is kept"
 
 
 def test_the_planner_counts_what_the_cache_holds(model) -> None:

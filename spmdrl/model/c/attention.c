@@ -138,8 +138,8 @@ static int64_t probabilities(const float *queries, const float *keys_t, int64_t 
 }
 
 // q [T, heads, width], k and v [..., kv_heads, width] give out [T, heads, width], contiguous. Sequence s has the queries
-// starts[s] to starts[s + 1], and the keys from key_starts[s] on: as many as queries, and earlier[s] before them. Returns
-// 0, or 1 when there is no memory.
+// starts[s] to starts[s + 1], and the keys from key_starts[s] on: as many as queries, and before them earlier[s], or none
+// if that is NULL. Returns 0, or 1 when there is no memory.
 int attend(const float *restrict q, const float *restrict k, const float *restrict v, float *restrict out,
            const int64_t *restrict starts, const int64_t *restrict key_starts, const int64_t *restrict earlier,
            int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t width, int64_t q_token, int64_t q_head,
@@ -158,7 +158,8 @@ int attend(const float *restrict q, const float *restrict k, const float *restri
         for (int64_t task = 0; task < num_tasks; task++) {
             if (!room) continue;
             const int64_t sequence = task / kv_heads, head = task % kv_heads;
-            const int64_t start = starts[sequence], key_start = key_starts[sequence], before = earlier[sequence] * groups;
+            const int64_t start = starts[sequence], key_start = key_starts[sequence];
+            const int64_t before = earlier ? earlier[sequence] * groups : 0;
             const int64_t count = (starts[sequence + 1] - start) * groups, length = (before + count) / groups;
             const int64_t tall = padded(length);
             pack_transposed(k + key_start * k_token + head * k_head, k_token, length, width, keys_t);
