@@ -53,7 +53,7 @@ TASKS: Mapping[str, Task] = {
     "text": Task(("run.num_steps=230",)),
     "tool": Task(("run.num_steps=50", "optim.lr=1e-3"), ("colour of ", "lookup", "key", *COLOURS)),
     "game": Task(
-        ("run.num_steps=100", "rollout.prompts_per_step=48", "loss.updates_per_step=4", "optim.lr=1.5e-3"),
+        ("run.num_steps=100", "loss.updates_per_step=4", "optim.lr=1.5e-3"),
         ("game ", "10", "higher", "lower", "no number"),
     ),
     "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
