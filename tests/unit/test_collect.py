@@ -402,7 +402,7 @@ def test_a_rollout_that_goes_on_ends_like_one_that_was_never_interrupted(model: 
     rules = replace(PARTIAL, groups_per_step=4, extra_groups=4, max_groups=8)
     run = start(rules, [engine], sampling=sampling)
     continued = 0.0
-    for step in range(1, 5):
+    for step in range(1, 8):
         (collected,) = run.step(step)
         continued += scalars(collected.metrics)["rollout/continued_count"]
         requests = [whole_request(rollout, sampling) for rollout, _ in collected.pending]
