@@ -104,7 +104,7 @@ class Request:
     top_p: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
     images: tuple[ImageSpan, ...] = ()  # among prompt_ids, in order
-    goes_on_after: frozenset[FinishReason] = frozenset()  # then a request may follow that begins with these tokens
+    goes_on_after: frozenset[FinishReason] = frozenset()  # ends after which another may begin with these tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ For one token a row, a module's Python and small operations take as long as its 
 q, k and v are one, and gate and up are one, because their weights are views of one tensor. So a refit writes them where
 they are read. Models of other families, dtypes and devices decode by their own forward pass. What is decoded is text,
 whose positions of frame, row and column are equal: the language half of a model that looks at images is like any other.
+What an environment says is read in the same way, several new tokens to a row.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Layer:
 
 
 class DenseDecoder:
-    """Computes the logits of the next token of rows, with the weights of a model."""
+    """Computes the logits of each row's next token, with the weights of a model."""
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterBank) -> None:
         """Move the weights of layers with the same input next to each other; the model's parameters become views."""

@@ -1,4 +1,4 @@
-"""Rows of the torch engine's cache whose requests have ended, and that may go on: an episode's environment is asked."""
+"""Copies of cache rows whose request has ended, for the next request of an episode that waits for its environment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KeptRow:
 
 
 class KeptRows:
-    """The newest rows, of at most `max_bytes` together; of older ones the context is read again.
+    """The newest rows that fit into `max_bytes`; the context of one that had to go is read again.
 
     What is kept depends on the requests and on their order alone, so that a deterministic run repeats itself.
     """
@@ -53,7 +53,7 @@ class KeptRows:
         self._rows: deque[KeptRow] = deque()
 
     def make_room(self, num_bytes: int) -> bool:
-        """Forget the oldest rows until one of so many bytes has room; False where it would have none."""
+        """Forget the oldest rows until `num_bytes` more fit; return False where they never would."""
         if num_bytes > self._max_bytes:
             return False
         while self._num_bytes + num_bytes > self._max_bytes:
@@ -68,7 +68,7 @@ class KeptRows:
     def take(self, context: Context) -> KeptRow | None:
         """Give up the row that has read most of a context; None where no row has read its beginning.
 
-        Forgets rows that other weights have read: contexts of newer ones will come.
+        Rows that other weights have read are forgotten: no later request is for those weights.
         """
         for row in [row for row in self._rows if row.context.version != context.version]:
             self._forget(row)

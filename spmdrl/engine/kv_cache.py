@@ -196,7 +196,7 @@ class RestOfRows:
         return out[None]
 
     def _by_row(self, q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Iterator[Tensor]:
-        """Attend with the tokens of one row after those of another: q [T, H, D] gives [t, H, D] for each."""
+        """Attend row by row: q [T, H, D] gives [t, H, D] for the t tokens of each row."""
         parts = zip(q.split(self.seqlens), self.earlier, self.attends, strict=True)
         for row, (part, before, attend) in enumerate(parts, start=self.first_row):
             k, v = (cells[row, :, : before + len(part)].transpose(0, 1) for cells in (keys, values))
@@ -204,7 +204,7 @@ class RestOfRows:
 
 
 def _attention_of_rest(earlier: int, length: int, kernel: Kernel, device: torch.device) -> CausalAttention:
-    """The last `length` tokens of a sequence attend to all of it."""
+    """Attention of the last `length` tokens of a sequence to all of it."""
     offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
     return causal_attention(SequenceLayout([length], offsets, earlier), kernel)
 

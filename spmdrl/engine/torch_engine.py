@@ -152,7 +152,7 @@ class TorchEngine(RolloutEngine):
         source = RequestQueue(requests)
         waiting: deque[Running] = deque()
         rows: list[Running] = []
-        is_reading = False
+        is_reading = False  # those that wait are due, until all of them have rows
         sampling = self._sampling(rows)
         ahead = 0  # decode steps since the noise in `sampling` was made
         last = torch.empty(0, dtype=torch.int64, device=self.device)

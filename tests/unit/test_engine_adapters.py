@@ -147,7 +147,7 @@ def test_a_request_keeps_the_version_that_was_newest_when_it_was_taken(model: An
 
 
 def test_what_another_version_has_read_is_read_again(model: Any) -> None:
-    """Of the second turns half are asked for before a new version comes, and half after it."""
+    """Half of the second turns are asked for before a new version comes, and half after it."""
     engine = engine_for(model)
     adapters = random_adapters(model, 1)
     begins = [replace(request(i), goes_on_after=frozenset({"length"})) for i in range(6)]

@@ -252,7 +252,7 @@ def test_a_response_that_was_interrupted_goes_on_to_the_same_tokens(looking: Loo
 def test_a_conversation_about_images_goes_on(
     looking: Looking, max_running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said after images is read alone, at positions that follow from them."""
+    """Text after images is read without them, at positions that follow from theirs."""
     engine = looking.engine(max_running)
     read = count_read(engine, monkeypatch)
     begins = looking.requests(max_response_tokens=6, goes_on_after=frozenset({"length"}))
