@@ -212,7 +212,9 @@ def turn_by_turn(engine: Metered, episodes: list[Episode]) -> None:
         for episode in open_ones:
             episode.take_answer()
         open_ones = [episode for episode in open_ones if not episode.is_finished]
-        responses = dict(engine.generate(episode.request() for episode in open_ones))
+        # The engine need keep nothing: nobody would take it up before the call ends.
+        requests = (dataclasses.replace(episode.request(), goes_on_after=frozenset()) for episode in open_ones)
+        responses = dict(engine.generate(requests))
         for place, episode in enumerate(open_ones):
             episode.add(responses[place])
 

@@ -1,7 +1,8 @@
-"""SGLang's scheduler with one addition of ours; it runs in the engine's processes."""
+"""SGLang's scheduler with additions of ours; it runs in the engine's processes."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from spmdrl.engine.sglang.cpu.pinning import pin_nothing
 from spmdrl.refit.digest import digest, digests
 
 _ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -48,8 +50,19 @@ def compute_without_kernels() -> None:
 
 def add_hooks() -> None:
     """Register what SGLang shall call beside its own functions in this process."""
+    HookRegistry.register(f"{_SCHEDULER}.run_event_loop", forget_what_is_loaded, HookType.BEFORE)
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", clear_padding_row, HookType.AFTER)
     HookRegistry.register(f"{_ADAPTERS}.load_lora_adapter_from_tensors", refuse_what_differs, HookType.AROUND)
+
+
+def forget_what_is_loaded(_scheduler: Any) -> None:
+    """Leave all that is there once the engine is ready out of later collections of garbage: it stays.
+
+    On a CPU SGLang collects whenever it flushes its cache, several times a step, and each time it would look at all
+    that torch and transformers have made. Elsewhere Python does so now and then, while requests wait.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def refuse_what_differs(

@@ -1,0 +1,65 @@
+"""Additions of ours to SGLang's scheduler: what it forgets when it begins to serve, and what it clears as it wakes."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+
+from spmdrl.engine.sglang import process as sglang_process
+from tests.helpers.ranks import run_ranks
+
+GARBAGE = 0x7F7F7F7F  # as a place in the cache, far beyond its end
+
+
+class Serving(Exception):
+    """The scheduler has begun to serve."""
+
+
+class Starting:
+    """A scheduler of which SGLang's event loop learns nothing: it ends with the first thing that it asks."""
+
+    @property
+    def device(self) -> NoReturn:
+        raise Serving
+
+
+def additions() -> tuple[int, list[list[int]]]:
+    """How many objects the collector of garbage leaves out once a scheduler begins to serve, and SGLang's table of
+    places when its memory comes back with garbage in it; a request holds row 2."""
+    sglang_process.import_sglang()
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins import load_plugins
+
+    from spmdrl.engine.sglang.scheduler import add_hooks
+
+    add_hooks()
+    load_plugins()  # the first thing that a scheduler does
+    gc.unfreeze()  # what the process that forked this one has frozen
+    with pytest.raises(Serving):
+        Scheduler.run_event_loop(Starting())
+    return gc.get_freeze_count(), table_after_waking(["kv_cache"])
+
+
+def table_after_waking(tags: list[str]) -> list[list[int]]:
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    pool = ReqToTokenPool(2, 4, "cpu", enable_memory_saver=False)
+    updater = object.__new__(SchedulerWeightUpdaterManager)
+    updater.offload_tags = set(tags)
+    updater.memory_saver_adapter = SimpleNamespace(resume=lambda tag: pool.req_to_token.fill_(GARBAGE))
+    updater.scheduler = SimpleNamespace(disaggregation_mode=DisaggregationMode.NULL, req_to_token_pool=pool)
+    reply = updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+    assert reply is not None, "SGLang sends this"
+    return pool.req_to_token.tolist()
+
+
+def test_what_is_loaded_is_not_collected_again_and_padding_reads_the_spare_slot() -> None:
+    ((frozen, table),) = run_ranks(1, additions, timeout_s=120.0)
+    assert frozen > 100_000, "SGLang and torch have made more objects than that"
+    assert table == [[0] * 4, [GARBAGE] * 4, [GARBAGE] * 4]
