@@ -183,13 +183,13 @@ format: $(INSTALLED) ## let ruff lay out the code and fix what it can
 	$(IN_VENV) ruff check --fix .
 	$(IN_VENV) ruff format .
 
-bench: $(INSTALLED) ## measure again what benchmarks/ reports
+bench: $(INSTALLED) ## measure the rows of README.md again; ARGS="NAME ..." measures others
 	$(IN_VENV) bash benchmarks/run.sh $(ARGS)
 
 bench-table: $(INSTALLED) ## put what was measured into README.md and docs/benchmarks.md
 	$(IN_VENV) python benchmarks/check.py --write
 
-bench-check: $(INSTALLED) ## do they show what was measured? Which results are about older code?
+bench-check: $(INSTALLED) ## do README.md and docs/benchmarks.md show what was measured?
 	$(IN_VENV) python benchmarks/check.py
 
 dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and check them

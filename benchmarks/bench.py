@@ -1,6 +1,6 @@
-"""Measure everything that benchmarks/results/ reports, and print it as a table.
+"""Measure the rows of the README, or those that are named, and print them as a table.
 
-    bash benchmarks/run.sh [NAME ...] [--repeats 5] [--steps 20]
+    bash benchmarks/run.sh [NAME ...] [--repeats 3] [--steps 20]
 
 A benchmark's two sides run alternately (A B A B ...), so that a busy machine slows both; the ratio of each pair counts,
 and the median of those ratios is reported. Below 1 spmdrl is faster, or within its limit. `rows.py` has the benchmarks;
@@ -71,7 +71,7 @@ from pathlib import Path
 
 from program import ProgramFailed
 from results import RESULTS, Json, provenance, write_result
-from rows import BENCHMARKS, Benchmark, Measurement, Settings
+from rows import BENCHMARKS, Benchmark, Measurement, Settings, verdict
 
 LENGTHS = ("repeats", "warmup_steps", "steps")
 QUIET_CORES = 0.1  # a run during which other programs used more than this is pointed out
@@ -82,9 +82,9 @@ def main() -> int:
     args = parse_arguments()
     settings = Settings(repeats=args.repeats, warmup_steps=args.warmup_steps, steps=args.steps, threads=args.threads)
     table, failures = [], []
-    for name in args.names or BENCHMARKS:
+    for name in args.names:
         benchmark = BENCHMARKS[name]
-        before = {**provenance(benchmark.code), "load_average_before": os.getloadavg()[0]}  # of what is about to run
+        before = {**provenance(), "load_average_before": os.getloadavg()[0]}  # of what is about to run
         try:
             measurement = benchmark.measure(settings)
         except ProgramFailed as error:
@@ -102,8 +102,10 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of each benchmark")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"default: those in README.md; there are {', '.join(BENCHMARKS)}"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of each benchmark")
     parser.add_argument("--warmup-steps", type=int, default=2, help="steps of a run that are not counted")
     parser.add_argument("--steps", type=int, default=20, help="steps of a run that are counted; larger ones take fewer")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side")
@@ -111,6 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.names) - set(BENCHMARKS):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    args.names = args.names or [name for name, benchmark in BENCHMARKS.items() if benchmark.in_readme]
     shorter = [f"--{name.replace('_', '-')}" for name in LENGTHS if getattr(args, name) < parser.get_default(name)]
     if shorter and args.results.resolve() == RESULTS:
         parser.error(f"{' and '.join(shorter)} measure less than the results that are kept; name another --results")
@@ -135,11 +138,6 @@ def result(benchmark: Benchmark, settings: Settings, found: Measurement) -> Json
         "commands": found.commands,
         "outputs": found.outputs,
     }
-
-
-def verdict(ratio: float, goal: float | None) -> str:
-    """The goal, and whether the ratio meets it."""
-    return "none" if goal is None else f"{goal:>5.2f} {'met' if ratio <= goal else 'missed'}"
 
 
 def print_table(table: Sequence[tuple[str, Benchmark, Measurement]]) -> None:

@@ -1,10 +1,10 @@
-"""Put the results into the documentation, and say which of them are about older code than today's.
+"""Put the results into the documentation.
 
     python benchmarks/check.py            make bench-check: fails when a page shows something else
     python benchmarks/check.py --write    make bench-table: writes the pages
 
-The tables between the markers on README.md and docs/benchmarks.md follow from benchmarks/results/ and from the code
-that `rows.py` names for each row. A result that is stale is marked, which is no error. Needs nothing but Python.
+The tables between the markers on README.md and docs/benchmarks.md follow from benchmarks/results/. Each row says at
+which commit and on which processor it was measured. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from results import ROOT, Json, is_stale
-from rows import BENCHMARKS, OTHERS, Benchmark
+from results import ROOT, Json
+from rows import BENCHMARKS, Benchmark, verdict
 
 START, END = "<!-- bench-table: `make bench-table` writes it -->\n", "<!-- /bench-table -->"
 HEAD = """\
-| | spmdrl | peer | ratio | pairs | processor | date | commit | |
+| | spmdrl | peer | ratio | pairs | goal | processor | date | commit |
 |---|---|---|---|---|---|---|---|---|
 """
 NOISE_WORDS = re.compile(r"\((R|TM)\)|@.*|\b(CPU|Processor|\d+-Core)\b", re.IGNORECASE)
@@ -35,7 +35,6 @@ class Measured:
     name: str
     benchmark: Benchmark
     result: Json
-    stale: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="of the repository")
     args = parser.parse_args(argv)
     measured = list(read(args.root, BENCHMARKS))
-    stale = [row.name for row in measured if row.stale] + list(stale_others(args.root, OTHERS))
-    if stale:
-        print(f"stale, because code changed since or the result does not say which it measured: {', '.join(stale)}")
     if missing := [name for name in BENCHMARKS if name not in {row.name for row in measured}]:
         print(f"not measured yet: {', '.join(missing)}")
     wanted = pages(args.root, measured)
@@ -66,15 +62,7 @@ def read(root: Path, benchmarks: Mapping[str, Benchmark]) -> Iterator[Measured]:
         path = root / "benchmarks" / "results" / f"{name}.json"
         if path.exists():
             result = json.loads(path.read_text("utf-8"))
-            yield Measured(name=name, benchmark=benchmark, result=result, stale=is_stale(result, benchmark.code, root))
-
-
-def stale_others(root: Path, others: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """The result files outside of the tables that are stale."""
-    for name, code in others.items():
-        path = root / "benchmarks" / "results" / f"{name}.json"
-        if path.exists() and is_stale(json.loads(path.read_text("utf-8")), code, root):
-            yield name
+            yield Measured(name=name, benchmark=benchmark, result=result)
 
 
 def pages(root: Path, measured: Iterable[Measured]) -> Mapping[Path, str]:
@@ -109,10 +97,10 @@ def cells(row: Measured, *, names: bool) -> Iterator[str]:
     yield f"{quantity(result['peer_median'], unit)}, {result['peer']}"
     yield number(result["ratio"])
     yield f"{number(min(ratios))} to {number(max(ratios))}" if len(ratios) > 1 else "one"
+    yield verdict(result["ratio"], row.benchmark.goal)
     yield processor(result["machine"]["cpu"])
     yield result["date"]
     yield short(result["commit"])
-    yield "stale" if row.stale else ""
 
 
 def quantity(value: float, unit: str) -> str:

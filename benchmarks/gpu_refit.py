@@ -28,7 +28,6 @@ import torch
 import workload
 from refit import EVERY_OTHER, Call, PerTensor, SGLangCalls, seconds
 from results import RESULTS, provenance, write_result
-from rows import OTHERS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -77,7 +76,7 @@ def main() -> None:
     if "sglang" in args.into and not find_spec("sglang"):
         sys.exit("SGLang is not installed; --into process measures without it")
     receivers = [name for name in RECEIVERS if name in args.into]
-    origin, rows = provenance(OTHERS["gpu-refit"]), []
+    origin, rows = provenance(), []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         for name, size in product(receivers, args.sizes):

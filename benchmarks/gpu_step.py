@@ -33,7 +33,6 @@ from typing import Any, TypeVar
 import torch
 import workload
 from results import RESULTS, provenance, write_result
-from rows import OTHERS
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -84,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --sizes tiny --tokens 256 only tries the program")
-    origin, last_start = provenance(OTHERS["gpu-step"]), time.monotonic() + 60 * args.minutes
+    origin, last_start = provenance(), time.monotonic() + 60 * args.minutes
     rows: list[dict[str, Any]] = []
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)

@@ -29,7 +29,6 @@ from matplotlib.figure import Figure
 from noisy_engine import NoisyEngine
 from results import RESULTS, ROOT, provenance
 from results import write_result as write_file
-from rows import OTHERS
 
 from spmdrl.report.curves import FAINT_INK, RUN_COLORS, STYLE
 from spmdrl.report.files import read_rows
@@ -84,7 +83,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE", help="over those of every run")
     args = parser.parse_args()
     if not args.draw_only:
-        origin = provenance(OTHERS["mismatch"])
+        origin = provenance()
         for seed in args.seeds:
             for variant in args.variants:
                 train(variant, seed, args.model.resolve(), folder_of(args.runs, variant, seed), args.settings)

@@ -1,4 +1,4 @@
-"""The rows of the table: how each is measured, against what, and which code a result is about."""
+"""The rows of the table: how each is measured, and against what."""
 
 from __future__ import annotations
 
@@ -62,8 +62,12 @@ class Benchmark:
     about: str
     goal: float | None = None  # the largest ratio that is good enough; None where it is a price, and only told
     measure: Callable[[Settings], Measurement]
-    code: tuple[str, ...]  # patterns of the files that a result is about; when one changes, it is stale
-    in_readme: bool = True
+    in_readme: bool = False  # the eight that `make bench` measures when it gets no names
+
+
+def verdict(ratio: float, goal: float | None) -> str:
+    """The goal, and whether the ratio meets it."""
+    return "" if goal is None else f"{goal:.3g} {'met' if ratio <= goal else 'missed'}"
 
 
 def engine(which: workload.Workload) -> Callable[[Settings], Measurement]:
@@ -500,184 +504,81 @@ def checkpoint_files(settings: Settings) -> Measurement:
     )
 
 
-def scripts(*names: str) -> tuple[str, ...]:
-    """Files of this directory, with the workload."""
-    return tuple(f"benchmarks/{name}.py" for name in ("workload", *names))
-
-
-ENGINE = ("spmdrl/engine/*.py", "spmdrl/model/*.py", "spmdrl/model/c/*", *scripts("engine", "generate_peer"))
-ROOMS = ("algo", "config", "data", "dist", "learn", "model", "refit", "report", "rewards", "rollout", "step")
-STEP = ("spmdrl/*.py", "spmdrl/engine/*.py", "spmdrl/model/c/*", *(f"spmdrl/{room}/*.py" for room in ROOMS))
-STEP += scripts("spmdrl_step", "trl_step", "forced_lengths", "generate_peer")
-EXACT = (*ENGINE, "spmdrl/step/batch.py", *scripts("true_on_policy"))
-REFIT = ("spmdrl/refit/*.py", "spmdrl/dist/*.py", "spmdrl/engine/sglang/*.py")
-CHECKPOINT = ("spmdrl/checkpoint/*.py", "spmdrl/dist/*.py", *scripts("checkpoint"))
-EPISODES = (
-    "spmdrl/rollout/*.py",
-    "spmdrl/envs/*.py",
-    "spmdrl/data/*.py",
-    "spmdrl/engine/*.py",
-    "spmdrl/model/*.py",
-    "spmdrl/model/c/*",
-)
-EPISODES += scripts("episodes", "slow_tool", "clock_engine", "engine", "generate_peer")
-SGLANG = ("spmdrl/engine/sglang/*.py", *scripts("refit"))
-DATA = ("spmdrl/data/rows.py", "spmdrl/data/sources.py", *scripts("data_load", "load_memory"))
-LOADING = ("spmdrl/model/load.py", "spmdrl/dist/*.py", *scripts("load_memory"))
-
-TICKETS = (
-    "spmdrl/rollout/tickets.py",
-    "spmdrl/rollout/scheduler.py",
-    "spmdrl/rollout/part.py",
-    "spmdrl/dist/session.py",
-)
-FILES = tuple(f"spmdrl/checkpoint/{name}.py" for name in ("manifest", "places", "retention"))
-
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "engine-fixed": Benchmark(
-        about="torch engine, 128 requests x 32 tokens", goal=0.75, measure=engine("fixed"), code=ENGINE
-    ),
-    "engine-tail": Benchmark(
-        about="torch engine, 128 requests, lognormal lengths", goal=0.2, measure=engine("tail"), code=ENGINE
-    ),
+    "engine-fixed": Benchmark(about="torch engine, 128 requests x 32 tokens", goal=0.75, measure=engine("fixed")),
+    "engine-tail": Benchmark(about="torch engine, 128 requests, lognormal lengths", goal=0.2, measure=engine("tail")),
     "engine-natural": Benchmark(
-        about="torch engine, responses that end by themselves", goal=0.75, measure=engine("natural"), code=ENGINE
+        in_readme=True, about="torch engine, responses that end by themselves", goal=0.75, measure=engine("natural")
     ),
     "step-fixed": Benchmark(
-        about="training step, 128 rollouts x 32 tokens", goal=0.85, measure=step("fixed"), code=STEP
+        in_readme=True, about="training step, 128 rollouts x 32 tokens", goal=0.85, measure=step("fixed")
     ),
-    "step-fixed-kl": Benchmark(
-        about="the same with a reference model", goal=0.8, measure=step("fixed", beta=0.04), code=STEP
-    ),
+    "step-fixed-kl": Benchmark(about="the same with a reference model", goal=0.8, measure=step("fixed", beta=0.04)),
     "step-natural": Benchmark(
-        about="training step, responses that end by themselves", goal=0.85, measure=step("natural"), code=STEP
+        in_readme=True, about="training step, responses that end by themselves", goal=0.85, measure=step("natural")
     ),
     "step-tail": Benchmark(
-        about="training step, lognormal lengths", goal=0.2, measure=step("tail", fewer_steps=2), code=STEP
+        in_readme=True, about="training step, lognormal lengths", goal=0.2, measure=step("tail", fewer_steps=2)
     ),
     "step-fixed-2ranks": Benchmark(
-        about="128 x 32 tokens on two ranks of one thread", goal=0.85, measure=step("fixed", ranks=2), code=STEP
+        in_readme=True, about="128 x 32 tokens on two ranks of one thread", goal=0.85, measure=step("fixed", ranks=2)
     ),
     "step-fixed-4x-parameters": Benchmark(
-        about="128 x 32 tokens, 3.2M parameters", goal=0.85, measure=step("fixed", size=4, fewer_steps=2), code=STEP
+        about="128 x 32 tokens, 3.2M parameters", goal=0.85, measure=step("fixed", size=4, fewer_steps=2)
     ),
     "step-fixed-16x-parameters": Benchmark(
-        about="128 x 32 tokens, 12.6M parameters", goal=0.85, measure=step("fixed", size=16, fewer_steps=4), code=STEP
+        about="128 x 32 tokens, 12.6M parameters", goal=0.85, measure=step("fixed", size=16, fewer_steps=4)
     ),
     "step-fixed-4x-rollouts": Benchmark(
-        about="512 rollouts x 32 tokens", goal=0.85, measure=step("fixed", rollouts_factor=4, fewer_steps=4), code=STEP
+        about="512 rollouts x 32 tokens", goal=0.85, measure=step("fixed", rollouts_factor=4, fewer_steps=4)
     ),
-    "step-fixed-floor": Benchmark(
-        about="training step beside its matrix products alone", measure=step_over_floor, code=(*STEP, *scripts("floor"))
-    ),
-    "refit": Benchmark(
-        about="refit of SGLang, 200M parameters", goal=1.0, measure=refit, code=(*REFIT, *scripts("refit"))
-    ),
+    "step-fixed-floor": Benchmark(about="training step beside its matrix products alone", measure=step_over_floor),
+    "refit": Benchmark(in_readme=True, about="refit of SGLang, 200M parameters", goal=1.0, measure=refit),
     "refit-lora": Benchmark(
-        about="refit of SGLang with adapters of rank 8, 200M parameters",
-        goal=0.05,
-        measure=refit_lora,
-        code=("spmdrl/refit/*.py", "spmdrl/engine/sglang/*.py", *scripts("refit")),
-        in_readme=False,
+        about="refit of SGLang with adapters of rank 8, 200M parameters", goal=0.05, measure=refit_lora
     ),
     "packing-verl": Benchmark(
         about="balance of 10,000 lognormal sequences over 64 ranks",
         goal=1.0,
         measure=packing,
-        code=("spmdrl/algo/packing.py", *scripts("packing", "packing_peer")),
     ),
     "logprob-memory": Benchmark(
+        in_readme=True,
         about="memory for log-probabilities of 4,096 tokens, vocabulary 151,936",
         goal=0.1,
         measure=logprob_memory,
-        code=(
-            *(f"spmdrl/model/{name}.py" for name in ("logprobs", "logits_tile", "linear")),
-            *scripts("logprob_memory"),
-        ),
     ),
-    "tower": Benchmark(
-        about="a frozen tower in a step with groups of 8",
-        goal=1 / 8,
-        measure=tower,
-        code=("spmdrl/step/images.py", "spmdrl/model/trunk.py", *scripts("tower")),
-        in_readme=False,
-    ),
+    "tower": Benchmark(about="a frozen tower in a step with groups of 8", goal=1 / 8, measure=tower),
     "gated-delta": Benchmark(
-        about="gated delta net, lognormal lengths, forward and backward",
-        goal=1 / 3,
-        measure=gated_delta,
-        code=(
-            *(f"spmdrl/model/{name}.py" for name in ("gated_delta", "causal_conv", "recurrent")),
-            *scripts("gated_delta", "logprob_memory"),
-        ),
-        in_readme=False,
+        about="gated delta net, lognormal lengths, forward and backward", goal=1 / 3, measure=gated_delta
     ),
     "load-memory": Benchmark(
-        about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory, code=LOADING
+        about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory
     ),
     "data-load": Benchmark(
         about="anonymous memory while 1,000,000 rows of jsonl or 10 GB of parquet are opened",
         goal=1.0,
         measure=data_load,
-        code=DATA,
-        in_readme=False,
     ),
-    "checkpoint": Benchmark(
-        about="stall of a save, 100M parameters with AdamW",
-        goal=0.1,
-        measure=checkpoint,
-        code=CHECKPOINT,
-        in_readme=False,
-    ),
+    "checkpoint": Benchmark(about="stall of a save, 100M parameters with AdamW", goal=0.1, measure=checkpoint),
     "checkpoint-files": Benchmark(
-        about="what is done with 10,000 files of a checkpoint",
-        goal=1.5,
-        measure=checkpoint_files,
-        code=(*FILES, "benchmarks/checkpoint_files.py"),
-        in_readme=False,
+        about="what is done with 10,000 files of a checkpoint", goal=1.5, measure=checkpoint_files
     ),
-    "tickets": Benchmark(
-        about="512 engines that wait for tickets at one store",
-        goal=1.0,
-        measure=tickets,
-        code=(*TICKETS, "benchmarks/tickets.py"),
-        in_readme=False,
-    ),
+    "tickets": Benchmark(about="512 engines that wait for tickets at one store", goal=1.0, measure=tickets),
     "reward-rate": Benchmark(
-        about="a trivial reward in a sandboxed worker, time of the processors",
-        goal=1.0,
-        measure=reward_rate,
-        code=("spmdrl/rewards/*.py", "spmdrl/workers/*.py", "benchmarks/reward_rate.py"),
-        in_readme=False,
+        about="a trivial reward in a sandboxed worker, time of the processors", goal=1.0, measure=reward_rate
     ),
     "episodes-clock": Benchmark(
         about="128 episodes with a tool of 50 ms, a simulated engine of 8 ms a token",
         goal=0.5,
         measure=episodes("clock"),
-        code=EPISODES,
     ),
     "episodes": Benchmark(
-        about="128 episodes with a tool of 50 ms, torch engine", goal=0.5, measure=episodes("torch"), code=EPISODES
+        in_readme=True, about="128 episodes with a tool of 50 ms, torch engine", goal=0.5, measure=episodes("torch")
     ),
     "episodes-sglang": Benchmark(
-        about="128 episodes with a tool of 50 ms, SGLang on a CPU",
-        goal=0.5,
-        measure=episodes("sglang"),
-        code=(*EPISODES, *SGLANG),
-        in_readme=False,
+        about="128 episodes with a tool of 50 ms, SGLang on a CPU", goal=0.5, measure=episodes("sglang")
     ),
-    "true-on-policy-fixed": Benchmark(
-        about="bitwise agreement, 128 x 32 tokens", measure=true_on_policy("fixed"), code=EXACT, in_readme=False
-    ),
-    "true-on-policy-tail": Benchmark(
-        about="bitwise agreement, lognormal lengths", measure=true_on_policy("tail"), code=EXACT, in_readme=False
-    ),
-}
-
-# Result files that programs write themselves, and the code that they are about.
-OTHERS: Mapping[str, tuple[str, ...]] = {
-    "gpu-step": ("spmdrl/learn/optim.py", "spmdrl/memory/*.py", "spmdrl/model/*.py", *scripts("gpu_step")),
-    "gpu-refit": (*REFIT, *scripts("gpu_refit")),
-    "mismatch": ("spmdrl/algo/*.py", "spmdrl/learn/*.py", "spmdrl/step/*.py", *scripts("mismatch", "noisy_engine")),
-    "scale": ("spmdrl/dist/*.py", "spmdrl/learn/*.py", "spmdrl/refit/*.py", "spmdrl/step/*.py", *scripts("scale")),
+    "true-on-policy-fixed": Benchmark(about="bitwise agreement, 128 x 32 tokens", measure=true_on_policy("fixed")),
+    "true-on-policy-tail": Benchmark(about="bitwise agreement, lognormal lengths", measure=true_on_policy("tail")),
 }

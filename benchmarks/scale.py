@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from results import provenance
-from rows import OTHERS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -79,7 +78,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--hidden-size", type=int, default=1024, help="of the model")
     args = parser.parse_args()
-    origin = provenance(OTHERS["scale"])
+    origin = provenance()
     cases = [(layout, ranks) for layout in args.layouts for ranks in args.ranks]
     if len(cases) == 1:
         rows = [count(*cases[0], args.hidden_size)]

@@ -21,10 +21,6 @@ from pathlib import Path
 
 from results import ROOT, provenance, write_result
 
-CODE = (
-    *("spmdrl/*.py", "spmdrl/tools/local.py", "spmdrl/faults/*.py", "spmdrl/preflight/*.py", "spmdrl/dist/*.py"),
-    "benchmarks/start.py",
-)
 SETTINGS = ("run.num_steps=1", "optim.warmup_steps=0", "rollout.prompts_per_step=8", "eval.num_prompts=8")
 IMPORTS = {"floor_s": "import torch, transformers", "import_s": "import spmdrl.train"}
 
@@ -50,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a result file")
     arguments = parser.parse_args(argv)
-    about = provenance(CODE)
+    about = provenance()
     found: dict[str, list[float]] = {"first_step_s": [], **{name: [] for name in IMPORTS}}
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
