@@ -2,22 +2,26 @@
 
 Without files it reads benchmarks/results/gpu-proof-*.json. Each claim of `proof/claims.py` has a row, with what the
 newest file says of its tests and steps, or "not yet run"; then come the figures, and where and when they were measured.
+`--emulated LINES` writes down what tests/gpu showed on the emulated device, which has a column of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config.strict import as_written, read_json
 from spmdrl.tools.program import program
+from spmdrl.tools.proof import tests_seen
 from spmdrl.tools.proof.claims import CLAIMS, Claim
-from spmdrl.tools.proof.commit import ROOT
-from spmdrl.tools.proof.evidence import judge, outcomes
-from spmdrl.tools.proof.run import PASSED, Record
+from spmdrl.tools.proof.commit import ROOT, commit_id
+from spmdrl.tools.proof.evidence import Outcome, judge, outcomes
+from spmdrl.tools.proof.run import FAILED, PASSED, Record
 from spmdrl.types import UserError
 
 _INTRODUCTION = """\
@@ -25,11 +29,15 @@ _INTRODUCTION = """\
 
 <!-- Generated from benchmarks/results/gpu-proof-*.json by `python -m spmdrl.tools.gpu_report`; a test compares. -->
 
-Every claim about GPUs, with the tests of `tests/gpu` or the benchmarks that show it, and what was seen of them.
+Every claim about GPUs, with what was **seen on a GPU** of the tests of `tests/gpu` and the benchmarks that show it; the
+column **emulated** is no GPU: it is the same tests on a CPU that plays CUDA devices
+([how](../tests/emulated_cuda/README.md)).
 [gpu.md](gpu.md#the-first-minutes-on-a-gpu) says how to run them. "Not yet run" means that the code is written and no
 GPU has confirmed it; [guarantees.md](guarantees.md) lists what a CPU shows.
 """
 _NONE = "**No GPU has run any of it yet.**\n"
+_EMULATED = ROOT / "benchmarks/results/emulated-device.json"
+_IN_SHORT = {"confirmed": "passed", "in part": "in part", "failed": "failed"}  # by how a finding begins
 
 
 @program("cannot report")
@@ -38,9 +46,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.gpu_report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="gpu-proof-*.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu-confirmed.md", help="the page to write")
+    parser.add_argument("--emulated", metavar="LINES", type=Path, help="what `make test-gpu DEVICE=emulated` saw")
     arguments = parser.parse_args(argv)
     files = arguments.files or committed(ROOT)
-    arguments.page.write_text(page(_records(files), CLAIMS), encoding="utf-8")
+    if arguments.emulated:
+        _EMULATED.write_text(json.dumps(_emulated_record(arguments.emulated), indent=1) + "\n", encoding="utf-8")
+    arguments.page.write_text(page(_records(files), CLAIMS, emulated=emulated()), encoding="utf-8")
     print(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
 
 
@@ -59,16 +70,42 @@ def committed(root: Path) -> list[Path]:
     return sorted((root / "benchmarks/results").glob("gpu-proof-*.json"))
 
 
-def page(records: Mapping[str, Record], claims: Mapping[str, Sequence[Claim]]) -> str:
-    """Return the page for these records, by name of their file."""
+def emulated() -> Mapping[str, Outcome]:
+    """Return the outcome of each test on the emulated device, by its name; nothing where no run was recorded."""
+    return outcomes({_EMULATED.stem: read_json(_EMULATED, dict[str, Any])}) if _EMULATED.exists() else {}
+
+
+def _emulated_record(lines: Path) -> Record:
+    """The record of a run of tests/gpu on the emulated device. Raises UserError when no test was run."""
+    seen = tests_seen.read(lines)
+    if not seen:
+        raise UserError(
+            f"{lines} names no test; run `make test-gpu DEVICE=emulated` with {tests_seen.FILE_VARIABLE} set"
+        )
+    status = FAILED if seen["failed"] else PASSED
+    step = {"name": "emulated", "command": "make test-gpu DEVICE=emulated", "status": status, "tests": seen}
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit_id(ROOT, None),
+        "steps": [step],
+    }
+
+
+def page(
+    records: Mapping[str, Record],
+    claims: Mapping[str, Sequence[Claim]],
+    *,
+    emulated: Mapping[str, Outcome] | None = None,
+) -> str:
+    """Return the page for these records, by name of their file, and for what the emulated device showed."""
     seen = outcomes(records)
     parts = [_INTRODUCTION]
     parts += _where(records) if records else [_NONE]
     for title, some in claims.items():
-        rows = [("claim", "seen", "in", "shown by")]
+        rows = [("claim", "seen on a GPU", "in", "emulated", "shown by")]
         for claim in some:
-            finding = judge(claim, seen)
-            rows.append((claim.what, finding.result, ", ".join(finding.records), _evidence(claim)))
+            finding, short = judge(claim, seen), _in_short(claim, emulated or {})
+            rows.append((claim.what, finding.result, ", ".join(finding.records), short, _evidence(claim)))
         parts.append(f"## {title}\n\n{_table(rows)}")
     parts += _figures(records)
     return "\n".join(parts)
@@ -134,6 +171,12 @@ def _short(commit: str) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _in_short(claim: Claim, seen: Mapping[str, Outcome]) -> str:
+    """Say in a word or two what the emulated device showed of a claim."""
+    result = judge(claim, seen).result
+    return next((short for start, short in _IN_SHORT.items() if result.startswith(start)), "no")
 
 
 def _evidence(claim: Claim) -> str:

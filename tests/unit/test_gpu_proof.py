@@ -74,7 +74,9 @@ def test_a_stage_ends_within_nine_minutes() -> None:
 def test_the_page_is_what_the_tool_makes_of_the_committed_results() -> None:
     records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in gpu_report.committed(ROOT)}
     shown = (ROOT / "docs/gpu-confirmed.md").read_text(encoding="utf-8")
-    assert shown == gpu_report.page(records, CLAIMS), "run `python -m spmdrl.tools.gpu_report`"
+    assert shown == gpu_report.page(records, CLAIMS, emulated=gpu_report.emulated()), (
+        "run `python -m spmdrl.tools.gpu_report`"
+    )
 
 
 def record(*steps: dict[str, Any], date: str = "2026-01-02T00:00:00Z") -> dict[str, Any]:
@@ -149,8 +151,14 @@ def test_the_page_shows_machines_and_figures() -> None:
         "| gpu-proof-3 | NVIDIA H200 (sm_90, 140 GiB) | 580.1, 13.0 | torch 2.11.0 | 2026-01-02 | abc | 1 of 1 |"
         in text
     )
-    assert "| Fast. | ran; the figures are below | gpu-proof-3 | step `refit` |" in text
+    assert "| Fast. | ran; the figures are below | gpu-proof-3 | no | step `refit` |" in text
     assert "| size | fused gb_per_s | failed |\n|---|---|---|\n| 4b | 123.5 | - |\n| 8b | - | out of memory |\n" in text
+
+
+def test_what_the_emulated_device_showed_is_never_called_seen() -> None:
+    passed = outcomes({"emulated-device": record(of_tests(passed=(A, B)))})
+    text = gpu_report.page({}, {"Training": [CLAIM]}, emulated=passed)
+    assert "| Both. | not yet run |  | passed |" in text
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
