@@ -5,6 +5,7 @@ A `Run` goes into constructors. Phases and maths get the values they need, so th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.lock import FolderInUse, owned
+from spmdrl.faults.verdict import SUPERVISED
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phases import PhaseMemory
@@ -215,6 +218,19 @@ def _kept_kernels(folder: RunFolder) -> LinearKernels | None:
 
 
 @contextmanager
+def _owning(run: Run[SettingsT]) -> Iterator[None]:
+    """Own the run's folder on the first rank, where no launcher does. Raises UserError on every rank if in use."""
+    with ExitStack() as held:
+        with failing_together(run.meshes.world):
+            if run.world.is_main and SUPERVISED not in os.environ:
+                try:
+                    held.enter_context(owned(run.folder.path))
+                except FolderInUse as error:
+                    raise UserError(str(error)) from None
+        yield
+
+
+@contextmanager
 def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[Launch[SettingsT]]:
     """Open a run to train it, from the checkpoint that `[resume]` chooses.
 
@@ -223,6 +239,7 @@ def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[L
     with (
         RewardClient(cfg.reward, inputs.tokenizer) if isinstance(cfg, Config) else nullcontext() as reward_client,
         open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks) as run,
+        _owning(run),
         watch_over(
             FaultFiles(folder.path), run.world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
         ) as watch,

@@ -22,7 +22,7 @@ from multiprocessing.context import ForkProcess
 from types import TracebackType
 from typing import IO
 
-from spmdrl.faults.supervise import REQUESTS, Process, dry_run
+from spmdrl.faults.supervise import REQUESTS, Process, die_with_parent, dry_run
 from spmdrl.faults.verdict import SUPERVISED
 
 Program = Callable[[Sequence[str]], int]  # the `main` of a module
@@ -97,6 +97,7 @@ class _Check(_Agent):
 def _prepare(run: _Run, output: IO[str], passed: c_bool, word: Connection, say: Connection) -> None:
     """Import the program, check its settings in a fork, and run its ranks when the word comes."""
     os.setsid()
+    die_with_parent()
     _forget_handlers()
     say.close()  # so that the end of the launch is the end of waiting for its word
     gc.disable()  # all that is imported stays, and looking through it again and again takes long
@@ -134,6 +135,7 @@ def _check(program: Program, arguments: Sequence[str], output: IO[str]) -> None:
 
 
 def _rank(program: Program, arguments: Sequence[str]) -> None:
+    die_with_parent()
     _forget_handlers()
     logging.disable(logging.NOTSET)  # it is the agent that is quiet
     sys.exit(program(arguments))

@@ -12,7 +12,9 @@ moment on. What imports torch is a process of its own: `Commands` starts others,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Protocol
 
 from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.saved import newest_step
 from spmdrl.faults.verdict import (
@@ -42,6 +45,8 @@ REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 POLL_S = 0.05  # between two looks at a process, and at the requests
 LOOK_S = 5.0  # between two looks at whether a rank has reported a failure
 END_S = 120.0  # for the ranks to end after that: a node that is gone cannot say that its own have
+
+_PR_SET_PDEATHSIG = 1
 
 FOLDER_HEADING = "# run folder"  # of the check's output; the next line names the folder
 
@@ -162,7 +167,15 @@ def launch(starter: Starter, requests: Requests) -> Ending:
         return Ending(code=code, text=text, reason=name_of(first), told=True)
     if code or folder is None:
         return Ending(code=code)
-    files = FaultFiles(folder)
+    try:
+        with owned(folder):
+            return _run(FaultFiles(folder), starter, requests)
+    except FolderInUse as error:
+        return Ending(code=EXIT_USER_ERROR, text=f"cannot start: {error}")
+
+
+def _run(files: FaultFiles, starter: Starter, requests: Requests) -> Ending:
+    """Run the ranks to their end in a folder that this process owns."""
     before = newest_step(files.checkpoints)
     code = supervise(files, starter, requests)
     text, code, reason = conclude(files, code, requests.received)
@@ -303,6 +316,15 @@ def end_at_once(pid: int) -> None:
         for one in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+
+
+def die_with_parent() -> None:
+    """Let Linux kill this process when the one that started it ends, however that ends: no orphan trains on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    starter = multiprocessing.parent_process()
+    if starter is not None and os.getppid() != starter.pid:  # it has ended before Linux was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tell(ending: Ending) -> int:

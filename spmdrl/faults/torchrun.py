@@ -19,6 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import main as torchrun
 
+from spmdrl.faults.supervise import die_with_parent
+from spmdrl.faults.verdict import SUPERVISED
+
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # Between SIGTERM and SIGKILL to the ranks: the 30 seconds of torchrun are too few for a step and a checkpoint.
 SHUTDOWN_VARIABLE, SHUTDOWN_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600
@@ -28,6 +31,8 @@ _LOG_VARIABLES = ("PET_LOG", "PET_REDIRECTS", "PET_TEE", "PET_LOCAL_RANKS_FILTER
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, or 128 plus the number of a signal."""
+    if SUPERVISED in os.environ:
+        die_with_parent()
     given = sys.argv[1:] if argv is None else argv
     keeps_logs = any(one.startswith(_LOG_OPTIONS) for one in given) or any(
         name.startswith(_LOG_VARIABLES) for name in os.environ

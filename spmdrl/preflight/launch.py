@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +20,7 @@ from spmdrl.data.sources import import_library
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in
+from spmdrl.faults.supervise import die_with_parent
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems, tell_once_a_node
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
@@ -38,6 +40,8 @@ def run_from_command_line(
 
     Returns the process's exit code: see `docs/faults.md`.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which torchrun's agent has started
+        die_with_parent()
     arguments = _parse(argv)
     bear_any_text()
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
