@@ -67,7 +67,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-e2e test-browser pictures test-slurm test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
+  test-e2e test-docs test-browser pictures test-slurm test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
 help: ## list the targets
@@ -148,6 +148,9 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 test-e2e: $(INSTALLED) ## whole runs from the command line
 	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
 
+test-docs: $(INSTALLED) ## every command and example of the documentation, and its site
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" tests/docs
+
 test-browser: $(CHROMIUM) $(INSTALLED) ## pages in a real browser
 	@if test -z "$(CHROMIUM)"; then \
 	  echo "tests/browser is skipped: there is no npm to install Chromium with; CHROMIUM=FILE names one that is there"; \
@@ -164,8 +167,8 @@ test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers it
 test-slurm: $(INSTALLED) ## launch/slurm.sbatch on SLURM itself, where its packages are; SLURM_REPORT=FILE gets what happened
 	$(ONE_THREAD) $(PYTEST) tests/slurm
 
-test-long: sglang-unless-light test-browser test-slurm ## the tests that `make test` leaves out because they take minutes
-	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
+test-long: sglang-unless-light test-docs test-browser test-slurm test-floor ## the tests that `make test` leaves out because they take minutes
+	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/docs tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang and the site's packages
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)

@@ -1,6 +1,6 @@
 """The commands that a page shows, and what the page says of running them.
 
-A block of commands is run by tests/unit/test_doc_commands.py as it is printed, unless an HTML comment before it says
+A block of commands is run by tests/docs/test_doc_commands.py as it is printed, unless an HTML comment before it says
 
     <!-- slow -->             it takes minutes: the same test runs it, marked slow
     <!-- exits: 2 -->         it ends with another exit code than 0

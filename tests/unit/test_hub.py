@@ -101,6 +101,7 @@ print("\\n".join(problems or [cfg.model.path, cfg.data.sources[0].path]))
 """
 
 
+@pytest.mark.slow
 def test_the_cache_is_filled_once_and_only_when_told_to(hub: Hub, tmp_path: Path) -> None:
     source = {"kind": "jsonl", "path": DATA}
     pairs = {"sequences_per_step": 1, "max_response_tokens": 8}
@@ -148,6 +149,7 @@ def test_tools_read_the_same_names(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f'model.path = "hf:nobody/nothing": {words}' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_configuration_is_written_for_names_and_planned_from_the_cache(hub: Hub, tmp_path: Path) -> None:
     environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
     environment = {**os.environ, **environment, "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
