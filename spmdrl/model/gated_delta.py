@@ -143,7 +143,7 @@ class _Block:
         self.k, self.k_factor = self._unit_rows(key)
         self.v = chunks.lay_out(value)
         self.beta = chunks.lay_out(beta.unsqueeze(-1))  # [B, C, 1], as all that follow
-        total = chunks.lay_out(decay.unsqueeze(-1)).cumsum(1)
+        total = _running_sums(chunks.lay_out(decay.unsqueeze(-1)))
         last = total[:, -1:]
         self.since_start, self.to_end, self.of_chunk = total.exp(), (last - total).exp(), last.exp()
         later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=total.device).triu_(1)
@@ -216,8 +216,10 @@ class _Block:
         by_k_written = by_k_writing.mul_(self.to_end)
         read = _dot(by_q, self.q).add_(_dot(by_k_read, k).mul_(self.beta))
         written = _dot(by_k_written, k)
-        by_decay += read.flip(1).cumsum(1).flip(1)  # a token's decay is in what it and later ones read of the state,
-        by_decay[:, 1:] += written[:, :-1].cumsum(1)  # in what earlier ones wrote, and in the state that is left
+        # A token's decay is in what it and later ones read of the state, in what earlier ones wrote, and in the state
+        # that is left.
+        by_decay += _running_sums(read.flip(1)).flip(1)
+        by_decay[:, 1:] += _running_sums(written[:, :-1])
         by_decay += by_decay_of_chunk.mul_(self.of_chunk)
         # Then what tokens of the chunk have from each other.
         by_q.baddbmm_(by_attention, k)
@@ -244,6 +246,14 @@ class _Block:
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     """[..., D] and [..., D] give [..., 1]."""
     return (x * y).sum(-1, keepdim=True)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Sum x [B, C, 1] over each token and those before it. On CUDA torch's own sum has no deterministic form, so a
+    deterministic run multiplies by a triangle of ones instead."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(1)
+    return torch.matmul(torch.ones(x.shape[1], x.shape[1], device=x.device).tril_(), x)
 
 
 def _of_spans(pairs: Tensor) -> Tensor:

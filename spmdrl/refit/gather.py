@@ -86,7 +86,7 @@ class Gatherer:
             if weight in shards:
                 weight.layout.join(whole, shards[weight])
             if (change := self._change_of(weight.name)) is not None:
-                whole.copy_(change.add_(whole))
+                whole.copy_(change.add_(whole.to(change.device)))  # where an engine opens host memory, it is there
             if not weight.is_in_place:
                 parts = _as_in_files(self._model, weight.name, whole)
                 copy_all([entry.view(flat) for entry in entries], [parts[entry.name] for entry in entries])

@@ -24,6 +24,8 @@ from spmdrl.model.load import load_model_config
 from tests.helpers.config_file import GOOD, read
 from tests.helpers.models import save_qwen3, save_qwen3_next
 from tests.helpers.ranks import run_ranks
+from tests.helpers.vision import save_vision_files
+from tests.helpers.vision_models import save_qwen3_vl
 
 MEMORY_MIB = 143_771
 GIVES_BACK = 'offload.engine=["kv_cache", "weights", "cuda_graph"]'
@@ -35,6 +37,7 @@ CASES = {
     "none": ("rollout.cuda_graphs=false",),
     "exact": ("true_on_policy=true", "rollout.attention_backend=triton"),
     "hybrid": ("model.path={folder}/hybrid",),
+    "images": ("model.path={folder}/images",),
 }
 
 
@@ -67,10 +70,12 @@ def resolved(folder: Path) -> dict[str, Any]:
     simulate_a_device()
     sglang_process.import_sglang()
     from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.arg_groups.model_overrides import qwen3_vl
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.server_args import ServerArgs
 
-    memory_hook.get_device_memory_capacity = lambda device=None: float(MEMORY_MIB)
+    for module in (memory_hook, qwen3_vl):
+        module.get_device_memory_capacity = lambda device=None: float(MEMORY_MIB)
     plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
     world = World(
         rank=0,
@@ -95,6 +100,7 @@ def resolved(folder: Path) -> dict[str, Any]:
             "graphs": (graphs.decode.backend, graphs.prefill.backend),
             "largest": graphs.decode.max_bs,
             "given": {key: (value, getattr(view, key)) for key, value in options.arguments.items()},
+            "pixels go by": view.mm_feature_transport,
             "backends": (view.attention_backend, view.sampling_backend),
         }
     return found
@@ -105,6 +111,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("device")
     save_qwen3(folder / "model", head_dim=128)
     save_qwen3_next(folder / "hybrid", head_dim=128)
+    save_vision_files(save_qwen3_vl(folder / "images"), patch_size=4)
     return run_ranks(1, resolved, folder, timeout_s=120.0)[0]
 
 
@@ -116,6 +123,7 @@ def test_prompts_get_the_graphs_that_were_asked_for_and_no_others(found: dict[st
         "none": ("disabled", "disabled"),
         "exact": ("full", "disabled"),
         "hybrid": ("full", "disabled"),
+        "images": ("full", "disabled"),
     }
     assert found["plain"]["largest"] == 256  # rollout.max_running: no batch is larger
 
@@ -128,6 +136,10 @@ def test_sglang_keeps_what_it_is_given(found: dict[str, Any]) -> None:
         if values[0] is not None and values[0] != values[1]
     }
     assert changed == {}
+
+
+def test_pixels_take_no_memory_of_the_device_in_the_trainers_process(found: dict[str, Any]) -> None:
+    assert {case["pixels go by"] for case in found.values()} == {"cpu"}
 
 
 def test_kernels_that_it_chooses_itself(found: dict[str, Any]) -> None:

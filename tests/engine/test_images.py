@@ -176,3 +176,29 @@ def test_images_are_seen_as_the_trainer_sees_them(
     assert leader["sampled"] == [True, True]
     for rank in ranks:
         assert rank["sends"] and not any("visual" in name for name in rank["sends"])
+
+
+def seen_by_a_trained_tower(path: str, images: str) -> list[float]:
+    """Differences from transformers' own forward for one image, before and after a refit that changes the tower."""
+    sequences, pictures = mixed_sequences(path)
+    sequences, store = stored(sequences, pictures, Path(images))
+    request = next(request_of(sequence) for sequence in sequences if sequence.images)
+    cfg = settings(path, 1, temperature=TEMPERATURE)
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"freeze": []})})
+    found = []
+    with rank_with_engine(cfg, images=store) as rank:
+        for version in range(2):
+            change(rank.policy, 0.05)
+            rank.refit(version=version)
+            rank.engine.wake()
+            answered = zip([request], answers(rank.engine, [request]), strict=True)
+            found += differences(path, of_policy(path, rank), pictures, answered).values()
+    return found
+
+
+@pytest.mark.slow
+def test_an_image_is_looked_at_again_when_the_tower_has_changed(tmp_path: Path) -> None:
+    path = save_qwen3_vl(tmp_path / "model")
+    save_vision_files(path, patch_size=4)
+    ((first, second),) = run_ranks(1, seen_by_a_trained_tower, path, str(tmp_path / "images"), timeout_s=START_LIMIT_S)
+    assert max(first, second) < 1e-5

@@ -1,4 +1,5 @@
-"""Additions of ours to SGLang's scheduler: what it forgets when it begins to serve, and what it clears as it wakes."""
+"""Additions of ours to SGLang's scheduler: what it forgets when it begins to serve and when its weights have changed,
+and what it clears as it wakes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
+import torch
 
 from spmdrl.engine.sglang import process as sglang_process
 from tests.helpers.ranks import run_ranks
@@ -26,9 +28,10 @@ class Starting:
         raise Serving
 
 
-def additions() -> tuple[int, list[list[int]]]:
-    """How many objects the collector of garbage leaves out once a scheduler begins to serve, and SGLang's table of
-    places when its memory comes back with garbage in it; a request holds row 2."""
+def additions() -> tuple[int, list[list[int]], int]:
+    """How many objects the collector of garbage leaves out once a scheduler begins to serve; SGLang's table of places
+    when its memory comes back with garbage in it, where a request holds row 2; and how many images' features are left
+    of one after a refit."""
     sglang_process.import_sglang()
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins import load_plugins
@@ -40,7 +43,7 @@ def additions() -> tuple[int, list[list[int]]]:
     gc.unfreeze()  # what the process that forked this one has frozen
     with pytest.raises(Serving):
         Scheduler.run_event_loop(Starting())
-    return gc.get_freeze_count(), table_after_waking(["kv_cache"])
+    return gc.get_freeze_count(), table_after_waking(["kv_cache"]), features_after_a_refit()
 
 
 def table_after_waking(tags: list[str]) -> list[list[int]]:
@@ -59,7 +62,22 @@ def table_after_waking(tags: list[str]) -> list[list[int]]:
     return pool.req_to_token.tolist()
 
 
+def features_after_a_refit() -> int:
+    from sglang.srt.managers import mm_schedule
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    mm_schedule.init_mm_embedding_cache(2**20)
+    assert mm_schedule.embedding_cache.set(1, EmbeddingResult(embedding=torch.ones(2, 3)))
+    updater = object.__new__(SchedulerWeightUpdaterManager)
+    updater._session = None
+    assert updater.end_weight_update(EndWeightUpdateReqInput()) is not None, "SGLang sends this"
+    return len(mm_schedule.embedding_cache)
+
+
 def test_what_is_loaded_is_not_collected_again_and_padding_reads_the_spare_slot() -> None:
-    ((frozen, table),) = run_ranks(1, additions, timeout_s=120.0)
+    ((frozen, table, num_features),) = run_ranks(1, additions, timeout_s=120.0)
     assert frozen > 100_000, "SGLang and torch have made more objects than that"
     assert table == [[0] * 4, [GARBAGE] * 4, [GARBAGE] * 4]
+    assert num_features == 0

@@ -21,7 +21,7 @@ def _objective(
     micro_batch: MicroBatch, now: Tensor, correction: CorrectionConfig, device: torch.device
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Loss, gradient and the metrics that look at tokens one by one."""
-    micro_batch, logprobs = micro_batch.to(device), now.to(device).requires_grad_()
+    micro_batch, logprobs = micro_batch.to(device), now.to(device, copy=True).requires_grad_()
     scores = TokenLogprobs(logprobs, torch.zeros_like(logprobs))
     result = PolicyObjective(LossConfig(), correction=correction)(scores, micro_batch)
     result.loss_sum.backward()

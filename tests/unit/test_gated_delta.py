@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
@@ -155,6 +156,26 @@ def test_the_rule_is_its_definition(monkeypatch: pytest.MonkeyPatch, head_dim: i
         assert relative(one, other) < 5e-6
     for head in range(3):  # the last one's is too small for float32
         assert relative(found[5][:, head], expected[5][:, head]) < 1e-4
+
+
+class NoSumThatVaries(TorchDispatchMode):
+    """Refuses what a deterministic run refuses on CUDA: cumulative sums of floating-point numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.cumsum.default or not args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_deterministic_run_on_cuda_needs_no_sum_that_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    seqlens = [40, 1, 75, 33, 8]
+    inputs = leaves(seqlens)
+    expected = rule_with_gradients(gated_delta.gated_delta_rule, inputs, seqlens)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with NoSumThatVaries():
+        found = rule_with_gradients(gated_delta.gated_delta_rule, inputs, seqlens)
+    for one, other in zip(found, expected, strict=True):
+        assert relative(one, other) < 5e-6
 
 
 def test_tokens_that_are_equal_and_never_forgotten_stay_finite() -> None:

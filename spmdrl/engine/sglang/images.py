@@ -45,6 +45,15 @@ def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
         )
 
 
+def image_arguments(model_config: Any) -> dict[str, Any]:
+    """Return SGLang's arguments for a model that looks at images, on top of which the user's come; none for others.
+
+    On a Hopper device SGLang 0.5.23 would take 1 to 3 GiB for Qwen3-VL's pixels, in the process that starts it, which
+    is the trainer's, and never give them back. Ours come from host memory and would not even go there.
+    """
+    return {} if family_of(model_config) is None else {"mm_feature_transport": "cpu"}
+
+
 def image_fields(request: Request, family: VisionFamily | None, store: ImageStore | None) -> dict[str, Any]:
     """Return the fields of SGLang's request that are about images: their pixels and places, the positions of all
     tokens, and a number for each image; nothing without images.

@@ -24,7 +24,7 @@ from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, hybrid_overrides, hybrid_problems
-from spmdrl.engine.sglang.images import image_problems
+from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
@@ -292,7 +292,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
         grammar_backend="none" if on_cpu else None,
     )
     arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
-    arguments |= hybrid_arguments(cfg, model_config, device_type=world.device.type)
+    arguments |= hybrid_arguments(cfg, model_config, device_type=world.device.type) | image_arguments(model_config)
     if cfg.true_on_policy:
         arguments |= {
             "rl_on_policy_target": "fsdp",

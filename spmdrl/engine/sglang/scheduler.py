@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
@@ -52,6 +53,7 @@ def add_hooks() -> None:
     """Register what SGLang shall call beside its own functions in this process."""
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", forget_what_is_loaded, HookType.BEFORE)
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", clear_padding_row, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.end_weight_update", forget_image_features, HookType.AFTER)
     HookRegistry.register(f"{_ADAPTERS}.load_lora_adapter_from_tensors", refuse_what_differs, HookType.AROUND)
 
 
@@ -92,3 +94,12 @@ def clear_padding_row(reply: Any, updater: Any, request: Any) -> None:
     if GPU_MEMORY_TYPE_KV_CACHE in request.tags:
         updater.scheduler.req_to_token_pool.req_to_token[0].zero_()
         torch.get_device_module().synchronize()  # forward passes run on another stream
+
+
+def forget_image_features(_reply: Any, _updater: Any, _request: Any) -> None:
+    """Drop what the tower has made of images; called when a refit has ended.
+
+    SGLang caches it by image, and drops it neither with its prefix cache nor when weights change (0.5.23): an image
+    that is shown again would be seen as the tower of an earlier version saw it.
+    """
+    mm_schedule.embedding_cache.clear()
