@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from types import ModuleType
 from typing import Any
 
@@ -41,5 +42,6 @@ def install(c10d: ModuleType) -> None:
         return mine
 
     c10d._NCCL_AVAILABLE = True
+    c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
     c10d.split_group = split_group

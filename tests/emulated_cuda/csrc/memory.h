@@ -16,11 +16,12 @@ namespace emulated {
 constexpr size_t MIB = size_t(1) << 20;
 
 struct Access {
-  size_t begin, end;
+  const char *begin, *end;
   size_t stream;
   uint64_t tick;
   bool write;
   std::string by;
+  bool freed = false;  // of an earlier owner of the memory
 };
 
 // A range of memory with the accesses that another stream may still have to wait for.
@@ -30,7 +31,7 @@ struct Tracked {
   std::vector<Access> accesses;
 
   void access(StreamState& stream, const char* begin, const char* end, bool write, const std::string& by) {
-    Access now{size_t(begin - base), size_t(end - base), stream.number, stream.clock.of(stream.number), write, by};
+    Access now{begin, end, stream.number, stream.clock.of(stream.number), write, by};
     for (auto& before : accesses) {
       bool overlap = before.begin < now.end && now.begin < before.end;
       bool ordered = before.tick <= stream.clock.of(before.stream);
@@ -38,7 +39,8 @@ struct Tracked {
           !overlap || !(write || before.write) || ordered,
           by, " on stream ", stream.number, write ? " writes" : " reads", " memory that ", before.by, " on stream ",
           before.stream, before.write ? " writes" : " reads",
-          ", and nothing puts one after the other: an event or wait_stream is missing");
+          before.freed ? ", and which was freed meanwhile: record_stream, an event or wait_stream is missing"
+                       : ", and nothing puts one after the other: an event or wait_stream is missing");
     }
     std::erase_if(accesses, [&](const Access& before) {
       bool inside = now.begin <= before.begin && before.end <= now.end;
@@ -139,10 +141,12 @@ struct DeviceMemory : c10::Allocator {
       tail->base = block->base + size;
       tail->size = rest;
       tail->segment = block->segment;
+      tail->accesses = block->accesses;
       link(block, tail, block->after);
       block->size = size;
       pool.free.insert(tail);
     }
+    forget(*block);
     block->used = true;
     block->requested = requested;
     count(*block, 1);
@@ -195,31 +199,27 @@ struct DeviceMemory : c10::Allocator {
     for (auto* block : std::exchange(get().orphans, {})) get().give_back(block);
     lock().unlock();
   }
-  // True when no stream can still use the block; its own stream uses what is next in it after all that came before.
-  bool is_done(const Block& block) {
+  // Drop the accesses that the block's own stream, or the host, comes after; what is next in the block does too.
+  void forget(Block& block) {
     auto& runtime = Runtime::get();
     auto& own = *runtime.streams.at(block.segment->pool->stream);
-    return std::all_of(block.accesses.begin(), block.accesses.end(), [&](const Access& access) {
-      return access.tick <= std::max(own.clock.of(access.stream), runtime.host.of(access.stream));
+    std::erase_if(block.accesses, [&](const Access& access) {
+      bool outside = access.end <= block.base || block.base + block.size <= access.begin;
+      return outside || access.tick <= std::max(own.clock.of(access.stream), runtime.host.of(access.stream));
     });
+  }
+  bool is_done(Block& block) {
+    forget(block);
+    return block.accesses.empty();
   }
   void give_back(Block* block) {
     if (block->ipc_slot >= 0 && Handles::get().in_use(block->ipc_slot)) {
       waiting.push_back(block);  // as torch does while another process has it open
       return;
     }
-    if (!is_done(*block)) {
-      for (auto& access : block->accesses) {
-        auto known = Runtime::get().streams.at(block->segment->pool->stream)->clock.of(access.stream);
-        if (access.tick > std::max(known, Runtime::get().host.of(access.stream)) &&
-            !block->recorded.count(access.stream) && Runtime::get().fault.empty())
-          Runtime::get().fault = "memory was freed while " + access.by + " on stream " +
-              std::to_string(access.stream) + " may still use it: record_stream or an event is missing";
-      }
-      if (!block->recorded.empty()) {
-        waiting.push_back(block);
-        return;
-      }
+    if (!block->recorded.empty() && !is_done(*block)) {
+      waiting.push_back(block);
+      return;
     }
     free_now(block);
   }
@@ -241,14 +241,16 @@ struct DeviceMemory : c10::Allocator {
     count(*block, -1);
     std::memset(block->base, 0xff, block->size);  // NaN in every floating dtype: who still reads it will notice
     block->used = false;
-    block->accesses.clear();
     block->recorded.clear();
+    forget(*block);
+    for (auto& access : block->accesses) access.freed = true;
     auto& pool = *block->segment->pool;
     for (auto* other : {block->before, block->after}) {
       if (!other || other->used) continue;
       pool.free.erase(other);
       if (other == block->before) std::swap(block, other);
       block->size += other->size;
+      block->accesses.insert(block->accesses.end(), other->accesses.begin(), other->accesses.end());
       block->after = other->after;
       if (other->after) other->after->before = block;
       delete other;
