@@ -14,6 +14,15 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def _share(self: torch.UntypedStorage) -> tuple[Any, ...]:
+    handle = core().share(_bytes(self))
+    return self.device.index, handle, self.nbytes(), 0, handle, 0, b"", True
+
+
+def _open(cls: type, device: int, handle: bytes, *_: Any) -> torch.UntypedStorage:
+    return core().open_handle(handle).untyped_storage()
+
+
 def install() -> None:
     """Start the devices, and replace what needs it."""
     core().start(devices(), device_bytes())
@@ -30,3 +39,8 @@ def install() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage._share_cuda_ = _share  # type: ignore[method-assign]
+    torch.UntypedStorage._new_shared_cuda = classmethod(_open)  # type: ignore[assignment]
+    torch.UntypedStorage._release_ipc_counter_cuda = classmethod(  # type: ignore[assignment]
+        lambda cls, handle, offset, **_: core().release_handle(handle)
+    )

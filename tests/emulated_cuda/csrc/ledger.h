@@ -79,7 +79,7 @@ struct Ledger {
 struct Handles {
   static constexpr int MAX_SLOTS = 65536;
   struct Slot {
-    std::atomic<int64_t> generation, users;
+    std::atomic<int64_t> generation, users, unfinished, readers;
   };
   struct Table {
     Slot slots[MAX_SLOTS];
@@ -99,7 +99,7 @@ struct Handles {
   int open_slot() {
     for (int i = 0; i < MAX_SLOTS; ++i)
       if (table->slots[i].generation == 0) {
-        table->slots[i].users = 0;
+        table->slots[i].users = table->slots[i].unfinished = table->slots[i].readers = 0;
         table->slots[i].generation = ++last_generation;
         return i;
       }

@@ -60,6 +60,15 @@ struct Block : Tracked {
   int ipc_slot = -1;
 };
 
+// Memory of another process.
+struct Imported : Tracked {
+  void* mapping = nullptr;
+  size_t mapping_size = 0;
+  Handles::Slot* slot = nullptr;
+  bool reading = false;
+  static void release(void* context);
+};
+
 struct Pool;
 struct Segment {
   int fd;
@@ -104,6 +113,8 @@ StreamState& current_stream(int device);
 struct DeviceMemory : c10::Allocator {
   std::map<std::tuple<int, size_t, bool>, Pool> pools;
   std::map<int, Stats> stats;
+  std::set<Block*> shared;  // that other processes have handles to
+  std::set<Imported*> imported;
   std::vector<Block*> waiting;  // freed, while a stream of record_stream may still use them
   std::vector<Block*> orphans;  // freed, but not given back yet
   std::mutex orphans_lock;
@@ -112,6 +123,35 @@ struct DeviceMemory : c10::Allocator {
   static DeviceMemory& get() {
     static auto* memory = new DeviceMemory;
     return *memory;
+  }
+  // Processes do not see each other's streams: one has to wait for its own before another one may go on.
+  void note(const c10::DataPtr& pointer, bool write, const std::string& by) {
+    if (auto* block = block_of(pointer); block && block->ipc_slot >= 0) {
+      auto& slot = Handles::get().table->slots[block->ipc_slot];
+      TORCH_CHECK(!write || slot.readers == 0, by, " writes memory that another process may still use");
+      if (write) slot.unfinished = 1;
+      shared.insert(block);
+    } else if (pointer.get_deleter() == &Imported::release) {
+      auto* opened = static_cast<Imported*>(pointer.get_context());
+      TORCH_CHECK(opened->slot->unfinished == 0, by, " uses memory of a process that has not waited for its own writes");
+      if (!std::exchange(opened->reading, true)) ++opened->slot->readers;
+    }
+  }
+  void host_has_waited() {
+    auto& host = Runtime::get().host;
+    auto waits = [&](const Tracked& memory) {
+      return std::any_of(memory.accesses.begin(), memory.accesses.end(), [&](const Access& access) {
+        return access.tick > host.of(access.stream);
+      });
+    };
+    for (auto* block : std::exchange(shared, {}))
+      if (waits(*block)) shared.insert(block);
+      else if (block->ipc_slot >= 0) Handles::get().table->slots[block->ipc_slot].unfinished = 0;
+    for (auto* opened : imported)
+      if (opened->reading && !waits(*opened)) {
+        opened->reading = false;
+        --opened->slot->readers;
+      }
   }
   static Block* block_of(const c10::DataPtr& pointer) {
     return pointer.get_deleter() == &DeviceMemory::release ? static_cast<Block*>(pointer.get_context()) : nullptr;
@@ -237,6 +277,7 @@ struct DeviceMemory : c10::Allocator {
     waiting.insert(waiting.end(), still.begin(), still.end());
   }
   void free_now(Block* block) {
+    shared.erase(block);
     if (block->ipc_slot >= 0) Handles::get().close(std::exchange(block->ipc_slot, -1));
     count(*block, -1);
     std::memset(block->base, 0xff, block->size);  // NaN in every floating dtype: who still reads it will notice
@@ -275,6 +316,16 @@ struct DeviceMemory : c10::Allocator {
     }
   }
 };
+
+inline void Imported::release(void* context) {
+  auto* memory = static_cast<Imported*>(context);
+  Guarded guard(lock());
+  DeviceMemory::get().imported.erase(memory);
+  if (memory->reading) --memory->slot->readers;
+  --memory->slot->users;
+  munmap(memory->mapping, memory->mapping_size);
+  delete memory;
+}
 
 // Pinned memory, by torch's allocator or by cudaHostRegister.
 struct PinnedMemory : c10::Allocator {

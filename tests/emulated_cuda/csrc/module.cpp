@@ -1,6 +1,7 @@
 // The extension: one translation unit, because torch's headers are most of what the compiler reads.
 #include <torch/csrc/utils/pybind.h>
 
+#include "ipc.h"
 #include "kernels.h"
 #include "nccl.h"
 
@@ -47,6 +48,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Runtime::get().num_devices = int(physical.size());
     Ledger::get().devices = physical;
     DeviceMemory::get().limit = limit;
+    Runtime::get().has_waited = [] { DeviceMemory::get().host_has_waited(); };
     rlimit files;
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;  // a segment is a file
@@ -92,6 +94,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(m, "Nccl")
         .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>());
   });
+  m.def("share", [](const Tensor& tensor) { return py::bytes(share(tensor)); });
+  m.def("open_handle", open_handle);
+  m.def("release_handle", release_handle);
   m.def("triton_launch", [](const std::string& name, const std::vector<Tensor>& tensors) {
     Launch launch(the_device, name);
     for (auto& tensor : tensors) {

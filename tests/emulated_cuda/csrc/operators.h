@@ -23,7 +23,9 @@ inline std::pair<char*, char*> extent(const Tensor& tensor) {
 }
 
 inline Tracked* tracked(const Tensor& tensor) {
-  if (tensor.is_cuda()) return DeviceMemory::block_of(tensor.storage().data_ptr());
+  auto& pointer = tensor.storage().data_ptr();
+  if (pointer.get_deleter() == &Imported::release) return static_cast<Imported*>(pointer.get_context());
+  if (tensor.is_cuda()) return DeviceMemory::block_of(pointer);
   return PinnedMemory::get().find(tensor.storage().data());
 }
 
@@ -44,6 +46,7 @@ struct Launch {
     (write ? counters.written_bytes : counters.read_bytes) += tensor.nbytes();
     auto [begin, end] = extent(tensor);
     if (auto* memory = tracked(tensor)) memory->access(stream, begin, end, write, name);
+    if (tensor.is_cuda()) DeviceMemory::get().note(tensor.storage().data_ptr(), write, name);
   }
 };
 
