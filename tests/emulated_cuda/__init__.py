@@ -111,7 +111,9 @@ def devices() -> list[int]:
     """The devices that this process sees, by the machine's numbers."""
     every = range(int(os.environ.get(NUM_DEVICES, "2")))
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return list(every) if mask is None else [int(name) for name in mask.split(",") if name.strip() and int(name) in every]
+    return (
+        list(every) if mask is None else [int(name) for name in mask.split(",") if name.strip() and int(name) in every]
+    )
 
 
 def device_bytes() -> int:

@@ -210,9 +210,10 @@ inline void register_operators(torch::Library& m) {
   m.impl("_conv_depthwise2d", depthwise);
   m.impl("_conv_depthwise2d_backward.output_mask", depthwise_backward);
   m.impl("histc", histc);
+  m.impl("_foreach_copy_", copy_lists);
   // On a device each of these is a few launches, whatever the length of the list; without this, one for each tensor.
   for (auto& name : c10::Dispatcher::singleton().getAllOpNames())
-    if (name.name.rfind("aten::_foreach_", 0) == 0 || name.name == "aten::fill_" || name.name == "aten::zero_")
+    if ((name.name.rfind("aten::_foreach_", 0) == 0 && name.name != "aten::_foreach_copy_") || name.name == "aten::fill_" || name.name == "aten::zero_")
       m.impl(toString(name).c_str() + 6, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 

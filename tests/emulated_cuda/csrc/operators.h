@@ -197,12 +197,13 @@ struct Call {
     return result;
   }
   // What an operator has resized gets memory of the device.
-  void take_over_sizes() {
+  void take_over_sizes(Launch& launch) {
     for (auto& [device_tensor, alias, memory, write] : arguments) {
       if (!write || (alias.storage().data() == memory && alias.sizes() == device_tensor.sizes())) continue;
       resize_to(device_tensor, alias.sizes(), {});
       device_tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
       if (alias.storage().data() != memory) host(device_tensor).copy_(alias);
+      launch.access(device_tensor, true);
     }
   }
   void run(torch::jit::Stack* stack) {
@@ -216,7 +217,7 @@ struct Call {
     Launch launch(device, name);
     for (auto& argument : arguments) launch.access(argument.device, argument.write);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-    take_over_sizes();
+    take_over_sizes(launch);
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
       auto& value = (*stack)[i];
       if (value.isTensor()) {
@@ -250,10 +251,19 @@ inline uint64_t digest(const Tensor& tensor) {
 inline void copy_between(const Tensor& to, const Tensor& from, bool non_blocking) {
   if (from.numel() == 0) return;
   bool to_host = !to.is_cuda(), from_host = !from.is_cuda();
-  int device = (to_host ? from : to).device().index();
+  // From device to device it is work of the source's stream, and the streams of both wait for each other.
+  int device = (from_host ? to : from).device().index();
   auto source = from.expand_as(to);
-  Launch launch(device, to_host ? "copy to the host" : from_host ? "copy from the host" : "copy");
   auto& runtime = Runtime::get();
+  auto meet = [&] {
+    if (to_host || from_host || to.device() == from.device()) return;
+    Guarded guard(lock());
+    auto &one = current_stream(to.device().index()), &other = current_stream(from.device().index());
+    runtime.stream_waits(one, other.clock);
+    runtime.stream_waits(other, one.clock);
+  };
+  meet();
+  Launch launch(device, to_host ? "copy to the host" : from_host ? "copy from the host" : "copy");
   if (from_host) {
     // An earlier copy into the same pinned memory that this one comes after has to be there.
     Guarded guard(lock());
@@ -261,13 +271,7 @@ inline void copy_between(const Tensor& to, const Tensor& from, bool non_blocking
   }
   launch.access(from, false);
   launch.access(to, true);
-  if (!to_host && !from_host && to.device() != from.device()) {
-    // torch puts such a copy on the source's stream, and lets both streams wait for each other.
-    Guarded guard(lock());
-    auto &one = current_stream(to.device().index()), &other = current_stream(from.device().index());
-    runtime.stream_waits(one, other.clock);
-    runtime.stream_waits(other, one.clock);
-  }
+  meet();
   bool pinned = (to_host || from_host) && tracked(to_host ? to : from);
   if (!(non_blocking && pinned)) {
     host(to).copy_(host(source));
@@ -288,6 +292,22 @@ inline void copy_between(const Tensor& to, const Tensor& from, bool non_blocking
       if (digest(from) != before && Runtime::get().fault.empty())
         Runtime::get().fault = "pinned memory was changed before a copy from it had ended: the host has to wait first";
     }, nullptr});
+  }
+}
+
+// Lists on one device are one launch; a list with tensors of the host is copied one by one.
+inline void copy_lists(at::TensorList to, at::TensorList from, bool non_blocking) {
+  auto together = [&](const Tensor& x) { return x.is_cuda() && x.device() == to[0].device(); };
+  if (to.empty()) return;
+  if (!std::all_of(to.begin(), to.end(), together) || !std::all_of(from.begin(), from.end(), together)) {
+    for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+    return;
+  }
+  Launch launch(to[0].device().index(), "copies");
+  for (size_t i = 0; i < to.size(); ++i) {
+    launch.access(from[i], false);
+    launch.access(to[i], true);
+    host(to[i]).copy_(host(from[i]));
   }
 }
 
