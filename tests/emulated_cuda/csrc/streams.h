@@ -3,6 +3,7 @@
 // A kernel runs as soon as it is launched. Its stream's clock says what it was launched after; an access to memory that
 // another stream may still use is an error (see memory.h). What the host may not see yet is deferred: see `Deferred`.
 #pragma once
+#include <Python.h>
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
@@ -23,7 +24,18 @@ inline std::recursive_mutex& lock() {
   static auto* mutex = new std::recursive_mutex;
   return *mutex;
 }
-using Guarded = std::lock_guard<std::recursive_mutex>;
+// Who has the lock may wait for Python's, to free a tensor; so nobody waits for the lock and has Python's.
+struct Guarded {
+  std::recursive_mutex& mutex;
+  explicit Guarded(std::recursive_mutex& mutex_) : mutex(mutex_) {
+    if (mutex.try_lock()) return;
+    auto* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex.lock();
+    if (thread) PyEval_RestoreThread(thread);
+  }
+  ~Guarded() { mutex.unlock(); }
+  Guarded(const Guarded&) = delete;
+};
 
 // For each stream, the number of its operations that came before.
 struct Clock {
