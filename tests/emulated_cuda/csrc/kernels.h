@@ -106,36 +106,6 @@ inline std::tuple<Tensor, Tensor, Tensor> flash_backward(
   return {dq, dk, dv};
 }
 
-inline Tensor depthwise(const Tensor& x, const Tensor& weight, at::IntArrayRef, const std::optional<Tensor>& bias,
-                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
-  Launch launch(x.device().index(), "conv_depthwise2d");
-  launch.access(x, false);
-  launch.access(weight, false);
-  auto found = at::conv2d(
-      host(x), host(weight), bias ? std::make_optional(host(*bias)) : std::nullopt, stride, padding, dilation, x.size(1));
-  auto out = new_like(found, x.device().index());
-  host(out).copy_(found);
-  launch.access(out, true);
-  return out;
-}
-inline std::tuple<Tensor, Tensor> depthwise_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& weight, at::IntArrayRef, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation, std::array<bool, 2> mask) {
-  Launch launch(x.device().index(), "conv_depthwise2d_backward");
-  for (const auto& read : {grad, x, weight}) launch.access(read, false);
-  auto [dx, dweight, _] = at::convolution_backward(
-      host(grad), host(x), host(weight), std::nullopt, stride, padding, dilation, false, {0, 0}, x.size(1),
-      {mask[0], mask[1], false});
-  std::tuple<Tensor, Tensor> out;
-  for (auto [to, found] : {std::pair(&std::get<0>(out), dx), std::pair(&std::get<1>(out), dweight)}) {
-    if (!found.defined()) continue;
-    *to = new_like(found, x.device().index());
-    host(*to).copy_(found);
-    launch.access(*to, true);
-  }
-  return out;
-}
-
 inline Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
   Launch launch(x.device().index(), "histc");
   launch.access(x, false);
@@ -207,8 +177,9 @@ inline void register_operators(torch::Library& m) {
   m.impl("record_stream", record_stream);
   m.impl("_flash_attention_forward", flash_forward);
   m.impl("_flash_attention_backward", flash_backward);
-  m.impl("_conv_depthwise2d", depthwise);
-  m.impl("_conv_depthwise2d_backward.output_mask", depthwise_backward);
+  // Not by way of CUDA's own convolutions, which the CPU lacks.
+  for (auto* name : {"convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   m.impl("histc", histc);
   m.impl("_foreach_copy_", copy_lists);
   // On a device each of these is a few launches, whatever the length of the list; without this, one for each tensor.
