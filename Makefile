@@ -9,6 +9,7 @@
 #   make demo TASK=tool                   learn to use a tool; game: to play a game of several turns; vision: to see
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
 #   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
+#   make test-gpu DEVICE=emulated         tests/gpu without a GPU; DEVICES=4 for more than 2 devices
 #   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
 
 PYTHON ?= python3
@@ -173,8 +174,13 @@ test-long: sglang-unless-light test-docs test-browser test-slurm test-floor ## t
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang and the site's packages
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)
 
-test-gpu: $(INSTALLED) ## tests that need a CUDA device; they skip where there is none
-	$(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none
+# DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds.
+DEVICES ?= 2
+EMULATED := $(ONE_THREAD) TRITON_INTERPRET=1 EMULATED_CUDA_DEVICES=$(DEVICES) \
+  PYTHONPATH="$(CURDIR)/tests/emulated_cuda/startup:$(CURDIR)/$(TRITON):$$PYTHONPATH"
+
+test-gpu: $(if $(filter emulated,$(DEVICE)),$(TRITON)) $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
+	$(if $(filter emulated,$(DEVICE)),$(EMULATED)) $(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none
 
 lint: $(INSTALLED) ## ruff, mypy, shellcheck
 	$(IN_VENV) ruff check .

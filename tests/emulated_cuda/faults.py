@@ -1,0 +1,200 @@
+"""Planted faults, in one program on two ranks: each has to be found. It prints a line for each, and its message.
+
+Run by tests/unit/test_emulated_cuda.py: `python -m tests.emulated_cuda.faults` with the folder `startup` on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+CUDA = torch.device("cuda")
+OPENER = """
+import pickle, sys, torch
+torch.UntypedStorage._new_shared_cuda(*pickle.load(sys.stdin.buffer))
+"""
+FAULTS: list[Callable[[], None]] = []
+
+
+def fault(function: Callable[[], None]) -> Callable[[], None]:
+    FAULTS.append(function)
+    return function
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1.0 + torch.Size(shape).numel(), device=CUDA).view(shape)
+
+
+@fault
+def a_host_tensor_in_a_kernel() -> None:
+    values(3) + torch.ones(3)
+
+
+@fault
+def tensors_of_two_devices() -> None:
+    values(3) + values(3).to("cuda:1")
+
+
+@fault
+def no_synchronize_before_a_host_read() -> None:
+    there = torch.empty(4, pin_memory=True)
+    there.copy_(values(4), non_blocking=True)
+    seen = there.tolist()
+    torch.cuda.synchronize()
+    assert seen == there.tolist(), f"read before the copy had ended: {seen}"
+
+
+@fault
+def a_pinned_source_reused_before_its_copy_ended() -> None:
+    source = torch.ones(4, pin_memory=True)
+    there = source.to(CUDA, non_blocking=True)
+    source.zero_()
+    there.sum().item()
+
+
+@fault
+def no_event_between_two_streams() -> None:
+    x = values(4)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.add_(1)
+
+
+@fault
+def a_bucket_refilled_while_another_stream_reads_it() -> None:
+    bucket, side = values(4), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        bucket.clone()
+    bucket.zero_()
+
+
+@fault
+def memory_freed_without_record_stream() -> None:
+    x, side = values(4), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.clone()
+    del x
+    values(4)
+
+
+@fault
+def a_read_of_memory_that_was_freed() -> None:
+    x = values(4)
+    address = x.data_ptr()
+    del x
+    seen = list((ctypes.c_float * 4).from_address(address))
+    assert seen == [1.0, 2.0, 3.0, 4.0], f"freed memory reads {seen}"
+
+
+@fault
+def a_handle_that_outlives_its_memory() -> None:
+    x = values(4)
+    torch.cuda.synchronize()
+    arguments = x.untyped_storage()._share_cuda_()
+    torch.UntypedStorage._release_ipc_counter_cuda(arguments[4], arguments[5])
+    del x
+    opener = subprocess.run([sys.executable, "-c", OPENER], input=pickle.dumps(arguments), capture_output=True)
+    if opener.returncode:
+        raise RuntimeError(opener.stderr.decode().splitlines()[-1])
+
+
+@fault
+def a_write_that_another_process_may_see_too_early() -> None:
+    x = values(4)
+    arguments = x.untyped_storage()._share_cuda_()
+    x.add_(1)
+    program = OPENER.replace("torch.Unt", "s = torch.Unt") + "torch.empty(0, device=s.device).set_(s).tolist()\n"
+    opener = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(arguments), capture_output=True)
+    if opener.returncode:
+        raise RuntimeError(opener.stderr.decode().splitlines()[-1])
+
+
+@fault
+def more_memory_than_there_is() -> None:
+    torch.empty(2**40, dtype=torch.uint8, device=CUDA)
+
+
+def of_ranks(rank: int) -> None:
+    """Faults that take two ranks, each of which has to find them."""
+    torch.cuda.set_device(rank)
+
+    def collectives_that_differ() -> None:
+        dist.all_reduce(values(4)) if rank else dist.broadcast(values(4), 0)
+
+    def shapes_that_differ() -> None:
+        dist.all_reduce(values(4 + rank))
+
+    def splits_that_differ() -> None:
+        dist.all_to_all_single(values(3), values(3), [1, 2], [1, 2])
+
+    def a_result_used_before_its_work_was_waited_for() -> None:
+        x = values(4)
+        dist.all_reduce(x, async_op=True)
+        x.add_(1)
+
+    def a_host_tensor_in_a_collective() -> None:
+        dist.all_reduce(torch.ones(4))
+
+    def a_device_left_out_of_set_device() -> None:
+        torch.cuda.set_device(0)
+        dist.all_reduce(values(4))
+
+    for function in (
+        collectives_that_differ,
+        shapes_that_differ,
+        splits_that_differ,
+        a_result_used_before_its_work_was_waited_for,
+        a_host_tensor_in_a_collective,
+        a_device_left_out_of_set_device,
+    ):
+        report(function)
+
+
+def report(function: Callable[[], None]) -> None:
+    """Print the fault's name and what found it, or that nothing did."""
+    try:
+        function()
+        torch.cuda.synchronize()
+        found = "NOT FOUND"
+    except (RuntimeError, AssertionError, torch.cuda.OutOfMemoryError) as error:
+        found = " ".join(str(error).split())
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    os.write(1, f"{os.environ.get('RANK', '-')} {function.__name__}: {found}\n".encode())  # at once: two ranks print
+
+
+def main() -> None:
+    """Run as both ranks: the first starts the second."""
+    if "RANK" not in os.environ:
+        for function in FAULTS:
+            report(function)
+        path = Path(os.environ["EMULATED_CUDA_LEDGER"] + ".store")
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", __spec__.name], env=os.environ | {"RANK": str(rank), "STORE": str(path)}
+            )
+            for rank in range(2)
+        ]
+        try:
+            sys.exit(max(rank.wait(timeout=120) for rank in ranks))
+        finally:
+            path.unlink(missing_ok=True)
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(os.environ["STORE"], 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    of_ranks(rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The emulated CUDA device of tests/emulated_cuda finds the faults that are planted in its own program."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "emulated_cuda"
+# What finds each fault; the second group runs on two ranks, and both have to find it.
+ALONE = {
+    "a_host_tensor_in_a_kernel": "cuda:0 and cpu!",
+    "tensors_of_two_devices": "cuda:0 and cuda:1!",
+    "no_synchronize_before_a_host_read": "read before the copy had ended: [nan, nan, nan, nan]",
+    "a_pinned_source_reused_before_its_copy_ended": "pinned memory was changed before a copy from it had ended",
+    "no_event_between_two_streams": "an event or wait_stream is missing",
+    "a_bucket_refilled_while_another_stream_reads_it": "an event or wait_stream is missing",
+    "memory_freed_without_record_stream": "which was freed meanwhile: record_stream",
+    "a_read_of_memory_that_was_freed": "freed memory reads [nan, nan, nan, nan]",
+    "a_handle_that_outlives_its_memory": "invalid resource handle: its memory was freed",
+    "a_write_that_another_process_may_see_too_early": "a process that has not waited for its own writes",
+    "more_memory_than_there_is": "CUDA out of memory",
+}
+ON_TWO_RANKS = {
+    "collectives_that_differ": "ranks disagree on collective 0 of this group: rank 0 calls broadcast",
+    "shapes_that_differ": "rank 1 calls all_reduce(5 elements of Float",
+    "splits_that_differ": "rank 0 sends 2 rows to rank 1, which expects 1",
+    "a_result_used_before_its_work_was_waited_for": "an event or wait_stream is missing",
+    "a_host_tensor_in_a_collective": "device type cpu",
+    "a_device_left_out_of_set_device": "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0",
+}
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(FOLDER / "startup"), str(FOLDER.parents[1])])
+    environment = os.environ | {"PYTHONPATH": path, "EMULATED_CUDA_DEVICES": "2"} | variables
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(600)  # a compiler may be at work
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_planted_faults_are_found() -> None:
+    done = run("-m", "tests.emulated_cuda.faults")
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for line in done.stdout.splitlines():
+        if match := re.fullmatch(r"(-|\d) (\w+): (.*)", line):
+            found[match[1], match[2]] = match[3]
+    asked = {("-", name): message for name, message in ALONE.items()}
+    asked |= {(rank, name): message for name, message in ON_TWO_RANKS.items() for rank in "01"}
+    assert found.keys() == asked.keys()
+    assert not {key: found[key] for key, message in asked.items() if message not in found[key]}
+
+
+def test_without_a_compiler_there_is_a_sentence(tmp_path: Path) -> None:
+    done = run("-c", "import torch", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), CXX="no-compiler")
+    assert done.returncode == 1
+    assert done.stderr == "the emulated CUDA device needs a C++ compiler: install g++, or name one in CXX\n"
