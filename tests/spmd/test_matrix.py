@@ -31,7 +31,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.pairwise import Row, all_rows, covering, pairs_of
 
-SEQUENCES = 12
+SEQUENCES = 6
 MODELS: dict[str, Callable[[Path], str]] = {
     "dense": lambda path: save_qwen3(path, vocab_size=VOCABULARY, num_hidden_layers=2),
     "experts": lambda path: save_qwen3_moe(path, vocab_size=VOCABULARY, num_experts=8),
@@ -152,9 +152,7 @@ def test_a_row_gives_what_one_rank_gives(row: Row, trained: Get, alone: Get) -> 
 def require_transformers(path: str, num_sequences: int, gradients: dict[str, Tensor]) -> None:
     """Require the gradients of the loss of fine-tuning that transformers' own forward pass gives."""
     model = AutoModelForCausalLM.from_pretrained(path)
-    token_mean_loss(
-        model, random_batch(vocabulary=VOCABULARY, num_sequences=num_sequences, max_tokens=40)
-    ).backward()
+    token_mean_loss(model, random_batch(vocabulary=VOCABULARY, num_sequences=num_sequences, max_tokens=40)).backward()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
