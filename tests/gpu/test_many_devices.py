@@ -53,8 +53,8 @@ def test_replicas_of_shards_give_what_one_device_gives(tmp_path: Path) -> None:
 
 
 def test_engine_weights_equal_trainer_weights(tmp_path: Path) -> None:
-    for differences in run_ranks(2, refit_differences, save_qwen3(tmp_path), torch.bfloat16, 1024):
-        assert differences == [0.0, 0.0]
+    for differences in run_ranks(2, refit_differences, (save_qwen3(tmp_path), torch.bfloat16, 1024)):
+        assert differences == [[0.0, 0.0]]
 
 
 def _opened_by_another_process(path: str) -> list[str]:

@@ -13,7 +13,7 @@ import spmdrl.engine.torch_engine
 import spmdrl.report.curves
 import spmdrl.report.tensorboard
 import spmdrl.sft
-import spmdrl.train
+import spmdrl.train  # noqa: F401
 import tests.helpers.models  # noqa: F401
 
 PIL.Image.preinit()
