@@ -24,7 +24,7 @@ from spmdrl.dist.session import World
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model.adapted import load_trained, random_values, reference_of
+from spmdrl.model.adapted import Reference, load_trained, random_values, reference_of
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.logprobs import next_token_logprobs
 from spmdrl.model.policy import Policy
@@ -64,13 +64,16 @@ class Reinforcement:
     def objective(self) -> ObjectiveFunction:
         return PolicyObjective(self.loss)
 
-    def prepare(self, batch: Batch, policy: Policy, model: ModelConfig, meshes: Meshes) -> Batch:
+    def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> Reference | None:
+        """Return the reference model, where the loss has one; every rank must call this."""
+        return reference_of(policy, model, meshes, temperature=self.temperature) if self.loss.kl_coef else None
+
+    def prepare(self, batch: Batch, policy: Policy, reference: Reference | None, meshes: Meshes) -> Batch:
         """Add what the objective needs before the updates; every rank must call this."""
         forwards: dict[str, Callable[[MicroBatch], Tensor]] = {"advantages": lambda m: m.rewards.float()}
         if needs_old_logprobs(self.loss, CorrectionConfig(), num_updates=len(batch.mini_batches)):
             forwards["old_logprobs"] = lambda m: policy(m).logprobs
-        if self.loss.kl_coef:
-            reference = reference_of(policy, model, meshes, temperature=self.temperature)
+        if reference is not None:
             forwards["ref_logprobs"] = lambda m: reference(m).logprobs
         return choose_tokens(add_columns(batch, forwards, meshes.training), self.loss, meshes, seed=0)
 
@@ -82,7 +85,10 @@ class Imitation:
     aggregation = "token_mean"
     objective = SftObjective()
 
-    def prepare(self, batch: Batch, policy: Policy, model: ModelConfig, meshes: Meshes) -> Batch:
+    def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> None:
+        """Do without a reference model."""
+
+    def prepare(self, batch: Batch, policy: Policy, reference: Reference | None, meshes: Meshes) -> Batch:
         """Return the batch as it is: it is complete."""
         return batch
 
@@ -234,19 +240,24 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     meshes = build_meshes(world, case.parallel)
     pack = PackConfig(balance=settings.pack.balance, **case.pack) if case.pack else settings.pack
     learning = settings.learning
+    policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
+    policy.token_logprobs = case.token_logprobs
+    reference = learning.reference(policy, model, meshes)
+    start = [_local(parameter).to("cpu", copy=True) for parameter in policy.parameters()]
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, float, dict[str, Tensor]]:
-        policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
+        with torch.no_grad():
+            for parameter, values in zip(policy.parameters(), start, strict=True):
+                _local(parameter).copy_(values)
         if policy.adapters is not None:  # with B = 0, as they begin, A would have no gradient
             policy.adapters.load(random_values(policy.adapters.trained, seed=0))
-        policy.token_logprobs = case.token_logprobs
         plan = plan_of(batch, pack, meshes, num_updates=num_updates)
         plan = with_costs(plan, pack, model, model_config)
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         batch_of_case = build_batch(mine, plan, meshes, aggregation=learning.aggregation)
         objective = Sized(learning.objective)
         learner = Learner.start(policy, optim, objective, num_updates=num_updates, dtype=torch.float32)
-        mini_batches = learning.prepare(batch_of_case, policy, model, meshes).mini_batches
+        mini_batches = learning.prepare(batch_of_case, policy, reference, meshes).mini_batches
         metrics = update(learner, mini_batches, meshes, step=1)
         # Ranks of a share have the same tokens.
         size = sum_over(meshes.training, torch.tensor(objective.size, device=world.device)) / meshes.ranks_per_share
@@ -319,8 +330,13 @@ class GradientAsWeight(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                held.copy_(parameter.grad.to_local()) if parameter.grad is not None else held.zero_()
+                mine = _local(parameter)
+                mine.copy_(_local(parameter.grad)) if parameter.grad is not None else mine.zero_()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:

@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 def test_two_devices_give_the_gradients_of_one(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path)
     options = {"model": {"compute_dtype": "float32"}}
-    ((one, _),) = run_ranks(1, trained, path, options)
-    (two, _), _ = run_ranks(2, trained, path, options)
+    one, two = (run_ranks(count, trained, {"step": (path, options)})[0]["step"][0] for count in (1, 2))
     assert_same_change({k: v.cpu() for k, v in one.items()}, {k: v.cpu() for k, v in two.items()}, initial(path), 1e-4)
 
 
@@ -53,8 +52,8 @@ def test_replicas_of_shards_give_what_one_device_gives(tmp_path: Path) -> None:
 
 
 def test_engine_weights_equal_trainer_weights(tmp_path: Path) -> None:
-    for differences in run_ranks(2, refit_differences, save_qwen3(tmp_path), torch.bfloat16, 1024):
-        assert differences == [0.0, 0.0]
+    for differences in run_ranks(2, refit_differences, (save_qwen3(tmp_path), torch.bfloat16, 1024)):
+        assert differences == [[0.0, 0.0]]
 
 
 def _opened_by_another_process(path: str) -> list[str]:

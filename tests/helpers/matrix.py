@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import PackConfig
@@ -18,7 +19,7 @@ from spmdrl.tools.parity_cases import (
     random_batch,
     train_case,
 )
-from spmdrl.types import Sequence
+from spmdrl.types import Sequence as Tokens
 from tests.helpers.configs import loss_config, model_config
 from tests.helpers.ranks import run_ranks
 
@@ -27,9 +28,32 @@ VOCABULARY = 96  # tp divides it
 PACK = PackConfig(max_tokens_per_micro_batch=64)
 
 
-def _outcomes(some: list[Case], settings: Settings, batch: list[Sequence]) -> list[CaseResult | None]:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A case with the settings that it is trained with."""
+
+    settings: Settings
+    case: Case = ONE_RANK
+
+
+def _outcomes(trials: Sequence[Trial], batch: list[Tokens]) -> list[CaseResult | None]:
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        return [train_case(case, settings, batch, world) for case in some]
+        found = []
+        for trial in trials:
+            try:
+                found.append(train_case(trial.case, trial.settings, batch, world))
+            except Exception as error:
+                error.add_note(f"in the case {trial.case.name}")
+                raise
+        return found
+
+
+def outcomes(trials: Sequence[Trial], *, num_sequences: int) -> list[CaseResult]:
+    """Train each trial; all must have one number of ranks, and share their processes and their process group."""
+    (num_ranks,) = {trial.case.num_ranks for trial in trials}
+    batch = random_batch(vocabulary=VOCABULARY, num_sequences=num_sequences, max_tokens=40)
+    first, *_ = run_ranks(num_ranks, _outcomes, trials, batch, timeout_s=240)
+    return first
 
 
 def by_reward(path: str, **model: Any) -> Settings:
@@ -40,20 +64,24 @@ def by_reward(path: str, **model: Any) -> Settings:
 
 def matrix(settings: Settings, wanted: Callable[[Case], bool]) -> dict[str, tuple[Case, CaseResult]]:
     """The outcome of every wanted case by its name; all cases of as many ranks share their processes."""
-    batch = random_batch(vocabulary=VOCABULARY, num_sequences=24, max_tokens=40)
     every = [ONE_RANK, *filter(wanted, cases(settings))]
     found = {}
     for num_ranks in sorted({case.num_ranks for case in every}):
         some = [case for case in every if case.num_ranks == num_ranks]
-        first, *_ = run_ranks(num_ranks, _outcomes, some, settings, batch, timeout_s=240)
-        found |= {case.name: (case, result) for case, result in zip(some, first, strict=True)}
+        results = outcomes([Trial(settings, case) for case in some], num_sequences=24)
+        found |= {case.name: (case, result) for case, result in zip(some, results, strict=True)}
     return found
 
 
 def require_same(found: dict[str, tuple[Case, CaseResult]]) -> None:
     """Require that each case has the gradients of one rank, within what its reason allows."""
     _, one = found["1 rank"]
+    for case, result in found.values():
+        require_close(case, result, one)
+
+
+def require_close(case: Case, result: CaseResult, one: CaseResult) -> None:
+    """Require that a case has the gradients of one rank, within what its reason allows."""
     assert max(float(x.norm()) for x in one.gradients.values()) > 1e-2, "gradients of 0 prove nothing"
-    for name, (case, result) in found.items():
-        apart = deviation(result, one)
-        assert apart.is_within, f"{name}: {apart}; allowed is that {case.reason}"
+    apart = deviation(result, one)
+    assert apart.is_within, f"{case.name}: {apart}; allowed is that {case.reason}"

@@ -37,7 +37,8 @@ class OtherProcess:
         self._parcels: list[tuple[str, Handle]] = []
         self._next_version = -1
         self._is_loading = False
-        context = multiprocessing.get_context("spawn")
+        # Beside a rank, the server that ranks are forked from has imported everything.
+        context = multiprocessing.get_context("forkserver" if device.type == "cpu" else "spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, str(device)), daemon=True)
         self._process.start()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import build_meshes
-from spmdrl.dist.session import spmd_session
+from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
@@ -32,7 +32,11 @@ def dealt(sequences: list[Sequence], rank: int, num_ranks: int, deal: str) -> li
     return [sequence for sequence in sequences if sequence.index % num_ranks == num_ranks - 1 - rank]
 
 
+Trained = tuple[dict[str, Tensor], dict[str, float]]  # every weight after the updates of one step, the step's metrics
+
+
 def _trained_with(
+    world: World,
     path: str,
     *,
     optim: dict[str, Any] | None = None,
@@ -41,27 +45,22 @@ def _trained_with(
     model: dict[str, Any] | None = None,
     count: int = SEQUENCES,
     deal: str = "in blocks",
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Every weight after the updates of one step, and the step's metrics; run on each rank."""
-    with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        meshes = build_meshes(world)
-        settings = model_config(path, **(model or {}))
-        losses = loss_config(**(LOSS if loss is None else loss))
-        policy = load_policy(settings, meshes.model, temperature=0.8)
-        reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
-        dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
-        the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
-        the_plan = plan_for(count, world.num_ranks, **(plan or {}))
-        mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
-        batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
-        learner = Learner.start(
-            policy, the_optim, PolicyObjective(losses), num_updates=the_plan.num_updates, dtype=dtype
-        )
-        mini_batches = completed(batch, meshes, policy, reference).mini_batches
-        metrics = update(learner, mini_batches, meshes, step=1)
-        weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
-        del policy, reference, learner
-        return weights, {name: metric.value() for name, metric in metrics.items()}
+) -> Trained:
+    meshes = build_meshes(world)
+    settings = model_config(path, **(model or {}))
+    losses = loss_config(**(LOSS if loss is None else loss))
+    policy = load_policy(settings, meshes.model, temperature=0.8)
+    reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
+    dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
+    the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
+    the_plan = plan_for(count, world.num_ranks, **(plan or {}))
+    mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
+    batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
+    learner = Learner.start(policy, the_optim, PolicyObjective(losses), num_updates=the_plan.num_updates, dtype=dtype)
+    mini_batches = completed(batch, meshes, policy, reference).mini_batches
+    metrics = update(learner, mini_batches, meshes, step=1)
+    weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}
+    return weights, {name: metric.value() for name, metric in metrics.items()}
 
 
 def initial(path: str) -> dict[str, Tensor]:
@@ -86,6 +85,7 @@ def assert_same_change(
         assert difference <= allowed, f"{name}: {difference:.2e} apart, allowed {allowed:.2e}"
 
 
-def trained(path: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return every weight after the updates of one step, and the step's metrics; run on each rank."""
-    return _trained_with(path, **options)
+def trained(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Trained]:
+    """Train each case, a model's directory and changes to the step, from the start; run on each rank."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        return {name: _trained_with(world, path, **options) for name, (path, options) in cases.items()}

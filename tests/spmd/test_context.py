@@ -93,9 +93,11 @@ def _all_equal(kernel: Kernel, kv_heads: list[int]) -> None:
                 raise AssertionError(f"{case}: {error}") from error
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_equals_attention_on_one_rank(num_ranks: int) -> None:
-    run_ranks(num_ranks, _all_equal, "sdpa", KV_HEADS)
+@pytest.mark.parametrize(
+    ("num_ranks", "kv_heads"), [(2, KV_HEADS), (4, [2]), pytest.param(4, [4, 1], marks=pytest.mark.slow)]
+)
+def test_equals_attention_on_one_rank(num_ranks: int, kv_heads: list[int]) -> None:
+    run_ranks(num_ranks, _all_equal, "sdpa", kv_heads)
 
 
 def test_the_varlen_kernel_is_told_what_each_rank_sees() -> None:

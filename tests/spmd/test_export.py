@@ -21,7 +21,7 @@ from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
 from tests.helpers.models import (
-    needs_expert_plans,
+    HAS_EXPERT_PLANS,
     save_gemma3,
     save_gpt_oss,
     save_qwen3,
@@ -31,12 +31,16 @@ from tests.helpers.models import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
 
+SIZES = {"bucket_bytes": 2**12, "file_bytes": 2**14}
+Job = tuple[str, Path, dict[str, Any], torch.dtype, dict[str, int]]  # model, destination, parallel, dtype, sizes
 
-def _export(model: str, destination: Path, parallel: dict[str, Any], dtype: torch.dtype, sizes: dict[str, int]) -> None:
+
+def _export(jobs: list[Job]) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        meshes = build_meshes(world, ParallelConfig(**parallel))
-        policy = load_policy(model_config(model), meshes.model, temperature=1.0)
-        export_hf(policy, character_tokenizer(), destination, meshes, dtype=dtype, **sizes)
+        for model, destination, parallel, dtype, sizes in jobs:
+            meshes = build_meshes(world, ParallelConfig(**parallel))
+            policy = load_policy(model_config(model), meshes.model, temperature=1.0)
+            export_hf(policy, character_tokenizer(), destination, meshes, dtype=dtype, **sizes)
 
 
 def _files(folder: Path) -> dict[str, Tensor]:
@@ -51,46 +55,51 @@ def _with_more_layers(path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("save", "parallel"),
-    [
-        pytest.param(save_qwen3, {}, id="fsdp"),
-        pytest.param(save_qwen3, {"dp_replicate": 2}, id="hsdp"),
-        pytest.param(
-            partial(save_qwen3_moe, vocab_size=64, num_experts=4),
-            {"tp": 2, "ep": 2},
-            id="experts",
-            marks=needs_expert_plans,
-        ),
-        pytest.param(save_gpt_oss, {}, id="packed-experts"),
-        pytest.param(save_gemma3, {}, id="tied"),
-        pytest.param(save_qwen3_vl_moe, {}, id="tower-and-experts"),
-        pytest.param(save_gemma3_vl, {}, id="tower"),
-        pytest.param(_with_more_layers, {}, id="more-layers"),
-    ],
-)
-def test_the_files_are_those_the_model_came_from(
-    tmp_path: Path, save: Callable[..., str], parallel: dict[str, Any]
-) -> None:
-    model = save(tmp_path / "model")
-    processor = Path("preprocessor_config.json")
-    (model / processor).write_text('{"image_processor_type": "any"}')
-    sizes = {"bucket_bytes": 2**12, "file_bytes": 2**14}
-    run_ranks(4, _export, model, tmp_path / "hf", parallel, torch.float32, sizes)
-    expected, found = _files(Path(model)), _files(tmp_path / "hf")
+CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
+    "fsdp": (save_qwen3, {}),
+    "hsdp": (save_qwen3, {"dp_replicate": 2}),
+    "packed-experts": (save_gpt_oss, {}),
+    "tied": (save_gemma3, {}),
+    "tower-and-experts": (save_qwen3_vl_moe, {}),
+    "tower": (save_gemma3_vl, {}),
+    "more-layers": (_with_more_layers, {}),
+}
+if HAS_EXPERT_PLANS:
+    CASES["experts"] = (partial(save_qwen3_moe, vocab_size=64, num_experts=4), {"tp": 2, "ep": 2})
+PROCESSOR = "preprocessor_config.json"
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case's model and its export, all by the same ranks."""
+    folder = tmp_path_factory.mktemp("exports")
+    jobs: list[Job] = []
+    for name, (save, parallel) in CASES.items():
+        model = save(folder / name / "model")
+        (folder / name / "model" / PROCESSOR).write_text('{"image_processor_type": "any"}')
+        jobs.append((model, folder / name / "hf", parallel, torch.float32, SIZES))
+    run_ranks(request.param, _export, jobs)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_files_are_those_the_model_came_from(exported: Path, name: str) -> None:
+    model, hf = exported / name / "model", exported / name / "hf"
+    expected, found = _files(model), _files(hf)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    AutoModel.from_pretrained(tmp_path / "hf")  # by the index
-    assert (tmp_path / "hf" / processor).read_text() == (model / processor).read_text()
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1, "dealt out to the ranks"
-    assert not (tmp_path / "hf.unfinished").exists()
+    AutoModel.from_pretrained(hf)  # by the index
+    assert (hf / PROCESSOR).read_text() == (model / PROCESSOR).read_text()
+    assert len(list(hf.glob("*.safetensors"))) > 1, "dealt out to the ranks"
+    assert not hf.with_suffix(".unfinished").exists()
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:
     model = save_qwen3(tmp_path / "model")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/leftover.safetensors").touch()
-    run_ranks(2, _export, model, tmp_path / "hf", {}, torch.bfloat16, {"bucket_bytes": 2**14, "file_bytes": 2**16})
+    job: Job = (model, tmp_path / "hf", {}, torch.bfloat16, {"bucket_bytes": 2**14, "file_bytes": 2**16})
+    run_ranks(2, _export, [job])
     before = AutoModelForCausalLM.from_pretrained(model)
     after, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]

@@ -24,6 +24,7 @@ from spmdrl.step.images import Images
 from spmdrl.types import MicroBatch, Sequence
 from tests.helpers.configs import model_config
 from tests.helpers.models import HAS_EXPERT_PLANS
+from tests.helpers.pairwise import all_rows, covering
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vision_models import (
     Picture,
@@ -59,11 +60,18 @@ MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen3_vl_moe: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),
     save_qwen3_5_vl: ("fsdp", "cp", "tp"),  # a recurrent layer
 }
+ALONE = ("packed", "alone")
+POSSIBLE = all_rows(
+    {"model": tuple(MODELS), "way": (*ALONE, *LAYOUTS), "tower": ("frozen", "trained")},
+    lambda row: row["way"] in (*ALONE, *MODELS[row["model"]]),
+)
+FEW = covering(POSSIBLE)  # with every pair of model, way and tower
+OTHERS = [row for row in POSSIBLE if row not in FEW]
 
 
 @dataclass(frozen=True)
 class Ways:
-    """One rank's scores with a frozen and with a trained tower, by layout; "alone" has one sequence at a time."""
+    """One rank's scores with a frozen and with a trained tower, by way; "alone" has one sequence at a time."""
 
     frozen: dict[str, Scores]
     trained: dict[str, Scores]
@@ -77,17 +85,26 @@ class Measured:
     plain: Scores
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda save: save.__name__.removeprefix("save_"))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((save, rows), id=f"{save.__name__.removeprefix('save_')}-{name}", marks=marks)
+        for name, rows, marks in (("few", FEW, ()), ("others", OTHERS, pytest.mark.slow))
+        for save in MODELS
+    ],
+)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = tmp_path_factory.mktemp("vl")
-    path = request.param(folder / "model")
+    save, rows = request.param
+    path = save(folder / "model")
     sequences, pictures = mixed_sequences(path)
     first, second, *_ = pictures.values()
     # Of which two have images behind responses: what an environment shows.
     sequences += [in_turns(path, [first], [second, first], index=6), in_turns(path, [], [second], [], index=7)]
     sequences, store = stored(sequences, pictures, folder / "images")
     plain = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
-    ranks = run_ranks(2, every_way, path, sequences, str(folder / "images"), MODELS[request.param])
+    ways = [(row["tower"], row["way"]) for row in rows if row["model"] is save]
+    ranks = run_ranks(2, every_way, path, sequences, str(folder / "images"), ways)
     store.close()
     return Measured(ranks, plain_scores(path, plain, sequences, {one.digest: one for one in pictures.values()}))
 
@@ -96,7 +113,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_every_way_agrees_with_transformers(measured: Measured, tower: str) -> None:
     logprobs, gradients = measured.plain
     frozen = {name for name in gradients if name.startswith(TOWERS)}
-    assert frozen
+    assert frozen and getattr(measured.ranks[0], tower)
     for name, (_, found) in getattr(measured.ranks[0], tower).items():
         both = getattr(measured.ranks[0], tower)[name][0] | getattr(measured.ranks[1], tower)[name][0]
         for index, expected in logprobs.items():
@@ -121,17 +138,16 @@ def plain_scores(path: str, model: PreTrainedModel, sequences: list[Sequence], p
     return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def every_way(path: str, sequences: list[Sequence], images: str, layouts: tuple[str, ...]) -> Ways:
+def every_way(path: str, sequences: list[Sequence], images: str, ways: list[tuple[str, str]]) -> Ways:
     """Return this rank's results; under FSDP it has half of the sequences."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         store = ImageStore(Path(images), max_bytes=2**24)
-        found: dict[str, dict[str, Scores]] = {}
-        for tower, freeze in {"frozen": FROZEN, "trained": TRAINED}.items():
-            found[tower] = {}
-            for name in ("packed", "alone", *layouts):
-                meshes = _meshes(world, name)
-                policy = load_policy(model_config(path, freeze=freeze), meshes.model, temperature=TEMPERATURE)
-                found[tower][name] = _scores(policy, _shares(world, name, sequences), store, meshes)
+        found: dict[str, dict[str, Scores]] = {"frozen": {}, "trained": {}}
+        for tower, name in ways:
+            meshes = _meshes(world, name)
+            freeze = FROZEN if tower == "frozen" else TRAINED
+            policy = load_policy(model_config(path, freeze=freeze), meshes.model, temperature=TEMPERATURE)
+            found[tower][name] = _scores(policy, _shares(world, name, sequences), store, meshes)
         return Ways(**found)
 
 
