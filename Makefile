@@ -145,8 +145,8 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 	  set -x; $(ONE_THREAD) $(PYTEST) -m "not slow" tests/engine; \
 	fi
 
-test-e2e: $(INSTALLED) ## whole runs from the command line
-	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
+test-e2e: $(INSTALLED) ## whole runs from the command line, two files at a time
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/e2e
 
 test-browser: $(CHROMIUM) $(INSTALLED) ## pages in a real browser
 	@if test -z "$(CHROMIUM)"; then \

@@ -46,6 +46,7 @@ def alone(folder: Path) -> Path:
     return folder / "runs/alone"
 
 
+@pytest.mark.slow
 def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:
     launch(folder, 2, "run.name=apart", *APART, IN_STEP, "rollout.num_ranks=1")
     apart = folder / "runs/apart"
@@ -92,6 +93,7 @@ def test_a_step_ahead(folder: Path) -> None:
     assert steady_rows(again) == steady_rows(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path, alone: Path) -> None:
     settings = ("run.name=stopped-apart", *APART, IN_STEP, "rollout.num_ranks=1")
     launch(folder, 2, *settings, "run.num_steps=2")
@@ -101,6 +103,7 @@ def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path
     assert_same_weights(alone, stopped)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) -> None:
     """Two steps ahead, with groups that go on, groups that are drawn in place of others, and greedy responses."""
     settings = (
@@ -145,6 +148,7 @@ def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) ->
     assert not any("spmdrl/rollout" in words for words in said), "a traceback"
 
 
+@pytest.mark.slow
 def test_the_death_of_an_engine_rank_ends_the_run(folder: Path) -> None:
     settings = ("run.name=killed", *APART, "rollout.num_ranks=1", "run.num_steps=100000")
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}

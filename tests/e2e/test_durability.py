@@ -86,6 +86,7 @@ def straight(folder: Path) -> Path:
     return launch(folder, "straight", 2)
 
 
+@pytest.mark.slow
 def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight: Path) -> None:
     assert len(tensor_files(straight, 6)) == 2 and len(sample_rows(straight)) > 6 and len(rows(straight)) == 7
     launch(folder, "halves", 2, "run.num_steps=3")
@@ -137,6 +138,7 @@ def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> Non
     assert_same_run(launch(folder, name, 2, LONGER), longer)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:
     survives(folder, longer, "killed", range(3))
 
@@ -196,7 +198,8 @@ def _dies(arguments: list[str], moment: Callable[[int], None], step: int) -> int
     return main(arguments)
 
 
-@pytest.mark.parametrize("moment", [0, *(pytest.param(later, marks=pytest.mark.slow) for later in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: int) -> None:
     """In the first checkpoint, or in a later one: none that is not whole has the name of one."""
     name, step = f"torn-{moment}", 1 + moment
@@ -233,6 +236,7 @@ def test_damaged_checkpoints_are_named_by_the_run(
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_then_one_then_four(folder: Path) -> None:
     """On other ranks the first step after the checkpoint has the same samples, and nearly the same weights."""
     exact = ("true_on_policy=true", "model.attention=auto", "debug.assert_on_policy=false")
@@ -365,6 +369,7 @@ def _full(arguments: list[str]) -> tuple[int, str]:
         return main(arguments), said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: Path) -> None:
     run = folder / "runs/full"
     shutil.copytree(straight, run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +28,9 @@ from tests.helpers.small_run import (
     sample_rows,
     steady_rows,
     without_curves,
-    write_config,
 )
-from tests.helpers.vision import TOKENS, photo, save_vision_files
-from tests.helpers.vision_models import IMAGE, save_qwen3_vl
+from tests.helpers.vision import TOKENS, write_picture_run
+from tests.helpers.vision_models import IMAGE
 
 EXACT = 1e-5  # nats between engine and trainer
 ENVIRONMENT = f'environment.source={{kind="class",name="{painter.__file__}:Painter"}}'
@@ -43,34 +41,7 @@ SETTINGS = (ENVIRONMENT, "report.samples_per_step=100", "debug.save_rollouts=all
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL, questions of which some have a picture, and the configuration of a small run of episodes."""
     path = tmp_path_factory.mktemp("pictures")
-    save_qwen3_vl(path / "model", eos_token_id=1, pad_token_id=0)
-    save_vision_files(path / "model")
-    lines = []
-    for number in range(12):
-        images = [f"{number}.png"] if number % 3 == 0 else []
-        if images:
-            rng = random.Random(number)
-            photo(rng.randint(8, 30), rng.randint(8, 30), seed=number).save(path / images[0])
-        lines.append({"prompt": f"{'<image>' * len(images)} {number}", "answer": "7", "images": images})
-    (path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = {"kind": "jsonl", "path": f"{path}/rows.jsonl", "image_column": "images"}
-    write_config(
-        path,
-        run={"num_steps": 2},
-        data={"sources": [source], "max_prompt_tokens": 64},
-        # Most tokens end a response, so that a model that knows nothing gets to its later turns.
-        rollout={
-            "prompts_per_step": 6,
-            "group_size": 2,
-            "max_response_tokens": 160,
-            "stop_token_ids": [1, *range(14, 62)],
-        },
-        environment={"max_turns": 4},
-        reward={"terms": [{"kind": "environment"}]},
-        checkpoint={"every": 1},
-        eval=None,
-        pack={"max_tokens_per_micro_batch": 512},
-    )
+    write_picture_run(path, run={"num_steps": 2}, eval=None)
     return path
 
 
@@ -134,6 +105,7 @@ def told(program: object, *arguments: str) -> tuple[int, str]:
     return code, words.getvalue()
 
 
+@pytest.mark.slow
 def test_one_rank_samples_the_episodes_of_two(folder: Path, whole: Path) -> None:
     launch(folder, 1, "run.name=alone", "run.num_steps=1", *SETTINGS)
     alone, pair = (rollouts_of(folder / "runs" / name, 1) for name in ("alone", "whole"))

@@ -112,6 +112,7 @@ def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path) ->
         assert all(row["images/tower_passes"] > 0 for row in steps)
 
 
+@pytest.mark.slow
 def test_four_steps_are_two_and_a_new_process_and_two(folder: Path, straight: Path) -> None:
     launch(folder, 2, "run.name=halves", "run.num_steps=2")
     launch(folder, 2, "run.name=halves")
@@ -121,6 +122,7 @@ def test_four_steps_are_two_and_a_new_process_and_two(folder: Path, straight: Pa
     assert steady_rows(halves) == steady_rows(straight)
 
 
+@pytest.mark.slow
 def test_apart_is_the_colocated_run_bit_for_bit(folder: Path) -> None:
     """The ranks that train look at images that only others have sampled from."""
     launch(folder, 1, "run.name=alone", "run.num_steps=2")
