@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,7 @@ from spmdrl.rollout.episode import Episode
 from spmdrl.train import main
 from tests.helpers import painter
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import (
-    assert_same_weights,
-    rows,
-    sample_rows,
-    steady_rows,
-    without_curves,
-)
+from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows, without_curves
 from tests.helpers.vision import write_picture_run
 
 SETTINGS = (
@@ -56,62 +51,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Moment = Callable[[], None]
+def entering(step: int, phase: str, number: signal.Signals, rank: int) -> None:
+    """Send a rank a signal as it enters a phase of a step."""
+    enter = Watch.enter
+
+    def enter_and_signal(watch: Watch, entered: str) -> None:
+        enter(watch, entered)
+        if (watch._heartbeat.status.step, entered) == (step, phase) and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), number)
+
+    Watch.enter = enter_and_signal
 
 
-def entering(step: int, phase: str, number: signal.Signals, rank: int) -> Moment:
-    """One rank gets a signal as it enters a phase of a step."""
+def in_an_episode(step: int, rank: int) -> None:
+    """Kill a rank when an environment of a step has answered a turn, and other episodes are under way."""
+    enter, take_answer, now = Watch.enter, Episode.take_answer, [0]
 
-    def patch() -> None:
-        enter = Watch.enter
+    def enter_and_note(watch: Watch, entered: str) -> None:
+        enter(watch, entered)
+        now[0] = watch._heartbeat.status.step
 
-        def enter_and_signal(watch: Watch, entered: str) -> None:
-            enter(watch, entered)
-            if (watch._heartbeat.status.step, entered) == (step, phase) and os.environ["RANK"] == str(rank):
-                os.kill(os.getpid(), number)
+    def take_answer_or_die(episode: Episode) -> None:
+        take_answer(episode)
+        if now[0] == step and episode.turns and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), KILL)
 
-        Watch.enter = enter_and_signal
-
-    return patch
-
-
-def in_an_episode(step: int, rank: int) -> Moment:
-    """One rank is killed when an environment of a step has answered a turn, and other episodes are under way."""
-
-    def patch() -> None:
-        enter, take_answer, now = Watch.enter, Episode.take_answer, [0]
-
-        def enter_and_note(watch: Watch, entered: str) -> None:
-            enter(watch, entered)
-            now[0] = watch._heartbeat.status.step
-
-        def take_answer_or_die(episode: Episode) -> None:
-            take_answer(episode)
-            if now[0] == step and episode.turns and os.environ["RANK"] == str(rank):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Watch.enter, Episode.take_answer = enter_and_note, take_answer_or_die
-
-    return patch
+    Watch.enter, Episode.take_answer = enter_and_note, take_answer_or_die
 
 
-def before_the_name(step: int) -> Moment:
-    """The rank that publishes a checkpoint is killed when all of its files have been written."""
+def before_the_name(step: int) -> None:
+    """Kill the rank that publishes a checkpoint when all of its files have been written."""
+    publish = write._publish
 
-    def patch() -> None:
-        publish = write._publish
+    def publish_or_die(unfinished: Path, final: Path) -> Any:
+        if f"{step:08d}" in final.name:
+            os.kill(os.getpid(), KILL)
+        return publish(unfinished, final)
 
-        def publish_or_die(unfinished: Path, final: Path) -> Any:
-            if f"{step:08d}" in final.name:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return publish(unfinished, final)
-
-        write._publish = publish_or_die
-
-    return patch
+    write._publish = publish_or_die
 
 
-def cut(argv: list[str], moment: int, cuts: str) -> int:
+def nowhere() -> None:
+    """Cut nothing."""
+
+
+# Each launch resumes the one before: where it is cut, the rank that is killed or none, and the step that is saved.
+USR1, KILL = signal.SIGUSR1, signal.SIGKILL
+COLOCATED = (
+    (partial(entering, 1, "rollout", USR1, rank=1), None, 0),
+    (partial(in_an_episode, 2, rank=1), 1, 1),
+    (partial(before_the_name, 2), 0, 1),
+    (partial(entering, 2, "update", USR1, rank=1), None, 2),
+    (partial(entering, 3, "update", KILL, rank=1), 1, 2),
+    (partial(entering, 3, "refit", USR1, rank=0), None, 3),
+)
+DISAGGREGATED = (
+    (partial(in_an_episode, 1, rank=1), 1, 0),
+    (partial(entering, 2, "reward", USR1, rank=1), None, 1),
+    (partial(entering, 3, "refit", USR1, rank=0), None, 3),
+)
+
+
+def cut(argv: list[str], patch: Callable[[], None]) -> int:
     """Run one rank's program; `evaluations` in the run's folder gets the step of each one."""
     show = Report.eval
 
@@ -122,34 +123,13 @@ def cut(argv: list[str], moment: int, cuts: str) -> int:
         show(report, step, scalars, **others)
 
     Report.eval = note_and_show
-    if moment < len(CUTS[cuts]):
-        CUTS[cuts][moment][0]()
+    patch()
     return without_curves(main, argv)
 
 
-# Each launch resumes the one before: where it is cut, the rank that is killed or none, and the step that is saved.
-USR1, KILL = signal.SIGUSR1, signal.SIGKILL
-CUTS: dict[str, tuple[tuple[Moment, int | None, int], ...]] = {
-    "colocated": (
-        (entering(1, "rollout", USR1, rank=1), None, 0),
-        (in_an_episode(2, rank=1), 1, 1),
-        (before_the_name(2), 0, 1),
-        (entering(2, "update", USR1, rank=1), None, 2),
-        (entering(3, "update", KILL, rank=1), 1, 2),
-        (entering(3, "refit", USR1, rank=0), None, 3),
-    ),
-    "disaggregated": (
-        (in_an_episode(1, rank=1), 1, 0),
-        (entering(2, "reward", USR1, rank=1), None, 1),
-        (entering(3, "refit", USR1, rank=0), None, 3),
-    ),
-    "nothing": (),
-}
-
-
-def launch(folder: Path, num_ranks: int, *overrides: str, moment: int = 0, cuts: str = "nothing") -> None:
+def launch(folder: Path, num_ranks: int, *overrides: str, patch: Callable[[], None] = nowhere) -> None:
     argv = [str(folder / "c.toml"), *SETTINGS, *overrides]
-    assert set(run_ranks(num_ranks, cut, argv, moment, cuts, timeout_s=200.0)) == {0}
+    assert set(run_ranks(num_ranks, cut, argv, patch, timeout_s=200.0)) == {0}
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -161,23 +141,23 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert exports == [["hf-00000002"]] * 2
 
 
-def cut_run(folder: Path, cuts: str, *overrides: str) -> Path:
+def cut_run(folder: Path, name: str, cuts: Sequence[tuple[partial[None], int | None, int]], *overrides: str) -> Path:
     """A run on two ranks that is launched again after each of its cuts, to the end."""
-    run, settings = folder / "runs" / cuts, (f"run.name={cuts}", *overrides)
+    run, settings = folder / "runs" / name, (f"run.name={name}", *overrides)
     files, checkpoints = FaultFiles(run), run / "checkpoints"
-    for number, (_, killed, saved) in enumerate(CUTS[cuts]):
+    for patch, killed, saved in cuts:
         if killed is None:
-            launch(folder, 2, *settings, moment=number, cuts=cuts)
+            launch(folder, 2, *settings, patch=patch)
             requeue = read_requeue(files)
-            assert requeue is not None and (requeue.reason, requeue.step) == ("SIGUSR1", saved), number
+            assert requeue is not None and (requeue.reason, requeue.step) == ("SIGUSR1", saved), patch
         else:
             with pytest.raises(AssertionError, match="died without a word"):
-                launch(folder, 2, *settings, moment=number, cuts=cuts)
+                launch(folder, 2, *settings, patch=patch)
             report = read_error(files)
-            assert report is not None and (report.kind, report.rank) == ("lost", killed), number
-            assert "ended without an error message" in report.message, number
-        assert (newest_step(checkpoints) or 0) == saved, number
-        assert set(saved_steps(checkpoints)) <= set(range(saved + 1)), number
+            assert report is not None and (report.kind, report.rank) == ("lost", killed), patch
+            assert "ended without an error message" in report.message, patch
+        assert (newest_step(checkpoints) or 0) == saved, patch
+        assert set(saved_steps(checkpoints)) <= set(range(saved + 1)), patch
     launch(folder, 2, *settings)
     assert read_requeue(files) is None and read_error(files) is None
     assert not list(checkpoints.glob("*.*"))
@@ -222,7 +202,7 @@ def test_one_rank_samples_what_two_sample(alone: Path, pair: Path) -> None:
 
 
 def test_colocated(folder: Path, pair: Path) -> None:
-    run = cut_run(folder, "colocated")
+    run = cut_run(folder, "colocated", COLOCATED)
     assert_same_run(run, pair)
     # A stop leaves no evaluation out and repeats none; the kill in step 3 loses the one after step 2.
     assert [(one / "evaluations").read_text().split() for one in (pair, run)] == [["0", "2", "3"], ["0", "2", "2", "3"]]
@@ -230,4 +210,4 @@ def test_colocated(folder: Path, pair: Path) -> None:
 
 def test_disaggregated(folder: Path, alone: Path) -> None:
     """Also equal to a run on one rank that does both."""
-    assert_same_run(cut_run(folder, "disaggregated", *APART), alone)
+    assert_same_run(cut_run(folder, "disaggregated", DISAGGREGATED, *APART), alone)
