@@ -98,7 +98,6 @@ def nowhere() -> None:
 # Each launch resumes the one before: where it is cut, the rank that is killed or none, and the step that is saved.
 USR1, KILL = signal.SIGUSR1, signal.SIGKILL
 COLOCATED = (
-    (partial(entering, 1, "rollout", USR1, rank=1), None, 0),
     (partial(in_an_episode, 2, rank=1), 1, 1),
     (partial(before_the_name, 2), 0, 1),
     (partial(entering, 2, "update", USR1, rank=1), None, 2),
@@ -189,7 +188,10 @@ def test_everything_is_on(alone: Path, pair: Path) -> None:
         steps = rows(run)[1:]
         assert len(steps) == 3 and all(0 < row["mismatch/max_abs_nats"] < 1e-5 for row in steps)
         assert all(row["update/grad_norm"] > 0 and row["images/distinct"] > 3 for row in steps)
+        assert all(row["images/tower_passes"] > 0 and row["rollout/kept_groups_fraction"] == 1.0 for row in steps)
         assert sum(row["rollout/equal_groups_count"] for row in steps) > 0, "no group was drawn in place of another"
+        prompts = [{row["prompt_id"] for row in sample_rows(run) if row["step"] == step} for step in (1, 2, 3)]
+        assert len(set.union(*prompts)) == sum(map(len, prompts)), "a prompt was trained on twice"
         assert steps[0]["update/k3_ref_nats"] < steps[-1]["update/k3_ref_nats"]
         assert [row["step"] for row in rows(run) if "eval/reward" in row] == [0, 2, 3]
 

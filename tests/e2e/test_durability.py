@@ -52,6 +52,7 @@ COMMON = (
     "checkpoint.keep_last=20",
     "report.samples_per_step=100",
     "report.tensorboard=false",
+    "debug.save_rollouts=all",
 )
 
 
@@ -256,12 +257,15 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:
             torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
 
 
-def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(folder: Path, straight: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(
+    folder: Path, straight: Path, num_ranks: int
+) -> None:
     """Also where engine and trainer do not compute the same bits, and what is sampled may differ."""
     path = folder_of(straight / "checkpoints", 3)
-    settings = ("run.num_steps=4", f"resume.checkpoint={path}", "debug.save_rollouts=1", "export.at_end=false")
-    one, four = (launch(folder, f"on-{num_ranks}", num_ranks, *settings) for num_ranks in (1, 4))
-    assert len(_drawn(one, 4)) == 32 and _drawn(one, 4) == _drawn(four, 4)
+    settings = ("run.num_steps=4", f"resume.checkpoint={path}", "export.at_end=false")
+    moved = launch(folder, f"on-{num_ranks}", num_ranks, *settings)
+    assert len(_drawn(moved, 4)) == 32 and _drawn(moved, 4) == _drawn(straight, 4)
 
 
 def _drawn(run: Path, step: int) -> set[tuple[int, int, int]]:

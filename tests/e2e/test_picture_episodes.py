@@ -1,20 +1,15 @@
 """Whole runs of episodes whose environment shows pictures: engine and trainer see the same in every turn, on any number
-of ranks, in a process that goes on for one that was killed, and in a step that is computed again."""
+of ranks, and in a step that is computed again. `test_cut_runs` resumes such runs."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.rollout.files import read_parts
 from spmdrl.tools import episodes, replay
 from spmdrl.train import main
@@ -26,7 +21,6 @@ from tests.helpers.small_run import (
     launch,
     rows,
     sample_rows,
-    steady_rows,
     without_curves,
 )
 from tests.helpers.vision import TOKENS, write_picture_run
@@ -130,36 +124,6 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path, whole: Path)
         [[row.get(name) for name in names] for row in rows(folder / "runs" / run)[1:]] for run in ("whole", "read")
     )
     assert before == after and None not in before[0]
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_not(folder: Path, whole: Path) -> None:
-    marker = folder / "marker"
-    waiting = (
-        *SETTINGS,
-        f'environment.source={{kind="class",name="{painter.__file__}:Painter",params={{marker="{marker}"}}}}',
-        "environment.sandbox.mode=off",
-        "environment.step_timeout_s=100.0",
-        'resume.changed=["environment"]',
-    )
-    launch(folder, 2, "run.name=killed", "run.num_steps=1", *SETTINGS)
-    run = folder / "runs/killed"
-    with ThreadPoolExecutor(1) as pool:
-        arguments = [str(folder / "c.toml"), "run.name=killed", *waiting]
-        job = pool.submit(run_ranks, 2, without_curves, main, arguments, timeout_s=200.0)
-        began = time.monotonic()
-        while not marker.exists():
-            assert not job.done() and time.monotonic() - began < 120
-            time.sleep(0.01)
-        status = read_json(FaultFiles(run).status_of(1))
-        assert status is not None
-        os.kill(status["pid"], signal.SIGKILL)
-        with pytest.raises(AssertionError, match="died without a word"):
-            job.result()
-    launch(folder, 2, "run.name=killed", *SETTINGS)
-    assert_same_weights(run, whole)
-    assert sample_rows(run) == sample_rows(whole)
-    assert steady_rows(run) == steady_rows(whole)
 
 
 @pytest.mark.slow

@@ -166,6 +166,7 @@ def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> No
     assert alone["update/grad_norm"] == pytest.approx(pair["update/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
     """Dynamic sampling, over-sampling and partial rollouts together, each group with a greedy response to compare with;
     stopped once while rollouts go on."""

@@ -102,14 +102,16 @@ def test_a_rate_for_what_is_not_trained_is_refused(folder: Path, capsys: pytest.
     assert 'optim.rates has a rate for "visual.*", but the tower is not trained' in capsys.readouterr().err
 
 
-def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path) -> None:
-    launch(folder, 2, "run.name=adapters", "run.num_steps=2", "lora.rank=4")
-    launch(folder, 2, "run.name=critic", "run.num_steps=2", "advantage.estimator=gae", "rollout.group_size=1")
-    for name in ("adapters", "critic"):
-        steps = rows(folder / "runs" / name)[1:]
-        assert len(steps) == 2
-        assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
-        assert all(row["images/tower_passes"] > 0 for row in steps)
+SHARERS = {"adapters": ("lora.rank=4",), "critic": ("advantage.estimator=gae", "rollout.group_size=1")}
+
+
+@pytest.mark.parametrize("name", [pytest.param("adapters", marks=pytest.mark.slow), "critic"])
+def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path, name: str) -> None:
+    launch(folder, 2, f"run.name={name}", "run.num_steps=2", *SHARERS[name])
+    steps = rows(folder / "runs" / name)[1:]
+    assert len(steps) == 2
+    assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
+    assert all(row["images/tower_passes"] > 0 for row in steps)
 
 
 @pytest.mark.slow
