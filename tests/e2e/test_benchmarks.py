@@ -123,7 +123,7 @@ PROGRAMS = {
 }
 
 
-IN_THE_GATE = ("spmdrl_step.py", "checkpoint_files.py")
+IN_THE_GATE = ("scale.py", "checkpoint_files.py")
 
 
 @pytest.fixture(scope="module")
