@@ -146,8 +146,8 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 	  set -x; $(ONE_THREAD) $(PYTEST) -m "not slow" tests/engine; \
 	fi
 
-test-e2e: $(INSTALLED) ## whole runs from the command line
-	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/e2e
+test-e2e: $(INSTALLED) ## whole runs from the command line, two files at a time
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/e2e
 
 test-docs: $(INSTALLED) ## every command and example of the documentation, and its site
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" tests/docs

@@ -44,6 +44,7 @@ def test_disaggregated_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path,
     assert_same_weights(alone, apart)
 
 
+@pytest.mark.slow
 def test_a_disaggregated_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, alone: Path) -> None:
     settings = ("run.name=stopped", *LORA, *APART, IN_STEP)
     launch(folder, 2, *settings, "run.num_steps=2")

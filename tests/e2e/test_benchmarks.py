@@ -1,7 +1,7 @@
 """Every program of benchmarks/ runs at its smallest size and prints what it says that it prints; no figure is checked.
 
-The programs run two at a time, from the moment when the first test asks for one. Those of this environment are forked
-from a server that has imported everything, which saves most of their time.
+The programs whose tests are selected run two at a time, from the moment when the first test asks for one. Those of this
+environment are forked from a server that has imported everything, which saves most of their time.
 """
 
 from __future__ import annotations
@@ -123,6 +123,9 @@ PROGRAMS = {
 }
 
 
+IN_THE_GATE = ("scale.py", "checkpoint_files.py")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, for what programs write."""
@@ -132,11 +135,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(place: Path) -> Iterator[dict[str, Future[Done]]]:
-    """How each program ends."""
-
+def outcomes(place: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Done]]]:
+    """How each program ends that a selected test asks for."""
+    asked = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
     with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {name: pool.submit(outcome, name, program, place) for name, program in PROGRAMS.items()}
+        yield {name: pool.submit(outcome, name, program, place) for name, program in PROGRAMS.items() if name in asked}
         pool.shutdown(cancel_futures=True)
 
 
@@ -177,7 +180,9 @@ def test_every_program_is_in_the_list() -> None:
     assert {file.name for file in files if "__main__" in file.read_text(encoding="utf-8")} == set(PROGRAMS)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_THE_GATE else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+)
 def test_a_program_prints_what_it_says(name: str, outcomes: dict[str, Future[Done]]) -> None:
     program, done = PROGRAMS[name], outcomes[name].result()
     assert done.code == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -187,8 +192,12 @@ def test_a_program_prints_what_it_says(name: str, outcomes: dict[str, Future[Don
         assert set(program.keys.split()) <= json.loads(done.stdout.splitlines()[-1]).keys()
 
 
-def test_bench_writes_a_result_that_says_where_it_comes_from(place: Path, outcomes: dict[str, Future[Done]]) -> None:
-    assert outcomes["bench.py"].result().code == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bench.py"])
+def test_bench_writes_a_result_that_says_where_it_comes_from(
+    name: str, place: Path, outcomes: dict[str, Future[Done]]
+) -> None:
+    assert outcomes[name].result().code == 0
     result = json.loads((place / "results/engine-natural.json").read_text(encoding="utf-8"))
     assert result.keys() >= {"date", "commit", "code_digest", "machine", "spmdrl_median", "peer_median", "ratios"}
     assert result["unit"] == "us/token"

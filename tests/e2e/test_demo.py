@@ -31,7 +31,7 @@ def sources(table: str, path: Path, **columns: str) -> str:
 COLUMNS = {"tool": {}, "game": {"answer_column": ""}, "vision": {"image_column": "image"}}
 
 
-@pytest.mark.parametrize("task", ["tool", pytest.param("game", marks=pytest.mark.slow), "vision"])
+@pytest.mark.parametrize("task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("tool", "game")), "vision"])
 def test_the_files_of_a_demo_fit_together(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of the warm start, and one of what follows it, with a model whose words are characters."""
     monkeypatch.chdir(ROOT)

@@ -46,6 +46,7 @@ def alone(folder: Path) -> Path:
     return folder / "runs/alone"
 
 
+@pytest.mark.slow
 def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:
     launch(folder, 2, "run.name=apart", *APART, IN_STEP, "rollout.num_ranks=1")
     apart = folder / "runs/apart"
@@ -72,26 +73,27 @@ def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_
 
 
 def test_a_step_ahead(folder: Path) -> None:
-    settings = ("run.name=ahead", *APART, "rollout.num_ranks=1", "run.num_steps=6")
+    settings = ("run.name=ahead", *APART, "rollout.num_ranks=1", "run.num_steps=4")
     launch(folder, 2, *settings)
     run = folder / "runs/ahead"
     steps = rows(run)[1:]
-    assert [row["rollout/max_staleness_steps"] for row in steps] == [0, 1, 1, 1, 1, 1]
-    assert [row["rollout/mean_staleness_steps"] for row in steps] == [0, 1, 1, 1, 1, 1]
+    assert [row["rollout/max_staleness_steps"] for row in steps] == [0, 1, 1, 1]
+    assert [row["rollout/mean_staleness_steps"] for row in steps] == [0, 1, 1, 1]
     assert {(sample["step"], sample["version"]) for sample in samples(run)} == {
-        (step, max(0, step - 2)) for step in range(1, 7)
+        (step, max(0, step - 2)) for step in range(1, 5)
     }
     # What is stale shows as mismatch; the probe is answered by the weights that are updated.
     assert max(row["mismatch/max_abs_nats"] for row in steps) > 1e-3
     assert max(row["refit/probe_max_abs_nats"] for row in steps) < 1e-5
     # Evaluations are of the weights of their step, as everywhere.
-    assert [row["step"] for row in rows(run) if "eval/accuracy" in row] == [0, 2, 4, 6]
+    assert [row["step"] for row in rows(run) if "eval/accuracy" in row] == [0, 2, 4]
     again = folder / "runs/again"
     launch(folder, 2, *settings, "run.name=again")
     assert tokens(again) == tokens(run)
     assert steady_rows(again) == steady_rows(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path, alone: Path) -> None:
     settings = ("run.name=stopped-apart", *APART, IN_STEP, "rollout.num_ranks=1")
     launch(folder, 2, *settings, "run.num_steps=2")
@@ -101,6 +103,7 @@ def test_a_run_that_stopped_in_step_is_bitwise_the_run_that_did_not(folder: Path
     assert_same_weights(alone, stopped)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) -> None:
     """Two steps ahead, with groups that go on, groups that are drawn in place of others, and greedy responses."""
     settings = (
@@ -134,6 +137,7 @@ def _said(argv: list[str]) -> tuple[int, str]:
         return main(argv), said.getvalue()
 
 
+@pytest.mark.slow
 def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) -> None:
     settings = ("run.name=changed", *APART, "run.deterministic=false", "rollout.num_ranks=1")
     partial = ("rollout.oversample_fraction=0.5", "rollout.partial=true", "rollout.max_running=12")
@@ -145,6 +149,7 @@ def test_what_stops_the_engines_is_told_by_the_ranks_that_train(folder: Path) ->
     assert not any("spmdrl/rollout" in words for words in said), "a traceback"
 
 
+@pytest.mark.slow
 def test_the_death_of_an_engine_rank_ends_the_run(folder: Path) -> None:
     settings = ("run.name=killed", *APART, "rollout.num_ranks=1", "run.num_steps=100000")
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}

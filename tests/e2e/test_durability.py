@@ -52,6 +52,7 @@ COMMON = (
     "checkpoint.keep_last=20",
     "report.samples_per_step=100",
     "report.tensorboard=false",
+    "debug.save_rollouts=all",
 )
 
 
@@ -86,6 +87,7 @@ def straight(folder: Path) -> Path:
     return launch(folder, "straight", 2)
 
 
+@pytest.mark.slow
 def test_six_steps_are_three_and_a_new_process_and_three(folder: Path, straight: Path) -> None:
     assert len(tensor_files(straight, 6)) == 2 and len(sample_rows(straight)) > 6 and len(rows(straight)) == 7
     launch(folder, "halves", 2, "run.num_steps=3")
@@ -137,6 +139,7 @@ def survives(folder: Path, longer: Path, name: str, seeds: Sequence[int]) -> Non
     assert_same_run(launch(folder, name, 2, LONGER), longer)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_at_any_moment_changes_nothing(folder: Path, longer: Path) -> None:
     survives(folder, longer, "killed", range(3))
 
@@ -196,7 +199,8 @@ def _dies(arguments: list[str], moment: Callable[[int], None], step: int) -> int
     return main(arguments)
 
 
-@pytest.mark.parametrize("moment", [0, *(pytest.param(later, marks=pytest.mark.slow) for later in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: int) -> None:
     """In the first checkpoint, or in a later one: none that is not whole has the name of one."""
     name, step = f"torn-{moment}", 1 + moment
@@ -233,6 +237,7 @@ def test_damaged_checkpoints_are_named_by_the_run(
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_then_one_then_four(folder: Path) -> None:
     """On other ranks the first step after the checkpoint has the same samples, and nearly the same weights."""
     exact = ("true_on_policy=true", "model.attention=auto", "debug.assert_on_policy=false")
@@ -252,12 +257,15 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:
             torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
 
 
-def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(folder: Path, straight: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(
+    folder: Path, straight: Path, num_ranks: int
+) -> None:
     """Also where engine and trainer do not compute the same bits, and what is sampled may differ."""
     path = folder_of(straight / "checkpoints", 3)
-    settings = ("run.num_steps=4", f"resume.checkpoint={path}", "debug.save_rollouts=1", "export.at_end=false")
-    one, four = (launch(folder, f"on-{num_ranks}", num_ranks, *settings) for num_ranks in (1, 4))
-    assert len(_drawn(one, 4)) == 32 and _drawn(one, 4) == _drawn(four, 4)
+    settings = ("run.num_steps=4", f"resume.checkpoint={path}", "export.at_end=false")
+    moved = launch(folder, f"on-{num_ranks}", num_ranks, *settings)
+    assert len(_drawn(moved, 4)) == 32 and _drawn(moved, 4) == _drawn(straight, 4)
 
 
 def _drawn(run: Path, step: int) -> set[tuple[int, int, int]]:
@@ -365,6 +373,7 @@ def _full(arguments: list[str]) -> tuple[int, str]:
         return main(arguments), said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_limit_on_files_ends_the_run_with_a_sentence(folder: Path, straight: Path) -> None:
     run = folder / "runs/full"
     shutil.copytree(straight, run)

@@ -73,6 +73,7 @@ def test_episodes_have_turns_and_agree_with_the_trainer(whole: Path) -> None:
     assert all(0 < row["mismatch/max_abs_nats"] < 1e-5 for row in rows(whole)[1:])
 
 
+@pytest.mark.slow
 def test_one_rank_samples_the_episodes_of_two(folder: Path, whole: Path) -> None:
     launch(folder, 1, "run.name=alone", "run.num_steps=1", *SETTINGS)
     alone, pair = (rollouts_of(folder / "runs" / name, 1) for name in ("alone", "whole"))
@@ -116,6 +117,7 @@ def test_episodes_of_one_turn_are_single_responses_bit_for_bit(folder: Path, tmp
         assert {name: row.get(name) for name in expected_row} == expected_row
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_not(folder: Path, whole: Path) -> None:
     marker = folder / "marker"
     waiting = (

@@ -1,21 +1,15 @@
 """Whole runs of episodes whose environment shows pictures: engine and trainer see the same in every turn, on any number
-of ranks, in a process that goes on for one that was killed, and in a step that is computed again."""
+of ranks, and in a step that is computed again. `test_cut_runs` resumes such runs."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.rollout.files import read_parts
 from spmdrl.tools import episodes, replay
 from spmdrl.train import main
@@ -27,12 +21,10 @@ from tests.helpers.small_run import (
     launch,
     rows,
     sample_rows,
-    steady_rows,
     without_curves,
-    write_config,
 )
-from tests.helpers.vision import TOKENS, photo, save_vision_files
-from tests.helpers.vision_models import IMAGE, save_qwen3_vl
+from tests.helpers.vision import TOKENS, write_picture_run
+from tests.helpers.vision_models import IMAGE
 
 EXACT = 1e-5  # nats between engine and trainer
 ENVIRONMENT = f'environment.source={{kind="class",name="{painter.__file__}:Painter"}}'
@@ -43,34 +35,7 @@ SETTINGS = (ENVIRONMENT, "report.samples_per_step=100", "debug.save_rollouts=all
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL, questions of which some have a picture, and the configuration of a small run of episodes."""
     path = tmp_path_factory.mktemp("pictures")
-    save_qwen3_vl(path / "model", eos_token_id=1, pad_token_id=0)
-    save_vision_files(path / "model")
-    lines = []
-    for number in range(12):
-        images = [f"{number}.png"] if number % 3 == 0 else []
-        if images:
-            rng = random.Random(number)
-            photo(rng.randint(8, 30), rng.randint(8, 30), seed=number).save(path / images[0])
-        lines.append({"prompt": f"{'<image>' * len(images)} {number}", "answer": "7", "images": images})
-    (path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = {"kind": "jsonl", "path": f"{path}/rows.jsonl", "image_column": "images"}
-    write_config(
-        path,
-        run={"num_steps": 2},
-        data={"sources": [source], "max_prompt_tokens": 64},
-        # Most tokens end a response, so that a model that knows nothing gets to its later turns.
-        rollout={
-            "prompts_per_step": 6,
-            "group_size": 2,
-            "max_response_tokens": 160,
-            "stop_token_ids": [1, *range(14, 62)],
-        },
-        environment={"max_turns": 4},
-        reward={"terms": [{"kind": "environment"}]},
-        checkpoint={"every": 1},
-        eval=None,
-        pack={"max_tokens_per_micro_batch": 512},
-    )
+    write_picture_run(path, run={"num_steps": 2}, eval=None)
     return path
 
 
@@ -134,6 +99,7 @@ def told(program: object, *arguments: str) -> tuple[int, str]:
     return code, words.getvalue()
 
 
+@pytest.mark.slow
 def test_one_rank_samples_the_episodes_of_two(folder: Path, whole: Path) -> None:
     launch(folder, 1, "run.name=alone", "run.num_steps=1", *SETTINGS)
     alone, pair = (rollouts_of(folder / "runs" / name, 1) for name in ("alone", "whole"))
@@ -158,36 +124,6 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path, whole: Path)
         [[row.get(name) for name in names] for row in rows(folder / "runs" / run)[1:]] for run in ("whole", "read")
     )
     assert before == after and None not in before[0]
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_not(folder: Path, whole: Path) -> None:
-    marker = folder / "marker"
-    waiting = (
-        *SETTINGS,
-        f'environment.source={{kind="class",name="{painter.__file__}:Painter",params={{marker="{marker}"}}}}',
-        "environment.sandbox.mode=off",
-        "environment.step_timeout_s=100.0",
-        'resume.changed=["environment"]',
-    )
-    launch(folder, 2, "run.name=killed", "run.num_steps=1", *SETTINGS)
-    run = folder / "runs/killed"
-    with ThreadPoolExecutor(1) as pool:
-        arguments = [str(folder / "c.toml"), "run.name=killed", *waiting]
-        job = pool.submit(run_ranks, 2, without_curves, main, arguments, timeout_s=200.0)
-        began = time.monotonic()
-        while not marker.exists():
-            assert not job.done() and time.monotonic() - began < 120
-            time.sleep(0.01)
-        status = read_json(FaultFiles(run).status_of(1))
-        assert status is not None
-        os.kill(status["pid"], signal.SIGKILL)
-        with pytest.raises(AssertionError, match="died without a word"):
-            job.result()
-    launch(folder, 2, "run.name=killed", *SETTINGS)
-    assert_same_weights(run, whole)
-    assert sample_rows(run) == sample_rows(whole)
-    assert steady_rows(run) == steady_rows(whole)
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_told(
     assert "is where this run would export its own model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, whole: Path) -> None:
     launch(folder, 2, "run.name=stopped", "run.num_steps=2", "export.every=1", "export.at_end=false")
     exported = folder / "runs/stopped"
@@ -155,6 +156,7 @@ def test_memory_that_moves_to_the_host_and_back_changes_nothing(folder: Path, wh
     assert all(len(row["host_gib"]) == 2 and min(row["host_gib"]) > 0.1 for row in written)
 
 
+@pytest.mark.slow
 def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> None:
     launch(folder, 1, "run.name=alone", "run.num_steps=1", "report.samples_per_step=100")
     launch(folder, 2, "run.name=pair", "run.num_steps=1", "report.samples_per_step=100")
@@ -164,6 +166,7 @@ def test_one_rank_samples_what_two_ranks_sample(folder: Path, whole: Path) -> No
     assert alone["update/grad_norm"] == pytest.approx(pair["update/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_drawing_by_chance_trains_on_groups_that_differ(folder: Path) -> None:
     """Dynamic sampling, over-sampling and partial rollouts together, each group with a greedy response to compare with;
     stopped once while rollouts go on."""

@@ -102,16 +102,19 @@ def test_a_rate_for_what_is_not_trained_is_refused(folder: Path, capsys: pytest.
     assert 'optim.rates has a rate for "visual.*", but the tower is not trained' in capsys.readouterr().err
 
 
-def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path) -> None:
-    launch(folder, 2, "run.name=adapters", "run.num_steps=2", "lora.rank=4")
-    launch(folder, 2, "run.name=critic", "run.num_steps=2", "advantage.estimator=gae", "rollout.group_size=1")
-    for name in ("adapters", "critic"):
-        steps = rows(folder / "runs" / name)[1:]
-        assert len(steps) == 2
-        assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
-        assert all(row["images/tower_passes"] > 0 for row in steps)
+SHARERS = {"adapters": ("lora.rank=4",), "critic": ("advantage.estimator=gae", "rollout.group_size=1")}
 
 
+@pytest.mark.parametrize("name", [pytest.param("adapters", marks=pytest.mark.slow), "critic"])
+def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path, name: str) -> None:
+    launch(folder, 2, f"run.name={name}", "run.num_steps=2", *SHARERS[name])
+    steps = rows(folder / "runs" / name)[1:]
+    assert len(steps) == 2
+    assert all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
+    assert all(row["images/tower_passes"] > 0 for row in steps)
+
+
+@pytest.mark.slow
 def test_four_steps_are_two_and_a_new_process_and_two(folder: Path, straight: Path) -> None:
     launch(folder, 2, "run.name=halves", "run.num_steps=2")
     launch(folder, 2, "run.name=halves")
@@ -121,6 +124,7 @@ def test_four_steps_are_two_and_a_new_process_and_two(folder: Path, straight: Pa
     assert steady_rows(halves) == steady_rows(straight)
 
 
+@pytest.mark.slow
 def test_apart_is_the_colocated_run_bit_for_bit(folder: Path) -> None:
     """The ranks that train look at images that only others have sampled from."""
     launch(folder, 1, "run.name=alone", "run.num_steps=2")

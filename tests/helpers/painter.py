@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
-from pathlib import Path
 from typing import Any
 
 import PIL.Image
@@ -16,9 +14,8 @@ class Painter:
     """The reward of a turn is the share of digits in the response; a question with an 8 gets a file that is no
     picture."""
 
-    def __init__(self, num_turns: int = 3, marker: str = "") -> None:
-        """With a file `marker`, the first episode that reaches its second turn writes it and waits for its removal."""
-        self._num_turns, self._marker = num_turns, marker
+    def __init__(self, num_turns: int = 3) -> None:
+        self._num_turns = num_turns
         self._turn = 0
 
     def reset(self, prompt: str, seed: int) -> list[dict[str, Any]] | None:
@@ -28,9 +25,6 @@ class Painter:
 
     def step(self, action: Action) -> Observation:
         self._turn += 1
-        if self._turn == 2 and self._marker and not Path(self._marker).exists():
-            Path(self._marker).write_text("in the middle of an episode")
-            time.sleep(60)
         content = self._shown((self._turn + self._random.randrange(2)) % 3, f" {self._random.randrange(10)};")
         if self._is_broken and self._turn == 2:
             content = [{"type": "image", "image": b"no picture"}]

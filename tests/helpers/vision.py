@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.helpers.vision_models import END, IMAGE, START, VIDEO, VISION, VOCABULARY
+from tests.helpers.small_run import write_config
+from tests.helpers.vision_models import END, IMAGE, START, VIDEO, VISION, VOCABULARY, save_qwen3_vl
 
 PAD, EOS, UNKNOWN, USER, ASSISTANT, SYSTEM = "<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>"
 TOKENS = {START: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
@@ -75,3 +78,40 @@ def as_file(image: PIL.Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def write_picture_run(folder: Path, *, eval: dict[str, Any] | None, **tables: Any) -> None:
+    """Write a tiny Qwen3-VL, questions of which some have a picture, and the configuration of a small run of episodes
+    that show pictures; the environment itself is left to the command line, and `eval` needs no sources."""
+    save_qwen3_vl(folder / "model", eos_token_id=1, pad_token_id=0)
+    save_vision_files(folder / "model")
+    held_out = eval and eval | {"sources": [_questions(folder, "held-out", range(12, 18))]}
+    settings: dict[str, Any] = {
+        "data": {"sources": [_questions(folder, "train", range(12))], "max_prompt_tokens": 64},
+        # Most tokens end a response, so that a model that knows nothing gets to its later turns.
+        "rollout": {
+            "prompts_per_step": 6,
+            "group_size": 2,
+            "max_response_tokens": 160,
+            "stop_token_ids": [1, *range(14, 62)],
+        },
+        "environment": {"max_turns": 4},
+        "reward": {"terms": [{"kind": "environment"}]},
+        "checkpoint": {"every": 1},
+        "pack": {"max_tokens_per_micro_batch": 512},
+        "eval": held_out,
+    }
+    write_config(folder, **settings | tables)
+
+
+def _questions(folder: Path, name: str, numbers: Iterable[int]) -> dict[str, Any]:
+    """The source of a file of questions, of which every third has a picture."""
+    lines = []
+    for number in numbers:
+        images = [f"{number}.png"] if number % 3 == 0 else []
+        if images:
+            rng = random.Random(number)
+            photo(rng.randint(8, 30), rng.randint(8, 30), seed=number).save(folder / images[0])
+        lines.append({"prompt": f"{'<image>' * len(images)} {number}", "answer": "7", "images": images})
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"kind": "jsonl", "path": f"{folder}/{name}.jsonl", "image_column": "images"}
