@@ -18,6 +18,7 @@ from spmdrl.model import sglang_operators
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Sequence
 from tests.helpers import kernels_on_cpu, sglang_engine
+from tests.helpers.engine_ranks import with_spares
 from tests.helpers.exact import skip_where_inexact
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -95,6 +96,6 @@ def _wide_logprobs(
 @pytest.mark.timeout(300)
 def test_engine_and_trainer_round_at_the_same_places(tmp_path: Path) -> None:
     skip_where_inexact(tmp_path)
-    (found,) = run_ranks(1, mismatches, save_qwen3(tmp_path / "model"), timeout_s=280.0)
+    (found,) = run_ranks(1, with_spares, mismatches, save_qwen3(tmp_path / "model"), timeout_s=280.0)
     assert found.pop("version 0") == 0.0 and found.pop("version 1") == 0.0
     assert all(value > 0 for value in found.values()), found

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from spmdrl.engine.sglang import process as sglang_process
-from tests.helpers.ranks import run_ranks
+from tests.helpers.engine_ranks import run_engine_ranks
 
 GARBAGE = 0x7F7F7F7F  # as a place in the cache, far beyond its end
 
@@ -60,6 +60,6 @@ def table_after_waking(tags: list[str]) -> list[list[int]]:
 
 
 def test_what_is_loaded_is_not_collected_again_and_padding_reads_the_spare_slot() -> None:
-    ((frozen, table),) = run_ranks(1, additions, timeout_s=120.0)
+    ((frozen, table),) = run_engine_ranks(1, additions)
     assert frozen > 100_000, "SGLang and torch have made more objects than that"
     assert table == [[0] * 4, [GARBAGE] * 4, [GARBAGE] * 4]
