@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 from spmdrl.engine.sglang import cpu as sglang_cpu
+from spmdrl.engine.sglang import options as sglang_options
 from tests.helpers.ranks import run_ranks
 
 START_LIMIT_S = 240.0  # two cores that are busy with other things
@@ -61,7 +62,12 @@ def with_spares(function: Callable[..., Any], *arguments: Any) -> Any:
         pipe.send((dict(os.environ), bytes(work)))
         return spare._popen  # type: ignore[attr-defined]
 
-    with patch.object(context.SpawnProcess, "_Popen", popen):
+    # Tests that run at the same time search different ranges, as the ranks of one machine do.
+    free_port, worker = sglang_options._free_port, int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    with (
+        patch.object(context.SpawnProcess, "_Popen", popen),
+        patch.object(sglang_options, "_free_port", lambda local_rank: free_port(local_rank + 8 * (1 + worker))),
+    ):
         return function(*arguments)
 
 
