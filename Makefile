@@ -131,10 +131,10 @@ test-unit: $(INSTALLED) ## tests without ranks, in WORKERS processes
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
 
 test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
-	$(ONE_THREAD) $(PYTEST) -m "not slow" tests/attack
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/attack
 
 test-kernels: $(if $(filter cpu,$(TORCH)),$(TRITON)) $(INSTALLED) ## tests of Triton kernels, in its interpreter
-	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) tests/unit/test_triton*.py
+	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) -n $(WORKERS) --dist loadfile tests/unit/test_triton*.py
 
 test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks, two files at a time
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/spmd
@@ -143,7 +143,7 @@ test-engine: sglang-unless-light ## tests with SGLang itself
 	@if test -e $(LIGHT); then \
 	  echo "tests/engine is skipped: 'make setup' installed spmdrl without SGLang, and 'make setup-sglang' adds it"; \
 	else \
-	  set -x; $(ONE_THREAD) $(PYTEST) -m "not slow" tests/engine; \
+	  set -x; $(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/engine; \
 	fi
 
 test-e2e: $(INSTALLED) ## whole runs from the command line, two files at a time

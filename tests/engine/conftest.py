@@ -1,4 +1,4 @@
-"""These tests need SGLang, and say so where it is not installed. Each starts it in a process of its own."""
+"""These tests need SGLang, and say so where it is not installed. Ranks come from `engine_ranks`."""
 
 from __future__ import annotations
 

@@ -18,10 +18,9 @@ from spmdrl.refit.adapters import AdapterRefit
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.types import Request, Response
 from tests.helpers.adapters import change_adapters
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.models import save_qwen3
-from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import (
-    START_LIMIT_S,
     Rank,
     answers,
     prompts,
@@ -196,7 +195,7 @@ def cached(rank: Rank) -> list[int]:
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sglang_samples_what_the_trainer_computes(tmp_path: Path, tp_size: int) -> None:
-    results = run_ranks(tp_size, all_of_it, save_qwen3(tmp_path), tp_size, timeout_s=2 * START_LIMIT_S)
+    results = run_engine_ranks(tp_size, all_of_it, save_qwen3(tmp_path), tp_size)
     for found in results:
         for name in ("fresh", "version 1", "version 2", "after an abort"):
             assert found[name] <= 1e-5, name
@@ -246,7 +245,7 @@ def on_a_quantized_base(path: str, base: str, merge: bool) -> dict[str, float]:
 def test_sglang_samples_from_the_weights_that_a_quantized_base_stands_for(
     tmp_path: Path, base: str, merge: bool
 ) -> None:
-    (found,) = run_ranks(1, on_a_quantized_base, save_qwen3(tmp_path), base, merge, timeout_s=START_LIMIT_S)
+    (found,) = run_engine_ranks(1, on_a_quantized_base, save_qwen3(tmp_path), base, merge)
     for name in ("fresh", "version 1", "version 2"):
         assert found[name] <= 1e-5, name
     assert found["from_base"] > 1e-2, "the adapters are not applied"

@@ -34,10 +34,10 @@ from spmdrl.step.batch import build_batch, to_sequences
 from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import Prompt, RewardOutcome, Rollout
 from tests.helpers.batches import completed
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.launches import launch_of
 from tests.helpers.models import save_qwen3, save_qwen3_next
-from tests.helpers.ranks import run_ranks
-from tests.helpers.sglang_engine import START_LIMIT_S, prompts, settings
+from tests.helpers.sglang_engine import prompts, settings
 
 NUM_STEPS = 3
 
@@ -133,7 +133,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def colocated(path: str) -> dict[str, Any]:
-    (found,) = run_ranks(1, trained, path, {}, timeout_s=START_LIMIT_S)
+    (found,) = run_engine_ranks(1, trained, path, {})
     return found
 
 
@@ -145,7 +145,7 @@ def test_greedy_samples_and_weights_are_those_of_a_colocated_run(
     path: str, colocated: dict[str, Any], tp_size: int
 ) -> None:
     apart = {"placement": "disaggregated", "num_ranks": 2, "max_staleness": 0, "tp_size": tp_size}
-    found, *_ = run_ranks(3, trained, path, apart, timeout_s=START_LIMIT_S)
+    found, *_ = run_engine_ranks(3, trained, path, apart)
     assert len({tokens for _, tokens, _ in found["samples"]}) > NUM_STEPS
     assert found["samples"] == colocated["samples"]
     assert {span.version for _, _, spans in found["samples"] for span in spans} == set(range(NUM_STEPS))
@@ -158,5 +158,5 @@ def test_greedy_samples_and_weights_are_those_of_a_colocated_run(
 @pytest.mark.slow
 def test_hybrids_hold_the_trainers_weights_by_sglangs_own_checksums(tmp_path: Path) -> None:
     apart = {"placement": "disaggregated", "num_ranks": 1, "max_staleness": 0}
-    found, *_ = run_ranks(2, trained, save_qwen3_next(tmp_path), apart, timeout_s=START_LIMIT_S)
+    found, *_ = run_engine_ranks(2, trained, save_qwen3_next(tmp_path), apart)
     assert {span.version for _, _, spans in found["samples"] for span in spans} == set(range(NUM_STEPS))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.adapters import change_adapters
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.models import (
     save_gemma3,
     save_llama,
@@ -24,9 +25,7 @@ from tests.helpers.models import (
     save_qwen3_moe,
     save_qwen3_next,
 )
-from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import (
-    START_LIMIT_S,
     answers,
     change,
     greedy,
@@ -104,7 +103,7 @@ def test_models_without_say_so_too(tmp_path: Path, save: Callable[..., str]) -> 
 
 def all_of(path: str, num_ranks: int, lora: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Ask one engine for these ranks; returns what each of them has found."""
-    return run_ranks(num_ranks, all_of_it, path, num_ranks, lora, timeout_s=START_LIMIT_S)
+    return run_engine_ranks(num_ranks, all_of_it, path, num_ranks, lora)
 
 
 def check(ranks: list[dict[str, Any]]) -> None:

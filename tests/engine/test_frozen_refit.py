@@ -9,9 +9,9 @@ import torch
 
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.models import save_qwen3
-from tests.helpers.ranks import run_ranks
-from tests.helpers.sglang_engine import START_LIMIT_S, answers, greedy, prompts, rank_with_engine, settings
+from tests.helpers.sglang_engine import answers, greedy, prompts, rank_with_engine, settings
 from tests.helpers.sglang_engine import trainer_logprobs as logprobs_of
 
 FREEZE = ("layers.0.*", "embed_tokens.weight", "layers.1.self_attn.v_proj.weight")
@@ -59,7 +59,7 @@ def _refitted(path: str) -> tuple[list[int], list[float]]:
 
 @pytest.mark.slow
 def test_sglang_keeps_what_is_frozen(tmp_path: Path) -> None:
-    ((counts, distances),) = run_ranks(1, _refitted, save_qwen3(tmp_path), timeout_s=START_LIMIT_S)
+    ((counts, distances),) = run_engine_ranks(1, _refitted, save_qwen3(tmp_path))
     everything, without, again, after_sleep = counts
     assert without == again < everything == after_sleep
     assert max(distances) < 1e-5

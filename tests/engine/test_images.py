@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from spmdrl.types import ImageSpan, Request, Response
 from tests.helpers.adapters import change_adapters
-from tests.helpers.ranks import run_ranks
-from tests.helpers.sglang_engine import START_LIMIT_S, Rank, answers, change, rank_with_engine, settings
+from tests.helpers.engine_ranks import run_engine_ranks
+from tests.helpers.sglang_engine import Rank, answers, change, rank_with_engine, settings
 from tests.helpers.vision import save_vision_files
 from tests.helpers.vision_models import (
     END,
@@ -166,7 +166,7 @@ def test_images_are_seen_as_the_trainer_sees_them(
 ) -> None:
     path = save(tmp_path / "model")
     save_vision_files(path, patch_size=patch_size)
-    ranks = run_ranks(num_ranks, all_of_it, path, str(tmp_path / "images"), num_ranks, lora, timeout_s=START_LIMIT_S)
+    ranks = run_engine_ranks(num_ranks, all_of_it, path, str(tmp_path / "images"), num_ranks, lora)
     (leader,) = [rank for rank in ranks if rank["leads"]]
     assert leader["differences"].keys() >= {0, 1, 3}  # images of a prompt
     assert leader["second"].keys() >= {1, 2, 4} and leader["third"].keys() >= {2, 3, 5}

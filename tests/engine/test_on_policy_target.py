@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from spmdrl.model import sglang_operators
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Sequence
 from tests.helpers import kernels_on_cpu, sglang_engine
+from tests.helpers.engine_ranks import with_spares
 from tests.helpers.exact import skip_where_inexact
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
@@ -44,8 +46,9 @@ def sampled(rank: Rank) -> list[Sequence]:
     return sequences_of(asked, answers(rank.engine, asked))
 
 
-def mismatches(path: str) -> dict[str, float]:
-    """Of two versions of the weights, and of a trainer that does one thing otherwise."""
+def mismatches(path: str) -> dict[str, Any]:
+    """Of two versions of the weights, and of a trainer that does one thing otherwise; and what the import and the start
+    of SGLang have changed, which no other rank of these tests imports itself."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TARGET), str(Path(__file__).parents[2])])
     spec = importlib.util.spec_from_file_location("target_on_cpu", TARGET / "sitecustomize.py")
     assert spec is not None and spec.loader is not None
@@ -56,7 +59,7 @@ def mismatches(path: str) -> dict[str, float]:
     cfg = cfg.model_copy(
         update={"true_on_policy": True, "model": cfg.model.model_copy(update={"compute_dtype": "bfloat16"})}
     )
-    found = {}
+    found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         kernels_on_cpu.use(patch)
         patch.setattr(torch.nn.functional, "silu", kernels_on_cpu.silu)
@@ -70,6 +73,7 @@ def mismatches(path: str) -> dict[str, float]:
             ),
         )
         with rank_with_engine(cfg) as rank:
+            found["changed"] = rank.changed()
             for version in (0, 1):
                 change(rank.policy, 0.01 * version)
                 rank.refit(version=version)
@@ -95,6 +99,7 @@ def _wide_logprobs(
 @pytest.mark.timeout(300)
 def test_engine_and_trainer_round_at_the_same_places(tmp_path: Path) -> None:
     skip_where_inexact(tmp_path)
-    (found,) = run_ranks(1, mismatches, save_qwen3(tmp_path / "model"), timeout_s=280.0)
+    (found,) = run_ranks(1, with_spares, mismatches, save_qwen3(tmp_path / "model"), timeout_s=280.0)
+    assert found.pop("changed") == {"SIGQUIT"}
     assert found.pop("version 0") == 0.0 and found.pop("version 1") == 0.0
     assert all(value > 0 for value in found.values()), found

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spmdrl.engine.sglang import process as sglang_process
-from tests.helpers.ranks import run_ranks
+from tests.helpers.engine_ranks import run_engine_ranks
 
 GARBAGE = 0x7F7F7F7F  # as a place in the cache, far beyond its end
 
@@ -77,7 +77,7 @@ def features_after_a_refit() -> int:
 
 
 def test_what_is_loaded_is_not_collected_again_and_padding_reads_the_spare_slot() -> None:
-    ((frozen, table, num_features),) = run_ranks(1, additions, timeout_s=120.0)
+    ((frozen, table, num_features),) = run_engine_ranks(1, additions)
     assert frozen > 100_000, "SGLang and torch have made more objects than that"
     assert table == [[0] * 4, [GARBAGE] * 4, [GARBAGE] * 4]
     assert num_features == 0

@@ -21,8 +21,8 @@ from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.model.load import load_model_config
 from spmdrl.train import main
 from spmdrl.types import UserError
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.fake_packages import RUNTIME, make_package, make_runtime, make_saver
-from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import write_small_run
 
 WRONG = (
@@ -87,7 +87,7 @@ def asked(folder: Path) -> tuple[dict[str, Answer], dict[str, list[str]]]:
         (folder / packages).mkdir()
         make_package(folder / packages, "sglang-kernel", version="0.4.10", module="sgl_kernel", code=kernels)
     make_saver(folder / "no-runtime", make_runtime(folder / "nowhere"))
-    return run_ranks(1, _asked, folder, cases | {"wrong": WRONG, "good": GOOD}, timeout_s=200.0)[0]
+    return run_engine_ranks(1, _asked, folder, cases | {"wrong": WRONG, "good": GOOD})[0]
 
 
 @pytest.fixture

@@ -23,11 +23,10 @@ from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.types import Prompt, Request, Response, Rollout
 from tests.helpers.agents import agent_config, script
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.environments import fake_world
 from tests.helpers.models import save_qwen3
-from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import (
-    START_LIMIT_S,
     Rank,
     answers,
     change,
@@ -40,7 +39,6 @@ from tests.helpers.sglang_engine import (
 )
 
 SOURCE = ClassEnvironment(kind="class", name="a.py:A")
-NUM_REFITS = 50
 TEMPERATURE = 0.7
 MAX_PROMPT, MAX_RESPONSE = 32, 96  # of `settings`
 
@@ -122,10 +120,10 @@ def resources() -> dict[str, float]:
     }
 
 
-def all_of_it(path: str, agent: list[str], tp_size: int, num_ranks: int, num_refits: int) -> dict[str, Any]:
+def all_of_it(path: str, agent: list[str], tp_size: int, num_refits: int) -> dict[str, Any]:
     """Everything that one set of engines is asked, on one rank."""
-    found: dict[str, Any] = {"differences": []}
-    with rank_with_engine(settings(path, num_ranks, tp_size=tp_size, temperature=TEMPERATURE)) as rank:
+    found: dict[str, Any] = {"differences": [], "refits": num_refits}
+    with rank_with_engine(settings(path, 2, tp_size=tp_size, temperature=TEMPERATURE)) as rank:
         engine = rank.engine
         found["leads"] = engine.leads
 
@@ -194,11 +192,17 @@ def corrupted(rank: Rank, version: int) -> str:
     return "nothing was noticed"
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["an-engine-for-each-rank", "one-engine-for-two-ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 50), id="an-engine-for-each-rank", marks=pytest.mark.slow),
+        pytest.param((2, 20), id="one-engine-for-two-ranks"),
+    ],
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = save_qwen3(tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_PROMPT + MAX_RESPONSE)
     agent = script(tmp_path_factory.mktemp("agent"), AGENT)
-    return run_ranks(2, all_of_it, path, agent, request.param, 2, NUM_REFITS, timeout_s=START_LIMIT_S)
+    return run_engine_ranks(2, all_of_it, path, agent, *request.param)
 
 
 @pytest.fixture
@@ -232,7 +236,7 @@ def test_refits_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
 
 def test_responses_say_which_weights_sampled_them_and_why_they_ended(leaders: list[dict[str, Any]]) -> None:
     for rank in leaders:
-        assert rank["spans"] == {NUM_REFITS}
+        assert rank["spans"] == {rank["refits"]}
         for reason, ends_with_stop_token, length in rank["reasons"]:
             assert (reason == "stop") == ends_with_stop_token
             assert reason == "stop" or length == 24
@@ -257,7 +261,7 @@ def test_an_interrupted_response_goes_on_to_the_same_tokens(leaders: list[dict[s
 
 def test_one_flipped_bit_stops_every_rank_and_names_the_weights(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert f"after the refit to version {NUM_REFITS + 1} the engine does not hold" in rank["corrupted"]
+        assert f"after the refit to version {rank['refits'] + 1} the engine does not hold" in rank["corrupted"]
         assert "model.layers.0" in rank["corrupted"]
 
 
@@ -296,4 +300,4 @@ def test_experts_arrive_bit_for_bit(tmp_path: Path, num_ranks: int) -> None:
         eos_token_id=1,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    assert run_ranks(num_ranks, unfused, str(tmp_path), num_ranks, timeout_s=START_LIMIT_S) == [[]] * num_ranks
+    assert run_engine_ranks(num_ranks, unfused, str(tmp_path), num_ranks) == [[]] * num_ranks

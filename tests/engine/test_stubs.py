@@ -21,8 +21,8 @@ from spmdrl.model.load import load_policy
 from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
+from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.models import save_qwen3
-from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import change, trainer_logprobs
 
 pytestmark = pytest.mark.skipif(
@@ -103,10 +103,10 @@ def _changed(path: str, export: Path | None, sequences: list[tuple[int, ...]]) -
 
 def test_an_export_gives_the_trainers_log_probabilities(tmp_path: Path) -> None:
     path, export, prompts = save_qwen3(tmp_path / "model"), tmp_path / "hf", [[5, 6, 7], [9]]
-    run_ranks(2, _changed, path, export, [])
+    run_engine_ranks(2, _changed, path, export, [])
     answers = json.loads(python("-m", "tests.helpers.sglang_generate", str(export), json.dumps(prompts), "12")[-1])
     sequences = [(*prompt, *(token for token, _ in answer)) for prompt, answer in zip(prompts, answers, strict=True)]
-    expected, _ = run_ranks(2, _changed, path, None, sequences)
+    expected, _ = run_engine_ranks(2, _changed, path, None, sequences)
     model = AutoModelForCausalLM.from_pretrained(export)
     for prompt, answer, ids, of_trainer in zip(prompts, answers, sequences, expected, strict=True):
         with torch.no_grad():

@@ -31,8 +31,6 @@ from spmdrl.refit.adapters import Refitting, make_refit
 from spmdrl.types import MicroBatch, Request, Response
 from tests.helpers.launches import launch_of
 
-START_LIMIT_S = 240.0  # two cores that are busy with other things
-
 
 def settings(
     path: str,

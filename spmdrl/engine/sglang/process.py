@@ -200,7 +200,7 @@ def update_group(store: Store, name: str, *, num_ranks: int, backend: str) -> Pr
 
 
 class SGLangProcess:
-    """One running engine: the scheduler of each of its devices, a detokenizer, and a connection to them.
+    """One running engine: the scheduler of each of its devices, and a connection to them.
 
     Must be made in the main thread: the processes die with the thread that started them.
     """
@@ -217,6 +217,11 @@ class SGLangProcess:
 
         class OwnEngine(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)
+
+            @classmethod
+            def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+                """Start none: the schedulers answer this process, with tokens (`skip_tokenizer_init`)."""
+                return [], []
 
             def shutdown(self) -> None:
                 """Do nothing: the original kills every child of its process, not only its own."""
