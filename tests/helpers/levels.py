@@ -48,13 +48,12 @@ LEVELS = {
 }
 
 # Their numbers depend on which kernels the processor gets.
-FILES = (
-    *("unit/test_attention.py", "unit/test_block_attention.py", "unit/test_checkpointing.py", "unit/test_collect.py"),
-    *("unit/test_compiled.py", "unit/test_correction.py", "unit/test_engine_adapters.py", "unit/test_fused.py"),
-    *("unit/test_gated_delta.py", "unit/test_head_rows.py", "unit/test_invariant.py", "unit/test_kept_weights.py"),
-    *("unit/test_linear.py", "unit/test_logprobs.py", "unit/test_one_token.py", "unit/test_sglang_operators.py"),
-    *("unit/test_torch_engine.py", "unit/test_trunk.py", "spmd/test_parity.py", "spmd/test_true_on_policy.py"),
+_UNIT = (
+    *("attention", "block_attention", "checkpointing", "collect", "compiled", "correction", "engine_adapters", "fused"),
+    *("gated_delta", "head_rows", "invariant", "kept_weights", "linear", "logprobs", "one_token", "processor"),
+    *("sglang_operators", "torch_engine", "trunk"),
 )
+FILES = (*(f"unit/test_{name}.py" for name in _UNIT), "spmd/test_parity.py", "spmd/test_true_on_policy.py")
 
 
 def exact_dtypes() -> tuple[torch.dtype, ...]:
