@@ -68,7 +68,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-e2e test-docs test-browser pictures test-slurm test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
+  test-e2e test-docs test-browser pictures test-slurm test-levels test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
 help: ## list the targets
@@ -168,8 +168,11 @@ test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers it
 test-slurm: $(INSTALLED) ## launch/slurm.sbatch on SLURM itself, where its packages are; SLURM_REPORT=FILE gets what happened
 	$(ONE_THREAD) $(PYTEST) tests/slurm
 
-test-long: sglang-unless-light test-docs test-browser test-slurm test-floor ## the tests that `make test` leaves out because they take minutes
+test-long: sglang-unless-light test-docs test-browser test-slurm test-levels test-floor ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/docs tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
+
+test-levels: $(INSTALLED) ## tests whose numbers depend on the processor, with AVX2, with AVX-512 and as it is
+	$(ONE_THREAD) $(IN_VENV) python -m tests.helpers.levels $(ARGS)
 
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang and the site's packages
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)

@@ -2,14 +2,16 @@
 # Bundle SGLang and its imports for a GPU machine without network: one archive, in pieces of 64 MiB.
 #   usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]    other packages that the GPU machine lacks, as wheels
 #   PYTHON=python3.11    an interpreter with pip; its version may differ from the GPU machine's
-# For Linux on x86-64, CPython 3.12, a Hopper GPU and torch 2.11. docs/gpu.md lists what else the GPU machine needs, and
-# how to install the pieces.
+#   MACHINE=aarch64      what `uname -m` prints on the GPU machine, if it is not x86_64: aarch64 on a GH200
+# For Linux, CPython 3.12, a Hopper GPU and torch 2.11. docs/gpu.md lists what else the GPU machine needs, and how to
+# install the pieces.
 set -euo pipefail
 
 out=${1:?usage: launch/make_bundle.sh OUT [PACKAGE==VERSION ...]}
 shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
+machine=${MACHINE:-x86_64}
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -29,8 +31,8 @@ ours=(
 )
 
 platforms=()
-for glibc in 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
-platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+for glibc in 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_$machine"); done
+platforms+=(--platform "manylinux2014_$machine" --platform "manylinux1_$machine")
 
 wheel() {
     "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: \

@@ -18,6 +18,7 @@ import torch
 
 from spmdrl.config.strict import read_json
 from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
+from spmdrl.model.processor import limits, processor_name
 
 Shape = tuple[int, int]  # of a weight: outputs, inputs
 
@@ -112,16 +113,9 @@ def _machine_and(shapes: Sequence[Shape]) -> str:
 
 
 def processor() -> str:
-    """Name the processor, with what tells apart those that call themselves the same."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
-        return "unknown processor"
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {name.strip(): value.strip() for name, value in facts.items()}
-    parts = [named.get("model name", "unknown processor")]
-    parts += [f"{name} {named[name]}" for name in ("cpu family", "model") if name in named]
-    return f"{', '.join(parts)}, {torch.backends.cpu.get_cpu_capability()}"
+    """Name the processor, and what decides which kernels torch takes on it."""
+    described = [processor_name(), torch.backends.cpu.get_cpu_capability(), limits()]
+    return ", ".join(part for part in described if part)
 
 
 def users_cache() -> Path:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.calibration import processor, users_cache
+from spmdrl.model.calibration import users_cache
+from spmdrl.model.processor import instructions, processor_name
 
 _SOURCES = Path(__file__).parent / "c"
 # Sums may be reassociated, so that they fit vector registers; infinities and nan keep their meaning.
@@ -86,7 +87,9 @@ def library(name: str) -> ctypes.CDLL:
     source = _SOURCES / f"{name}.c"
     try:
         sources = [file.read_text(encoding="utf-8") for file in (source, *sorted(_SOURCES.glob("*.h")))]
-        described = "\n".join([*sources, *_FLAGS, _run([compiler, "--version"]), processor(), _features()])
+        # The path too: CC may be a script that adds flags of its own.
+        made_by = (*_FLAGS, compiler, _run([compiler, "--version"]), processor_name(), instructions())
+        described = "\n".join([*sources, *made_by])
         file_name = f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
         folder = _private_folder()
         if folder is None:
@@ -151,12 +154,3 @@ def _private_folder() -> Path | None:
         return None
     is_private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return folder if is_private and os.access(folder, os.W_OK) else None
-
-
-def _features() -> str:
-    """Return the instructions that the processor has, as Linux lists them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")

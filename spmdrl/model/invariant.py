@@ -151,9 +151,14 @@ def machine_problems(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str
     Every shape is tried once, because kernels are chosen by processor. The model may be on the meta device.
     """
     refusal = "true_on_policy = true cannot be kept on this processor: {}; set it to false"
-    has_onednn = torch.backends.mkldnn.is_available()
-    if not has_onednn or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        yield refusal.format(f"torch has no oneDNN for {str(dtype).removeprefix('torch.')} here")
+    if not torch.backends.mkldnn.is_available():
+        yield refusal.format("torch has no oneDNN here")
+        return
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        yield (
+            "true_on_policy = true needs products in bfloat16, which oneDNN does not have on this processor; set "
+            'model.compute_dtype = "float32", or true_on_policy = false'
+        )
         return
     shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
     for columns, depth in sorted(shapes):

@@ -87,17 +87,17 @@ PROGRAMS = {
     "gated_delta.py": Program(options="--cases short --tokens 200 --repeats 1", keys="cases headline versions"),
     "start.py": Program(options="--repeats 1", keys="first_step_s floor_s import_s median_first_step_s load_average"),
     "bench.py": Program(options="engine-natural --repeats 1 --threads 1 --results {folder}/results"),
-    "scale.py": Program(options="--ranks 8 --layouts fsdp --hidden-size 128", keys="commit code_digest machine rows"),
+    "scale.py": Program(options="--ranks 8 --layouts fsdp --hidden-size 128", keys="commit machine rows"),
     "load_memory.py": Program(
         options="--ranks 1 --layers 1 --vocabulary 256", keys="anon_over_limit within_limit ranks versions"
     ),
     "gpu_refit.py": Program(
         options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
-        keys="commit code_digest machine rows versions",
+        keys="commit machine rows versions",
     ),
     "gpu_step.py": Program(
         options="--device cpu --sizes tiny --tokens 64 --sequence-tokens 40 --recompute none full --repeats 1",
-        keys="commit code_digest machine device peak_flops rows versions",
+        keys="commit machine device peak_flops rows versions",
     ),
     "true_on_policy.py": Program(
         options="--repeats 1 --threads 1", keys="exact_s plain_s sampling_ratios training_ratios mismatch versions"
@@ -199,7 +199,7 @@ def test_bench_writes_a_result_that_says_where_it_comes_from(
 ) -> None:
     assert outcomes[name].result().code == 0
     result = json.loads((place / "results/engine-natural.json").read_text(encoding="utf-8"))
-    assert result.keys() >= {"date", "commit", "code_digest", "machine", "spmdrl_median", "peer_median", "ratios"}
+    assert result.keys() >= {"date", "commit", "machine", "spmdrl_median", "peer_median", "ratios"}
     assert result["unit"] == "us/token"
     [printed] = result["outputs"]
     assert len(result["ratios"]) == len(printed["spmdrl_s"]) == len(printed["peer_s"]) == 3

@@ -200,5 +200,5 @@ def seen_by_a_trained_tower(path: str, images: str) -> list[float]:
 def test_an_image_is_looked_at_again_when_the_tower_has_changed(tmp_path: Path) -> None:
     path = save_qwen3_vl(tmp_path / "model")
     save_vision_files(path, patch_size=4)
-    ((first, second),) = run_ranks(1, seen_by_a_trained_tower, path, str(tmp_path / "images"), timeout_s=START_LIMIT_S)
+    ((first, second),) = run_engine_ranks(1, seen_by_a_trained_tower, path, str(tmp_path / "images"))
     assert max(first, second) < 1e-5

@@ -16,18 +16,18 @@ from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import MicroBatch, Request, Response
+from tests.helpers import levels
 from tests.helpers.models import save_qwen3
 
 TEMPERATURE = 0.8
 Exchange = tuple[Request, Response]
 
 
-def skip_where_inexact(folder: Path) -> None:
-    """Skip, with the run's own sentence, where operators are not exact."""
+def skip_where_inexact(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Skip, with the run's own sentence, where operators are not exact in `dtype`; fail where they have to be."""
     model = AutoModelForCausalLM.from_pretrained(save_qwen3(folder))
-    for dtype in invariant.DTYPES:
-        for problem in invariant.machine_problems(model, dtype):
-            pytest.skip(problem)
+    for problem in invariant.machine_problems(model, dtype):
+        (pytest.fail if dtype in levels.exact_dtypes() else pytest.skip)(problem)
 
 
 def engine_for(model: PreTrainedModel, dtype: torch.dtype = torch.float32, max_running: int = 64) -> TorchEngine:

@@ -12,6 +12,7 @@ from torch import Tensor
 from spmdrl.model import invariant, sglang_attention, sglang_kernels
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import SequenceLayout, causal_attention
+from spmdrl.model.two_passes import linear_by
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
@@ -23,7 +24,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return invariant.linear(x, weight, bias)
+    return linear_by(_product, x, weight, bias)
 
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
@@ -105,6 +106,11 @@ def scaled_dot_product_attention(
     first = k.shape[2] - q.shape[2] + 1
     rows = [_attended(q[0, :, i], keys[: first + i], values[: first + i], scale) for i in range(q.shape[2])]
     return torch.stack(rows, dim=1)[None]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32, and rounded: not every processor has products in bfloat16."""
+    return invariant.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -95,14 +95,17 @@ def _shared_out(sequences: list[Sequence], *, rank: int) -> list[list[Sequence]]
     return [order[:1], order[1 : 4 + 2 * rank], order[4 + 2 * rank :]]
 
 
-def test_one_and_two_ranks_score_what_they_sampled(tmp_path: Path) -> None:
-    qwen3, llama = save_qwen3(tmp_path / "qwen3"), save_llama(tmp_path / "llama")
-    cases = [
-        (qwen3, "float32", {}),
-        (qwen3, "bfloat16", {"gradient_checkpointing": "full", "logits_chunk_tokens": 5}),
-        (llama, "bfloat16", {}),
-        (llama, "float32", {"gradient_checkpointing": "selective", "reshard_after_forward": False}),
-    ]
+SETTINGS = {
+    "float32": ({}, {"gradient_checkpointing": "selective", "reshard_after_forward": False}),
+    "bfloat16": ({"gradient_checkpointing": "full", "logits_chunk_tokens": 5}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", SETTINGS)
+def test_one_and_two_ranks_score_what_they_sampled(tmp_path: Path, dtype: str) -> None:
+    skip_where_inexact(tmp_path / "exact", getattr(torch, dtype))
+    paths = save_qwen3(tmp_path / "qwen3"), save_llama(tmp_path / "llama")
+    cases = [(path, dtype, settings) for path, settings in zip(paths, SETTINGS[dtype], strict=True)]
     (alone,) = run_ranks(1, _scored, cases)
     together = run_ranks(2, _scored, cases)
     for number, (worst, rows) in enumerate(alone):

@@ -422,7 +422,7 @@ def test_a_rollout_that_goes_on_is_scored_with_the_bits_it_was_sampled_with(
     tmp_path: Path, save: Callable[[Path], str], dtype: torch.dtype
 ) -> None:
     """Under `true_on_policy` by the same weights: a prefix of an earlier step is filled in, and was decoded."""
-    skip_where_inexact(tmp_path / "exact")
+    skip_where_inexact(tmp_path / "exact", dtype)
     model = AutoModelForCausalLM.from_pretrained(save(tmp_path / "model"), attn_implementation=IMPLEMENTATION)
     policy, engine = exact.policy_for(model, dtype), exact.engine_for(model, dtype, max_running=8)
     sampling = replace(SAMPLING, temperature=exact.TEMPERATURE, stop_token_ids=frozenset(range(2, 12)))

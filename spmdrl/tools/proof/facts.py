@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from spmdrl.model.processor import processor_name
+
 _GIB = 2**30
 _PACKAGES = (
     *("torch", "triton", "transformers", "sglang", "sglang-kernel", "torch_memory_saver", "flash-attn", "flash-attn-3"),
@@ -58,13 +60,11 @@ def _torch() -> ModuleType | Exception:
 
 
 def _machine(torch: Any) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "devices": [*_devices(torch)],
         "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         "cuda": str(getattr(getattr(torch, "version", None), "cuda", None)),
-        "cpu": models[0] if models else platform.machine(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1),
         "system": platform.platform(),

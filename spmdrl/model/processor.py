@@ -1,0 +1,49 @@
+"""The processor, as Linux describes it, and the settings by which libraries use less of it. It needs no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+_NUMBERS = (
+    "cpu family",
+    "model",
+    "CPU implementer",
+    "CPU part",
+    "CPU variant",
+)  # x86 has the first two, ARM the others
+# They decide which kernels torch, oneDNN and MKL take, and so both speed and last bits.
+_SETTINGS = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+)
+
+
+def processor_name() -> str:
+    """Name the processor, with what tells apart those that call themselves the same."""
+    known = _described()
+    numbers = [f"{name} {known[name]}" for name in _NUMBERS if name in known]
+    return ", ".join([known.get("model name", f"{platform.machine()} processor"), *numbers])
+
+
+def instructions() -> str:
+    """Return the instructions that the processor has, in Linux's names."""
+    known = _described()
+    return known.get("flags") or known.get("Features", "")
+
+
+def limits() -> str:
+    """Return the settings that are set, as NAME=VALUE."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in _SETTINGS if os.environ.get(name))
+
+
+def _described() -> dict[str, str]:
+    """Return what Linux says of the first core; nothing on another system."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8").split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return {}
+    facts = (line.split(":", 1) for line in lines if ":" in line)
+    return {name.strip(): value.strip() for name, value in facts}

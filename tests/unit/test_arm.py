@@ -1,0 +1,79 @@
+"""On ARM, functions in C compute what they compute here, and system calls have the numbers that the sandbox refuses."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.model import attention_c
+from spmdrl.model.attention_layer import SeenKeys
+from spmdrl.model.short_attention import attend_short
+from spmdrl.workers import landlock, sandbox, system_calls
+from tests.helpers.fused_cases import CASES, gradients, inputs_of
+from tests.helpers.layers import layers_in_c
+from tests.helpers.on_arm import COMPILER, MISSING, recorded, run_on_arm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"there is no {' and no '.join(MISSING)}"),
+]
+
+FUNCTIONS = {
+    *("attend", "attend_to_cache", "attend_newest", "attend_backward"),
+    *("rms_norm", "rms_norm_backward", "rotate", "rotate_backward", "swiglu", "swiglu_backward"),
+}
+
+
+# The second has SVE, which vectors of a fixed length are split for.
+@pytest.mark.parametrize("processor", ["armv8-a", "armv8.5-a+sve2+bf16"])
+def test_functions_in_c_are_the_same_but_for_rounding(processor: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([5, 1, 40, 17])
+    seen = SeenKeys(lengths=lengths, shortest=1, longest=40, window=6)
+    keys, values = torch.randn(2, 6, 3, 64, 24)
+    with layers_in_c(), recorded() as recorder:
+        for case in CASES:
+            gradients(case.fused, [x.float() for x in inputs_of(case, torch.float64)])
+        for heads, kv_heads, width in ((4, 2, 32), (8, 1, 16), (3, 3, 20)):
+            q, k, v = (torch.randn(38, n, width, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+            attend_short(q, k, v, [1, 17, 20], 0.3).sin().sum().backward()
+        attention_c.attend_to_cache(torch.randn(4, 6, 24), keys[:4, :, :40], values[:4, :, :40], seen, 0.2)
+        cos, sin = torch.randn(2, 4, 24)
+        norms = torch.randn(24), torch.randn(24)
+        attention_c.attend_newest(torch.randn(4, 12, 24), norms, cos, sin, 1e-6, keys, values, seen, 0.2)
+        attention_c.attend_to_rows(torch.randn(24, 6, 24), keys, values, 2, [3, 20, 1], [37, 0, 5], 0.2)
+    assert {call.text.split("(")[0].removeprefix("failed |= ") for call in recorder.calls} == FUNCTIONS
+    changed = 0
+    by_file = [[call for call in recorder.calls if call.source == source] for source in ("attention", "fused")]
+    found_there = [found for calls in by_file for found in run_on_arm(calls, processor, tmp_path)]
+    for call, found in zip([call for calls in by_file for call in calls], found_there, strict=True):
+        for before, here, there in zip(call.before, call.after, found, strict=True):
+            is_result = before.view(torch.uint8).ne(here.view(torch.uint8)).any()
+            changed += int(is_result)
+            if not is_result:  # what was only read
+                assert torch.equal(there.view(torch.uint8), here.view(torch.uint8))
+                continue
+            # As far as twice what either may be from float64 (`test_compiled.py`).
+            assert (there - here).norm() <= 4e-6 * here.norm().clamp(min=1), call.text
+    assert changed >= len(recorder.calls)
+
+
+def test_system_calls_have_the_numbers_of_the_kernels_headers(tmp_path: Path) -> None:
+    calls = {f"__NR_{name}": numbers["aarch64"] for name, numbers in system_calls._REFUSED.items()} | {
+        "AUDIT_ARCH_AARCH64": system_calls._ARCHITECTURES["aarch64"],
+        "__NR_clone": system_calls._CLONE["aarch64"],
+        "__NR_clone3": system_calls._CLONE3,
+        "__NR_socketpair": system_calls._SOCKETPAIR["aarch64"],
+        "__NR_landlock_create_ruleset": landlock._CREATE_RULESET,
+        "__NR_landlock_add_rule": landlock._ADD_RULE,
+        "__NR_landlock_restrict_self": landlock._RESTRICT_SELF,
+        "__NR_mount_setattr": sandbox._SYS_MOUNT_SETATTR,
+    }
+    checks = "".join(f'_Static_assert({name} == {number}u, "{name}");\n' for name, number in calls.items())
+    source = tmp_path / "numbers.c"
+    source.write_text(f"#include <asm/unistd.h>\n#include <linux/audit.h>\n{checks}")
+    done = subprocess.run([COMPILER, "-fsyntax-only", source], capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stderr
