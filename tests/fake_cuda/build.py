@@ -58,6 +58,7 @@ def environment(folder: Path, *, devices: int = 1, memory_gib: float = 79.18) ->
     return {
         "LD_PRELOAD": ":".join(str(libraries / name) for name in (_CORE, *LIBRARIES)),
         "TRITON_LIBCUDA_PATH": str(libraries),
+        "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",  # `cudnn.c` is older than what torch was built with
         "FAKE_CUDA_TABLE": str(folder / "table"),
         "FAKE_CUDA_LOG": str(folder),
         "FAKE_CUDA_DEVICES": str(devices),
@@ -112,7 +113,16 @@ def _stand_in(library: Path, names: set[str], *, headers: Path, has_versions: bo
     generated = library.with_suffix(".c")
     lines = [f'#include "{source}"', *(f'int {name}(void) {{ return fk_default("{name}"); }}' for name in left)]
     generated.write_text("\n".join(lines))
-    flags = ["-I", str(SOURCES), "-I", str(library.parent), "-I", str(headers), f"-Wl,-soname,{library.name}", "-Wl,-rpath,$ORIGIN"]
+    flags = [
+        "-I",
+        str(SOURCES),
+        "-I",
+        str(library.parent),
+        "-I",
+        str(headers),
+        f"-Wl,-soname,{library.name}",
+        "-Wl,-rpath,$ORIGIN",
+    ]
     if has_versions:
         versions = library.with_suffix(".map")
         versions.write_text(f"{library.name} {{ global: {prefix}*; __{prefix}*; cuda*; __cuda*; local: *; }};")
