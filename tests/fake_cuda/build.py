@@ -113,16 +113,8 @@ def _stand_in(library: Path, names: set[str], *, headers: Path, has_versions: bo
     generated = library.with_suffix(".c")
     lines = [f'#include "{source}"', *(f'int {name}(void) {{ return fk_default("{name}"); }}' for name in left)]
     generated.write_text("\n".join(lines))
-    flags = [
-        "-I",
-        str(SOURCES),
-        "-I",
-        str(library.parent),
-        "-I",
-        str(headers),
-        f"-Wl,-soname,{library.name}",
-        "-Wl,-rpath,$ORIGIN",
-    ]
+    folders = (SOURCES, library.parent, headers)
+    flags = [f"-Wl,-soname,{library.name}", "-Wl,-rpath,$ORIGIN", *(f"-I{folder}" for folder in folders)]
     if has_versions:
         versions = library.with_suffix(".map")
         versions.write_text(f"{library.name} {{ global: {prefix}*; __{prefix}*; cuda*; __cuda*; local: *; }};")

@@ -35,7 +35,8 @@ def test_memory_is_torchs_own_account_and_ends_where_the_device_does(tmp_path: P
     program = """
         import torch
         kept = torch.empty(500 << 30, dtype=torch.uint8, device="cuda")
-        print(torch.cuda.memory_allocated() >> 30, torch.cuda.memory_reserved() >> 30, torch.cuda.mem_get_info()[0] >> 30)
+        sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+        print(*(size >> 30 for size in sizes))
         try:
             torch.empty(100 << 30, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError:
