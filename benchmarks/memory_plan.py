@@ -51,7 +51,7 @@ def in_a_process(args: argparse.Namespace, shape: str, level: str, ranks: int) -
     with tempfile.TemporaryDirectory() as folder:
         build = f"import json; from tests.fake_cuda.build import environment as e; from pathlib import Path; \
             print(json.dumps(e(Path({folder!r}), memory_gib=4096)))"
-        run = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "check": True}
+        run: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "check": True}
         stand_ins = json.loads(subprocess.run([args.python, "-c", build], **run).stdout)
         command = [args.python, __file__, "--tokens", *map(str, args.tokens), "--case", shape, level, str(ranks)]
         path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
@@ -91,7 +91,7 @@ def measure(shape: str, level: str, ranks: int, tokens: list[int]) -> list[dict[
             trainer._optimizer.step()
             trainer._optimizer.zero_grad()
         stats = torch.cuda.memory_stats()
-        by_stream = {}
+        by_stream: dict[int, int] = {}
         for segment in torch.cuda.memory_snapshot():
             by_stream[segment["stream"]] = by_stream.get(segment["stream"], 0) + segment["total_size"]
         row = {"shape": shape, "ranks": ranks, "tokens": count, "recompute": level}
