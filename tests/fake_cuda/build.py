@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-# Library -> its C file, and what follows where that is not enough for torch to load.
+# Library -> its C file.
 LIBRARIES = {
     "libcuda.so.1": "driver.c",
     "libcudart.so.13": "runtime.c",
