@@ -68,7 +68,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-e2e test-docs test-browser pictures test-slurm test-levels test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
+  test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
 help: ## list the targets
@@ -168,7 +168,15 @@ test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers it
 test-slurm: $(INSTALLED) ## launch/slurm.sbatch on SLURM itself, where its packages are; SLURM_REPORT=FILE gets what happened
 	$(ONE_THREAD) $(PYTEST) tests/slurm
 
-test-long: sglang-unless-light test-docs test-browser test-slurm test-levels test-floor ## the tests that `make test` leaves out because they take minutes
+# In an environment with the CUDA build of torch: make VENV=.venv-cuda TORCH=cuda EXTRAS=dev setup
+test-fake-cuda: ## torch's CUDA build on stand-ins for CUDA's libraries; test-long has it where .venv-cuda is
+	@if test -x .venv-cuda/bin/python; then \
+	  set -x; $(ONE_THREAD) .venv-cuda/bin/python -m pytest $(ARGS) tests/fake_cuda; \
+	else \
+	  echo "tests/fake_cuda is skipped: there is no .venv-cuda with the CUDA build of torch"; \
+	fi
+
+test-long: sglang-unless-light test-docs test-browser test-slurm test-levels test-fake-cuda test-floor ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/docs tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-levels: $(INSTALLED) ## tests whose numbers depend on the processor, with AVX2, with AVX-512 and as it is

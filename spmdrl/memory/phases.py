@@ -47,7 +47,7 @@ from spmdrl.memory.images import (
     pixels_bytes,
     shown_tokens,
 )
-from spmdrl.memory.overhead import Overhead, Parts
+from spmdrl.memory.overhead import Overhead, Parts, unused_blocks
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
@@ -153,8 +153,8 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
         *([PhaseMemory.of("images", trainer | _looking(cfg, rank, tower), host, beside)] if tower else []),
-        PhaseMemory.of("forward-backward", trainer | _update(cfg, rank), host, beside),
-        *([PhaseMemory.of("critic", trainer | _update(cfg, critic), host, beside)] if critic else []),
+        _update_phase("forward-backward", cfg, rank, host),
+        *([_update_phase("critic", cfg, critic, host)] if critic else []),
         PhaseMemory.of("optimizer", optimizer, host, beside),
         PhaseMemory.of("save", trainer, host, beside),
     ]
@@ -169,6 +169,13 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         files = {"exported files": held}
         phases.append(PhaseMemory.of("export", trainer | {"gathered": gathered}, host | files, beside))
     return phases
+
+
+def _update_phase(name: str, cfg: Config | SftConfig, rank: Rank, host: Parts) -> PhaseMemory:
+    """Return the phase of forward and backward of one model, in which the allocator has most blocks it cannot use."""
+    device = _trainer(rank) | _update(cfg, rank)
+    unused = unused_blocks(device) if rank.on_gpu else {}
+    return PhaseMemory.of(name, device, host, {**rank.overhead.while_training, **unused})
 
 
 def phase_memory(cfg: Config, rank: Rank, plan: MemoryPlan) -> list[PhaseMemory]:

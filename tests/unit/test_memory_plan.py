@@ -12,7 +12,14 @@ from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3C
 from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
 from spmdrl.memory.device import GIB, ModelSize, ShardLayout, gathered_weights, model_size
-from spmdrl.memory.overhead import CONTEXT_BYTES, CUBLAS_BYTES, KERNEL_BYTES, NCCL_BYTES
+from spmdrl.memory.overhead import (
+    CONTEXT_BYTES,
+    CUBLAS_BYTES,
+    KERNEL_BYTES,
+    NCCL_BYTES,
+    UNUSED_SHARE,
+    UNUSED_SHARE_OF_GRADIENTS,
+)
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
@@ -73,6 +80,9 @@ def test_every_part_of_every_phase() -> None:
         ),
     }
     assert {name: (phase.device, phase.host) for name, phase in phases.items()} == expected
+    unused = {name: size for name, phase in phases.items() if (size := phase.elsewhere.get("unused blocks"))}
+    tensors = sum((trainer | update).values()) - trainer["refit buckets"]
+    assert unused == {"forward-backward": int(UNUSED_SHARE * tensors + UNUSED_SHARE_OF_GRADIENTS * 4 * shard)}
 
 
 def test_the_cache_of_a_model_with_states() -> None:
