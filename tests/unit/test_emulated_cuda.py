@@ -58,6 +58,6 @@ def test_planted_faults_are_found() -> None:
 
 
 def test_without_a_compiler_there_is_a_sentence(tmp_path: Path) -> None:
-    done = run("-c", "import torch", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), CXX="no-compiler")
+    done = run("-c", "import torch", PATH=str(tmp_path), EMULATED_CUDA_CACHE=str(tmp_path), CXX="no-compiler")
     assert done.returncode == 1
     assert done.stderr == "the emulated CUDA device needs a C++ compiler: install g++, or name one in CXX\n"
