@@ -185,13 +185,14 @@ test-levels: $(INSTALLED) ## tests whose numbers depend on the processor, with A
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang and the site's packages
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)
 
-# DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds.
+# DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds. Triton's
+# interpreter is slow, so tests get more time.
 DEVICES ?= 2
 EMULATED := $(ONE_THREAD) TRITON_INTERPRET=1 EMULATED_CUDA_DEVICES=$(DEVICES) \
   PYTHONPATH="$(CURDIR)/tests/emulated_cuda/startup:$(CURDIR)/$(TRITON):$$PYTHONPATH"
 
 test-gpu: $(if $(filter emulated,$(DEVICE)),$(TRITON)) $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
-	$(if $(filter emulated,$(DEVICE)),$(EMULATED)) $(PYTEST) tests/gpu || test $$? -eq 5  # 5: there are none
+	$(if $(filter emulated,$(DEVICE)),$(EMULATED)) $(PYTEST) $(if $(filter emulated,$(DEVICE)),--timeout=1800) tests/gpu || test $$? -eq 5  # 5: there are none
 
 lint: $(INSTALLED) ## ruff, mypy, shellcheck
 	$(IN_VENV) ruff check .

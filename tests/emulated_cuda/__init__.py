@@ -17,7 +17,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from .build import library
+from .build import choose_cache, library
 
 NUM_DEVICES, DEVICE_GIB = "EMULATED_CUDA_DEVICES", "EMULATED_CUDA_GIB"
 LEDGER = "EMULATED_CUDA_LEDGER"
@@ -50,6 +50,7 @@ class _Finder(MetaPathFinder):
 
 def wait_for_torch() -> None:
     """Install the devices when torch is imported. A process that does not import it pays nothing."""
+    choose_cache()
 
     def with_core(core_module: ModuleType) -> None:
         from . import bindings

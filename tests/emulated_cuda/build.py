@@ -13,6 +13,13 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "csrc"
 NAME = "emulated_cuda_core"
+CACHE = "EMULATED_CUDA_CACHE"
+
+
+def choose_cache() -> None:
+    """Name the folder for the processes that this one starts, too: tests give them another home."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "spmdrl-emulated-cuda"
+    os.environ.setdefault(CACHE, str(folder))
 
 
 def _torch() -> Path:
@@ -29,7 +36,7 @@ def library() -> str:
     digest = hashlib.sha256((torch / "version.py").read_bytes() + sys.version.encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "spmdrl-emulated-cuda"
+    cache = Path(os.environ[CACHE])
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / digest.hexdigest()[:24] / f"{NAME}.so"
     with open(cache / "lock", "w") as lock:

@@ -38,7 +38,10 @@ ON_TWO_RANKS = {
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(FOLDER / "startup"), str(FOLDER.parents[1])])
-    environment = os.environ | {"PYTHONPATH": path, "EMULATED_CUDA_DEVICES": "2"} | variables
+    # Not the cache of these tests, which is gone when they end.
+    cache = os.environ.get("EMULATED_CUDA_CACHE", str(Path.home() / ".cache/spmdrl-emulated-cuda"))
+    usual = {"PYTHONPATH": path, "EMULATED_CUDA_DEVICES": "2", "EMULATED_CUDA_CACHE": cache}
+    environment = os.environ | usual | variables
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
@@ -58,6 +61,6 @@ def test_planted_faults_are_found() -> None:
 
 
 def test_without_a_compiler_there_is_a_sentence(tmp_path: Path) -> None:
-    done = run("-c", "import torch", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), CXX="no-compiler")
+    done = run("-c", "import torch", PATH=str(tmp_path), EMULATED_CUDA_CACHE=str(tmp_path), CXX="no-compiler")
     assert done.returncode == 1
     assert done.stderr == "the emulated CUDA device needs a C++ compiler: install g++, or name one in CXX\n"
