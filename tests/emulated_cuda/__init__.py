@@ -32,7 +32,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if before := self._before.pop(fullname, None):
             before()
-        after = self._after.pop(fullname, None)
+        after = self._after.get(fullname)  # asked for is not imported: `importlib.util.find_spec` looks only
         if after is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
@@ -42,7 +42,8 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            after(module)
+            if self._after.pop(fullname, None):
+                after(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
