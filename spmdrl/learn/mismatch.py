@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from spmdrl.algo.loss import Mismatch
 from spmdrl.algo.metrics import MAX_WORST, EffectiveFraction, TokenValue, Worst
 from spmdrl.config import MismatchLimits
+from spmdrl.learn.deferred import Deferred
 from spmdrl.types import MicroBatch
 
 CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself
@@ -25,40 +27,45 @@ def mismatch_means(drift: Mismatch, *, threshold_nats: float) -> dict[str, Tenso
     }
 
 
-def effective_fraction(weights: Tensor, loss_mask: Tensor) -> EffectiveFraction:
+def effective_fraction(weights: Tensor, loss_mask: Tensor) -> Deferred:
     """Effective sample size of weights [T] over the loss tokens; in float64, where squares of large weights fit."""
     seen = torch.where(loss_mask, weights.double(), 0.0)
-    total, squares, count = torch.stack([seen.sum(), seen.square().sum(), loss_mask.sum().double()]).tolist()
-    return EffectiveFraction(total, squares, count)
+    numbers = torch.stack([seen.sum(), seen.square().sum(), loss_mask.sum().double()])
+    return Deferred(numbers, lambda found: EffectiveFraction(*found))
 
 
-def worst_of(values: Tensor, micro_batch: MicroBatch) -> Worst:
+def worst_of(values: Tensor, micro_batch: MicroBatch) -> Deferred:
     """Find the loss tokens with the greatest values [T] in size; each comes with its place and the tokens before it."""
     size = torch.where(micro_batch.loss_mask, values.abs(), 0.0)
-    places = size.topk(min(MAX_WORST, len(size))).indices
-    places = places[size[places] != 0]
+    size, places = size.topk(min(MAX_WORST, len(size)))
     sequences = torch.searchsorted(micro_batch.cu_seqlens.long(), places, right=True) - 1
-    found = zip(
-        places.tolist(),
-        sequences.tolist(),
-        values[places].tolist(),
-        micro_batch.positions[places].tolist(),
-        micro_batch.rollout_logprobs[places].tolist(),
-        strict=True,
-    )
-    return Worst(
-        tuple(
+    before = torch.arange(1 - CONTEXT_TOKENS, 1, device=places.device)
+    # Tokens of other sequences among them are left out on the host.
+    context = micro_batch.token_ids[(places[:, None] + before).clamp_min(0)]
+    columns = [size, values[places], sequences, micro_batch.positions[places], micro_batch.rollout_logprobs[places]]
+    numbers = torch.cat([torch.stack([column.double() for column in columns], 1), context.double()], 1)
+    return Deferred(numbers, partial(_worst, micro_batch))
+
+
+def _worst(micro_batch: MicroBatch, numbers: list[float]) -> Worst:
+    """Make the metric from rows of a token's size, value, sequence, position, log-probability and context."""
+    width, tokens = 5 + CONTEXT_TOKENS, []
+    for start in range(0, len(numbers), width):
+        size, value, sequence_number, place, rollout_logprob, *context = numbers[start : start + width]
+        if size == 0:
+            continue
+        sequence, position = int(sequence_number), int(place)
+        tokens.append(
             TokenValue(
                 value=value,
                 sequence_index=micro_batch.sequence_index[sequence] if micro_batch.sequence_index else sequence,
                 sequence_part=micro_batch.sequence_part[sequence] if micro_batch.sequence_part else 0,
                 position=position,
-                token_ids=tuple(micro_batch.token_ids[place - min(position, CONTEXT_TOKENS - 1) : place + 1].tolist()),
+                token_ids=tuple(int(token) for token in context[-1 - min(position, CONTEXT_TOKENS - 1) :]),
                 rollout_logprob=rollout_logprob,
             )
-            for place, sequence, value, position, rollout_logprob in found
         )
-    )
+    return Worst(tuple(tokens))
 
 
 def exceeded(values: Mapping[str, float], limits: MismatchLimits) -> list[str]:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.algo.metrics import Max, Mean, Metrics, merge_all
+from spmdrl.algo.metrics import Max, Mean, Metric, Metrics, merge_all
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.deferred import Deferred, fetched
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import Objective
@@ -63,9 +64,11 @@ def _measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) ->
     device = torch.device(meshes.training.device_type)
     metrics: list[Metrics] = []
     for mini_batch in mini_batches:
+        parts = []
         for micro_batch in mini_batch:
             on_device = micro_batch.to(device)
-            metrics.append(_reduced(learner.objective(learner.model(micro_batch), on_device), on_device))
+            parts.append(_reduced(learner.objective(learner.model(micro_batch), on_device), on_device))
+        metrics += fetched(parts)
     reshard(learner.model)  # the critic is updated next, and needs the memory
     return merge_all(metrics) if meshes.speaks_for_data else {}
 
@@ -88,7 +91,7 @@ def _optimizer_step(
     device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
     area, where = learner.area, f"step {step}, update {number}"
     losses: list[Tensor] = []
-    parts: list[Metrics] = []
+    parts: list[dict[str, Deferred]] = []
     clear_gradients = partial(optimizer.zero_grad, set_to_none=True)
     clear_gradients()
     with learner.model.summing_gradients():
@@ -105,7 +108,7 @@ def _optimizer_step(
     loss, squared_norm = sum_over(meshes.training, torch.stack([local_loss, local_square])).tolist()
     grad_norm = math.sqrt(squared_norm) / scale
     rates = set_learning_rates(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
-    metrics = merge_all(parts) | {f"{area}/loss": Mean(loss, 1.0)}
+    metrics = merge_all(fetched(parts)) | {f"{area}/loss": Mean(loss, 1.0)}
     metrics |= {_rate_name(area, pattern): Mean(rate, 1.0) for pattern, rate in rates.items()}
     metrics |= {f"{area}/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
@@ -164,17 +167,27 @@ def _squared_norm(model: PackedModel, *, num_ranks: int, device: torch.device) -
     return torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
 
 
-def _reduced(result: Objective, micro_batch: MicroBatch) -> Metrics:
-    """Reduce an objective's per-token values over the loss tokens of one micro-batch; waits for the device."""
+def _reduced(result: Objective, micro_batch: MicroBatch) -> dict[str, Deferred]:
+    """Reduce an objective's per-token values over the loss tokens of one micro-batch, without a wait for the device."""
     loss_mask = micro_batch.loss_mask
-    names, peaks = list(result.means), list(result.peaks)
     columns = torch.stack([*result.means.values(), *result.peaks.values()])
     columns = torch.where(loss_mask, columns, 0.0)
-    sums, highest = columns.sum(-1).tolist(), columns.amax(-1).tolist()
-    count = float(loss_mask.sum())
-    metrics: Metrics = {name: Mean(total, count) for name, total in zip(names, sums, strict=False)}
-    metrics |= {name: Max(peak) for name, peak in zip(peaks, highest[len(names) :], strict=True)}
+    means = torch.stack([columns.sum(-1).double(), loss_mask.sum().double().expand(len(columns))], 1)
+    highest = columns.amax(-1)
+    metrics = {name: Deferred(mean, _mean) for name, mean in zip(result.means, means.unbind(), strict=False)}
+    peaks = highest[len(result.means) :].unbind()
+    metrics |= {name: Deferred(peak, _max) for name, peak in zip(result.peaks, peaks, strict=True)}
     metrics |= {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
     for name, (values, where) in result.elsewhere.items():
-        metrics[name] = Mean(float(torch.where(where, values, 0.0).sum()), float(where.sum()))
+        metrics[name] = Deferred(
+            torch.stack([torch.where(where, values, 0.0).sum().double(), where.sum().double()]), _mean
+        )
     return metrics | {name: effective_fraction(weights, loss_mask) for name, weights in result.weights.items()}
+
+
+def _mean(numbers: list[float]) -> Metric:
+    return Mean(*numbers)
+
+
+def _max(numbers: list[float]) -> Metric:
+    return Max(*numbers)

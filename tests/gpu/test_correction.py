@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmdrl.algo.metrics import Metrics
 from spmdrl.config import CorrectionConfig, LossConfig
+from spmdrl.learn.deferred import fetched
 from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
@@ -26,8 +27,9 @@ def _objective(
     result = PolicyObjective(LossConfig(), correction=correction)(scores, micro_batch)
     result.loss_sum.backward()
     assert logprobs.grad is not None
-    measured: Metrics = {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
-    measured |= {name: effective_fraction(w, micro_batch.loss_mask) for name, w in result.weights.items()}
+    parts = {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
+    parts |= {name: effective_fraction(w, micro_batch.loss_mask) for name, w in result.weights.items()}
+    (measured,) = fetched([parts])
     return result.loss_sum.detach().cpu(), logprobs.grad.cpu(), measured
 
 

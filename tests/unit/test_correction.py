@@ -20,6 +20,7 @@ from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.learn.correction import weigh
+from spmdrl.learn.deferred import fetched
 from spmdrl.learn.mismatch import effective_fraction, exceeded, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
@@ -57,7 +58,8 @@ def loss_and_gradient(
         total += float(result.loss_sum.detach())
         slopes += logprobs.grad[micro_batch.loss_mask].tolist()
         assert (logprobs.grad[~micro_batch.loss_mask] == 0).all()
-        effective.append({k: effective_fraction(w, micro_batch.loss_mask) for k, w in result.weights.items()})
+        parts = {k: effective_fraction(w, micro_batch.loss_mask) for k, w in result.weights.items()}
+        effective += fetched([parts])
     return total, slopes, merge_all(effective)
 
 
@@ -260,8 +262,12 @@ def test_effective_fraction_and_worst_tokens_do_not_depend_on_where_a_batch_is_c
         worst, effective = Worst(()), EffectiveFraction(0.0, 0.0, 0.0)
         for micro_batch, _ in batch(sequences, cut):
             mismatch = micro_batch.old_logprobs - micro_batch.rollout_logprobs
-            worst = worst.merge(worst_of(mismatch, micro_batch))
-            effective = effective.merge(effective_fraction(mismatch.exp(), micro_batch.loss_mask))
+            parts = {
+                "worst": worst_of(mismatch, micro_batch),
+                "effective": effective_fraction(mismatch.exp(), micro_batch.loss_mask),
+            }
+            (found,) = fetched([parts])
+            worst, effective = worst.merge(found["worst"]), effective.merge(found["effective"])
         assert effective.value() == pytest.approx(oracle.effective_fraction([math.exp(s) for s in mismatches]))
         assert [t.value for t in worst.tokens] == sorted(mismatches, key=abs, reverse=True)[:10]
         assert worst.value() == max(map(abs, mismatches))
@@ -274,7 +280,8 @@ def test_effective_fraction_and_worst_tokens_do_not_depend_on_where_a_batch_is_c
 
 def test_where_engine_and_trainer_agree_there_is_no_worst_token() -> None:
     micro_batch, _ = batch(random_columns(), [8])[0]
-    worst = worst_of(torch.where(micro_batch.loss_mask, 0.0, math.nan), micro_batch)
+    nowhere = worst_of(torch.where(micro_batch.loss_mask, 0.0, math.nan), micro_batch)
+    worst = fetched([{"worst": nowhere}])[0]["worst"]
     assert worst.value() == 0.0 and worst_token_rows(worst.tokens, None) == []  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from spmdrl.algo.metrics import Mean, merge_all, scalars
 from spmdrl.config import LossConfig
 from spmdrl.conversation import Action, Message, Observation, ToolCall
+from spmdrl.learn.deferred import fetched
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import _reduced
 from spmdrl.model.policy import TokenLogprobs
@@ -159,7 +160,8 @@ def test_what_environments_say_has_a_loss_of_its_own_and_all_else_no_gradient() 
     expected = torch.zeros_like(cross_entropy)
     expected[rows] = coef / num_read * cross_entropy[rows]
     torch.testing.assert_close(gradients["echo"] - gradients["plain"], expected, rtol=1e-5, atol=1e-7)
-    reported = _reduced(result, echo)["loss/environment_nats"]
+    (reduced,) = fetched([_reduced(result, echo)])
+    reported = reduced["loss/environment_nats"]
     losses = -logits.detach().log_softmax(-1)[rows, echo.token_ids[rows + 1]]
     assert reported == Mean(pytest.approx(float(losses.sum()), rel=1e-5), num_read)
 
