@@ -44,10 +44,11 @@ def worst_of(values: Tensor, micro_batch: MicroBatch) -> Deferred:
     context = micro_batch.token_ids[(places[:, None] + before).clamp_min(0)]
     columns = [size, values[places], sequences, micro_batch.positions[places], micro_batch.rollout_logprobs[places]]
     numbers = torch.cat([torch.stack([column.double() for column in columns], 1), context.double()], 1)
-    return Deferred(numbers, partial(_worst, micro_batch))
+    # Not the micro-batch, whose tensors and images would stay on the device until the metrics are fetched.
+    return Deferred(numbers, partial(_worst, micro_batch.sequence_index, micro_batch.sequence_part))
 
 
-def _worst(micro_batch: MicroBatch, numbers: list[float]) -> Worst:
+def _worst(indices: tuple[int, ...], parts: tuple[int, ...], numbers: list[float]) -> Worst:
     """Make the metric from rows of a token's size, value, sequence, position, log-probability and context."""
     width, tokens = 5 + CONTEXT_TOKENS, []
     for start in range(0, len(numbers), width):
@@ -58,8 +59,8 @@ def _worst(micro_batch: MicroBatch, numbers: list[float]) -> Worst:
         tokens.append(
             TokenValue(
                 value=value,
-                sequence_index=micro_batch.sequence_index[sequence] if micro_batch.sequence_index else sequence,
-                sequence_part=micro_batch.sequence_part[sequence] if micro_batch.sequence_part else 0,
+                sequence_index=indices[sequence] if indices else sequence,
+                sequence_part=parts[sequence] if parts else 0,
                 position=position,
                 token_ids=tuple(int(token) for token in context[-1 - min(position, CONTEXT_TOKENS - 1) :]),
                 rollout_logprob=rollout_logprob,

