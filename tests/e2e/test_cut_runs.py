@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ SETTINGS = (
     "report.samples_per_step=100",
     "report.tensorboard=false",
 )
+PUBLISHED_S = 20.0  # more than the checkpoint of a tiny model takes
 APART = ('rollout.placement="disaggregated"', "rollout.num_ranks=1", "rollout.max_staleness=0")
 
 
@@ -65,15 +67,18 @@ def entering(step: int, phase: str, number: signal.Signals, rank: int) -> None:
 
 def in_an_episode(step: int, rank: int) -> None:
     """Kill a rank when an environment of a step has answered a turn, and other episodes are under way."""
-    enter, take_answer, now = Watch.enter, Episode.take_answer, [0]
+    enter, take_answer, now, checkpoints = Watch.enter, Episode.take_answer, [0], [Path()]
 
     def enter_and_note(watch: Watch, entered: str) -> None:
         enter(watch, entered)
-        now[0] = watch._heartbeat.status.step
+        now[0], checkpoints[0] = watch._heartbeat.status.step, watch._heartbeat.files.checkpoints
 
     def take_answer_or_die(episode: Episode) -> None:
         take_answer(episode)
         if now[0] == step and episode.turns and os.environ["RANK"] == str(rank):
+            until = time.monotonic() + PUBLISHED_S  # the step before is written in the background
+            while (newest_step(checkpoints[0]) or 0) < step - 1 and time.monotonic() < until:
+                time.sleep(0.05)
             os.kill(os.getpid(), KILL)
 
     Watch.enter, Episode.take_answer = enter_and_note, take_answer_or_die
