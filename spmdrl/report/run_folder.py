@@ -24,7 +24,17 @@ from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
 _ROWS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "worst_tokens.jsonl", "memory.jsonl")
-_FILES = (*_ROWS, "plan.json", "versions.json", "machine.json", "error.json", "config.toml", "curves.png", "requeue")
+_FILES = (
+    *_ROWS,
+    "plan.json",
+    "versions.json",
+    "machine.json",
+    "error.json",
+    "config.toml",
+    "curves.png",
+    "requeue",
+    "lock",
+)
 _FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter")
 
 
