@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
@@ -218,13 +220,13 @@ def _kept_kernels(folder: RunFolder) -> LinearKernels | None:
 
 
 @contextmanager
-def _owning(run: Run[SettingsT]) -> Iterator[None]:
-    """Own the run's folder on the first rank, where no launcher does. Raises UserError on every rank if in use."""
-    with ExitStack() as held:
-        with failing_together(run.meshes.world):
-            if run.world.is_main and SUPERVISED not in os.environ:
+def owning(folder: Path, world: World, mesh: DeviceMesh, *, instead: str = "") -> Iterator[None]:
+    """Own a run's folder on the first rank. Raises UserError on every rank if another process does; see `owned`."""
+    with ExitStack() as exits:
+        with failing_together(mesh):
+            if world.is_main:
                 try:
-                    held.enter_context(owned(run.folder.path))
+                    exits.enter_context(owned(folder, instead=instead))
                 except FolderInUse as error:
                     raise UserError(str(error)) from None
         yield
@@ -239,7 +241,7 @@ def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[L
     with (
         RewardClient(cfg.reward, inputs.tokenizer) if isinstance(cfg, Config) else nullcontext() as reward_client,
         open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks) as run,
-        _owning(run),
+        nullcontext() if SUPERVISED in os.environ else owning(folder.path, run.world, run.meshes.world),
         watch_over(
             FaultFiles(folder.path), run.world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before
         ) as watch,

@@ -33,9 +33,8 @@ _FILES = (
     "config.toml",
     "curves.png",
     "requeue",
-    "lock",
 )
-_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter")
+_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -25,7 +26,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config
 from spmdrl.report import RunFolder
-from spmdrl.run import open_run
+from spmdrl.run import open_run, owning
 from spmdrl.step.export import export_adapter, export_hf, refuse_overwriting
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -56,7 +57,10 @@ def export_checkpoint(
     )
     load_model_config(alone.model)
     tokenizer = load_tokenizer(alone.model.path, trust_remote_code=alone.model.trust_remote_code)
-    with open_run(alone, folder) as ranks:
+    with open_run(alone, folder) as ranks, ExitStack() as exits:
+        if destination.resolve().is_relative_to(run.resolve()):
+            instead = "or name a directory outside of it: --to"
+            exits.enter_context(owning(run, ranks.world, ranks.meshes.world, instead=instead))
         saved = folder_of(folder.checkpoints, step)
         require_whole(saved, ranks.meshes.training, remedy="name another by --step")
         policy = ranks.load_policy()
