@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -248,6 +249,22 @@ def test_the_jobs_of_an_array_are_runs_of_their_own(cluster: Cluster, folder: Pa
         "--array 1-2 with run.name=seed-%a run.seed=%a; and without",
         f"two runs with samples of their own; {refused.output(1).strip()!r}, exit 2",
     )
+
+
+def test_a_second_job_of_a_run_that_goes_on_is_refused(
+    cluster: Cluster, folder: Path, drill: Drill, lasting: LastingRun
+) -> None:
+    """Also when the first has been put back before, and beside a launch without SLURM."""
+    saved = lasting.saved
+    second = Run(cluster, folder, "lasting").submit(*ENDLESS, options=("--nodes=1", "--partition=plain"), NPROC="2")
+    assert second.wait_for("FAILED")["ExitCode"] == "2:0"
+    (line,) = second.output().splitlines()
+    assert f"the run folder {lasting.path} is in use by process " in line
+    by_hand = [sys.executable, "-m", "spmdrl.tools.local", "spmdrl.train", *lasting.arguments, *ENDLESS]
+    beside = subprocess.run(by_hand, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert beside.returncode == 2 and "is in use by process " in beside.stderr
+    lasting.job.wait_until(lambda: lasting.saved > saved, "a step of the first")
+    drill.record("a second job of the same run, and a launch by hand, while the first goes on", f"exit 2: {line!r}")
 
 
 def test_nodes_without_a_gpu(cluster: Cluster, folder: Path, drill: Drill) -> None:
