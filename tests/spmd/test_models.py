@@ -126,7 +126,9 @@ def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:
     device = torch.device("cpu")
     engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=5)
     load_whole(engine, weights_of(model), version=0)
-    prompts = [sequence.token_ids[: 3 + sequence.index] for sequence in random_sequences(4)]
+    # Phi-3 has other rotary frequencies beyond 20 tokens, and no response may cross that.
+    lengths = zip(random_sequences(4), (3, 4, 5, 21), strict=True)
+    prompts = [sequence.token_ids[:length] for sequence, length in lengths]
     asked = [
         Request(prompt_ids=prompts[i // 2], seed=i, max_response_tokens=12 + i % 3, temperature=TEMPERATURE)
         for i in range(8)
