@@ -76,6 +76,7 @@ def require_alone(model: PreTrainedModel, seqlens: list[int]) -> None:
         policy.zero_grad()
         found = policy(packed(sequences)).logprobs
         (found * weights).sum().backward()
+    assert policy.model.config.rope_parameters == model.config.rope_parameters  # of which an export is made
     gradients: dict[str, Tensor] = {}
     for ids, part, weight in zip(sequences, found.split(seqlens), weights.split(seqlens), strict=True):
         own = copy.deepcopy(model)
