@@ -39,13 +39,16 @@ def length_problems(model_config: Any, longest: int, *, are_sampled: bool) -> It
     limit, model_type = changes_after(model_config), model_config.get_text_config().model_type
     if limit is None or longest <= limit:
         return
-    lower = f"a prompt and its response may have {longest} tokens, but {{}}; set them to {limit} together"
+    lengths = f"data.max_prompt_tokens and max_response_tokens allow sequences of {longest} tokens"
+    lower = f"lower them to {limit} together"
     if model_type == "phimoe":
-        yield lower.format(f"beyond {limit} transformers leaves out the long factors of {model_type}'s longrope")
+        yield f"{lengths}, and beyond {limit} transformers leaves out the long factors of phimoe's longrope; {lower}"
     elif are_sampled:
-        other = f"a sequence of more than {limit} has other rotary frequencies from its first token on ({model_type})"
-        out = 'or see "Rotary embeddings by length" in docs/models.md'
-        yield f"{lower.format(f'{other}, and its first tokens were sampled before it was so long')}, {out}"
+        yield (
+            f"{lengths}, and beyond {limit} this model ({model_type}) has other rotary frequencies from the first "
+            f"token on, so that what was sampled before would be trained with others; {lower}, or give the model one "
+            'set of frequencies (docs/models.md, "Rotary embeddings by length")'
+        )
 
 
 def lengths_of_tokens(seqlens: Sequence[int]) -> Tensor:

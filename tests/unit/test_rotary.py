@@ -140,8 +140,8 @@ def test_runs_that_may_cross_the_limit_are_refused_by_name(tmp_path: Path) -> No
     assert not problems("phi3", LIMIT, are_sampled=True)
     assert not problems("phi3", LIMIT + 1, are_sampled=False)
     (sentence,) = problems("phi3", LIMIT + 1, are_sampled=True)
-    assert f"more than {LIMIT} has other rotary frequencies from its first token on (phi3)" in sentence
-    assert f"set them to {LIMIT} together" in sentence
+    assert f"beyond {LIMIT} this model (phi3) has other rotary frequencies from the first token on" in sentence
+    assert f"lower them to {LIMIT} together, or give the model one set of frequencies" in sentence
     (sentence,) = problems("phimoe", LIMIT + 1, are_sampled=False)
     assert "transformers leaves out the long factors of phimoe's longrope" in sentence
     assert changes_after(LlamaConfig()) is None
