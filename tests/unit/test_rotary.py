@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PhimoeConfig, PreTrainedModel
 
+from spmdrl.engine.sglang.rotary import rotary_problems
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.policy import Policy
@@ -145,6 +147,24 @@ def test_runs_that_may_cross_the_limit_are_refused_by_name(tmp_path: Path) -> No
     (sentence,) = problems("phimoe", LIMIT + 1, are_sampled=False)
     assert "transformers leaves out the long factors of phimoe's longrope" in sentence
     assert changes_after(LlamaConfig()) is None
+
+
+def test_long_factors_for_all_lengths_are_written_as_the_page_shows(tmp_path: Path) -> None:
+    path = save_phi3(tmp_path, limit=LIMIT)
+    before = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    start = page.index("    import json, math, pathlib\n")
+    exec(textwrap.dedent(page[start : page.index("\n\n", start)]), {"DIR": path})
+    after = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    assert changes_after(after.config) == after.config.max_position_embeddings == 256
+    assert not list(length_problems(after.config, 256, are_sampled=True))
+    assert not list(rotary_problems(path, after.config))
+    (long,) = sequences_of([LIMIT + 1], 97)
+    with torch.no_grad():
+        torch.testing.assert_close(alone(after, long), alone(before, long), rtol=0, atol=1e-6)
+        begins = alone(after, long[:LIMIT])  # now a part of the long one, which it was not
+        torch.testing.assert_close(begins, alone(before, long)[:LIMIT], rtol=0, atol=1e-5)
+        assert (alone(before, long[:LIMIT]) - begins).abs().max() > 0.01
 
 
 @pytest.mark.slow
