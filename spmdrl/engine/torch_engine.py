@@ -101,8 +101,6 @@ class TorchEngine(RolloutEngine):
         self._release = frozenset(release)
         self._cache: RowCache | None = None
         text = self.model.config.get_text_config()
-        if changes_after(text) is not None:  # keys have the frequencies of the length at which they were read
-            max_kept_tokens = 0
         self._max_kept_bytes = max_kept_tokens * bytes_per_token(text, dtype)
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
@@ -202,6 +200,10 @@ class TorchEngine(RolloutEngine):
             self._refuse_other_frequencies(request)
             run = Running(index, request, self.version)
             run.begun = kept.take(run.context)
+            if run.begun is not None and changes_between(
+                self.model.config, len(run.begun.context.token_ids), len(run.context.token_ids)
+            ):
+                run.begun = None  # its keys have the rotary frequencies of a shorter sequence
             if run.begun is None:
                 self._features.take(request.images)
             yield run

@@ -19,6 +19,7 @@ from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after, length_problems
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, UserError
+from tests.helpers.conversations import conversations, count_read
 from tests.helpers.exact import exchanges, packed, whole
 from tests.helpers.models import EXPERTS, SIZES, longrope, save_llama, save_model, save_phi3, save_qwen3
 
@@ -57,10 +58,10 @@ def sequences_of(seqlens: list[int], vocabulary: int) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(2, vocabulary, (length,)).tolist()) for length in seqlens]
 
 
-def alone(model: PreTrainedModel, token_ids: tuple[int, ...]) -> Tensor:
+def alone(model: PreTrainedModel, token_ids: tuple[int, ...], *, temperature: float = TEMPERATURE) -> Tensor:
     """Log-probabilities by transformers alone; a copy, because its modules remember the longest sequence so far."""
     ids = torch.tensor(token_ids)
-    log_p = (copy.deepcopy(model)(ids[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+    log_p = (copy.deepcopy(model)(ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
     return torch.nn.functional.pad(log_p[:-1].gather(1, ids[1:, None])[:, 0], (1, 0))
 
 
@@ -119,6 +120,22 @@ def test_the_engine_is_the_trainer_on_both_sides_of_the_limit(model: PreTrainedM
     for request, response in exchanges(engine_of(model), asked):
         expected = alone(model, whole((request, response)))[-len(response.token_ids) :]
         torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3", "phimoe"])
+def test_an_episode_that_grows_beyond_the_limit_is_read_again_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODELS[name](tmp_path), attn_implementation="eager").eval()
+    first, said = sequences_of([10, 25], 97)
+    begin = Request(prompt_ids=first, seed=0, max_response_tokens=4, goes_on_after=frozenset({"length"}))
+    engine = engine_of(model)
+    read = count_read(engine, monkeypatch)
+    turns = conversations(engine, [begin], [said], num_turns=4)  # of 10, 39, 68 and 97 tokens before their responses
+    assert read == [10, 1 + 25, 68, 1 + 25]
+    for request, response in turns:
+        expected = alone(model, whole((request, response)), temperature=1.0)[-len(response.token_ids) :]
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected.detach(), rtol=0, atol=1e-5)
 
 
 def test_a_response_that_may_cross_the_limit_is_refused(model: PreTrainedModel) -> None:
