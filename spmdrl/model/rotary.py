@@ -36,16 +36,16 @@ def length_problems(model_config: Any, longest: int, *, are_sampled: bool) -> It
 
     `are_sampled`: whether an engine samples them, which cannot know how long a sequence will be.
     """
-    limit, model_type = changes_after(model_config), model_config.get_text_config().model_type
-    if limit is None or longest <= limit:
+    text, limit = model_config.get_text_config(), changes_after(model_config)
+    if limit is None or not limit < longest <= text.max_position_embeddings:  # beyond which no model's run may be
         return
     lengths = f"data.max_prompt_tokens and max_response_tokens allow sequences of {longest} tokens"
     lower = f"lower them to {limit} together"
-    if model_type == "phimoe":
+    if text.model_type == "phimoe":
         yield f"{lengths}, and beyond {limit} transformers leaves out the long factors of phimoe's longrope; {lower}"
     elif are_sampled:
         yield (
-            f"{lengths}, and beyond {limit} this model ({model_type}) has other rotary frequencies from the first "
+            f"{lengths}, and beyond {limit} this model ({text.model_type}) has other rotary frequencies from the first "
             f"token on, so that what was sampled before would be trained with others; {lower}, or give the model one "
             'set of frequencies (docs/models.md, "Rotary embeddings by length")'
         )
