@@ -26,8 +26,8 @@ from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.compiled import serves
 from spmdrl.model.fused import kernels_for
-from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.linear import linear
+from spmdrl.model.rotary import changes_after
 from spmdrl.model.trunk import Trunk
 
 # Layers of transformers, by name: a run has one of them, and importing all takes longer than all else here.
@@ -48,7 +48,7 @@ def can_decode(model: PreTrainedModel) -> bool:
         model.device.type == "cpu"
         and model.dtype == torch.float32
         and rope is not None
-        and rope not in BATCH_DEPENDENT_ROPES
+        and changes_after(config) is None
         and all(f"{type(layer).__module__}.{type(layer).__qualname__}" in FAMILIES for layer in decoder.layers)
     )
 

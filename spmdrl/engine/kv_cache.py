@@ -58,6 +58,11 @@ class KVCache:
         self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
     @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row in use, [n] int64, on the host."""
+        return torch.tensor(self._lengths, dtype=torch.int64)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row in use."""
         return max(self._lengths, default=0)

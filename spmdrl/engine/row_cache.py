@@ -15,11 +15,13 @@ from spmdrl.engine.state_cache import StateCache, StatesOfLayers
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.recurrent import LayerStates
+from spmdrl.model.rotary import lengths_of_tokens
 
 
 class LayerInputs(TypedDict):
     """Arguments of a model's forward pass that are for its layers: each kind of layer takes its own."""
 
+    lengths: Tensor
     attend: Attend
     seqlens: list[int]
     states: LayerStates
@@ -74,7 +76,7 @@ class RowCache:
         starts = [0, *accumulate(seqlens)]
         attend = self._keys_values.begin_prefill(packed, starts=starts, sequences=sequences, first_row=first_row)
         states = self._states.begin_prefill(torch.tensor(sequences, device=self._device), first_row=first_row)
-        return LayerInputs(attend=attend, seqlens=seqlens, states=states)
+        return LayerInputs(lengths=lengths_of_tokens(seqlens), attend=attend, seqlens=seqlens, states=states)
 
     def begin_rest(
         self, begun: Sequence[RowContents], *, seqlens: list[int], shifts: list[int], kernel: Kernel, first_row: int
@@ -93,7 +95,8 @@ class RowCache:
             positions = positions + torch.tensor(of_tokens, device=self._device)
         rows = torch.arange(len(begun), device=self._device)
         of_layers = self._states.begin_prefill(rows, first_row=first_row, begun=states)
-        return LayerInputs(attend=rest, seqlens=seqlens, states=of_layers), rest, positions
+        lengths = self._keys_values.lengths[first_row:].repeat_interleave(torch.tensor(seqlens))
+        return LayerInputs(lengths=lengths, attend=rest, seqlens=seqlens, states=of_layers), rest, positions
 
     def row_bytes(self, row: int) -> int:
         """The memory that `contents` of a row takes."""
@@ -111,7 +114,8 @@ class RowCache:
         states = self._states.begin_decode()
         if any(self._shifts):
             positions = positions + torch.tensor(self._shifts, device=self._device)
-        return LayerInputs(attend=newest, seqlens=[1] * len(positions), states=states), newest, positions
+        seqlens, lengths = [1] * len(positions), self._keys_values.lengths
+        return LayerInputs(lengths=lengths, attend=newest, seqlens=seqlens, states=states), newest, positions
 
     def compact(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
         """Move rows `movers` to `holes` and forget every row that is not in `kept`."""

@@ -33,12 +33,12 @@ from spmdrl.engine.sampling import NOISE_PLACES, RowSampling, SampleTokens, samp
 from spmdrl.engine.versions import LiveVersions
 from spmdrl.model import invariant
 from spmdrl.model.attention import Kernel, packed_attention
-from spmdrl.model.invariant import BATCH_DEPENDENT_ROPES
 from spmdrl.model.invariant_attention import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.positions import packed_positions, position_shift
 from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.rotary import changes_after, changes_between
 from spmdrl.model.trunk import Trunk, attention_of, model_class
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest, digests
@@ -101,9 +101,6 @@ class TorchEngine(RolloutEngine):
         self._release = frozenset(release)
         self._cache: RowCache | None = None
         text = self.model.config.get_text_config()
-        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-        if rope in BATCH_DEPENDENT_ROPES:  # keys have a factor of the length at which they were read
-            max_kept_tokens = 0
         self._max_kept_bytes = max_kept_tokens * bytes_per_token(text, dtype)
         self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
@@ -200,11 +197,26 @@ class TorchEngine(RolloutEngine):
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
+            self._refuse_other_frequencies(request)
             run = Running(index, request, self.version)
             run.begun = kept.take(run.context)
+            if run.begun is not None and changes_between(
+                self.model.config, len(run.begun.context.token_ids), len(run.context.token_ids)
+            ):
+                run.begun = None  # its keys have the rotary frequencies of a shorter sequence
             if run.begun is None:
                 self._features.take(request.images)
             yield run
+
+    def _refuse_other_frequencies(self, request: Request) -> None:
+        """Raise UserError where the rotary frequencies of the cache's keys would change as a response grows."""
+        num_read, config = len(request.prompt_ids), self.model.config
+        if changes_between(config, num_read, num_read + request.max_response_tokens):
+            raise UserError(
+                f"a prompt of {num_read} tokens and a response of up to {request.max_response_tokens} would have other "
+                f"rotary frequencies in the end than in the beginning ({config.model_type}: beyond "
+                f"{changes_after(config)} tokens); lower max_response_tokens"
+            )
 
     def _keep(self, kept: KeptRows, row: int, run: Running) -> None:
         """Keep the row of a request that another one may follow."""

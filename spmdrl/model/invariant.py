@@ -27,7 +27,6 @@ from spmdrl.model.logprobs import Head
 from spmdrl.model.two_passes import linear_by
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")  # models whose engine and trainer have been compared
-BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 8192  # limit on the outputs of a weight in one product
 
@@ -137,11 +136,6 @@ def model_problems(model_config: Any) -> Iterator[str]:
         yield (
             f"true_on_policy = true supports SiLU as the only activation function, and this model uses "
             f"{model_config.hidden_act}; set it to false"
-        )
-    elif (rope := (model_config.rope_parameters or {}).get("rope_type")) in BATCH_DEPENDENT_ROPES:
-        yield (
-            "true_on_policy = true needs rotary embeddings that depend only on a token's own position, and rope_type = "
-            f'"{rope}" also depends on the longest sequence of a batch; set it to false'
         )
 
 

@@ -21,6 +21,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.operators import operators_of
 from spmdrl.model.positions import packed_positions, placeholder_rows
+from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import Grid, MicroBatch
@@ -103,6 +104,7 @@ class PackedModel(nn.Module):
         hidden = self.trunk(
             self._on_device(micro_batch.token_ids[chunk]),
             self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
+            lengths=lengths_of_tokens(seqlens)[chunk],
             images=self._placed(micro_batch, chunk),
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.model.rotary import RotaryByLength
 from spmdrl.types import Grid, ImageSpan
 
 TOWER_ATTENTION = "sdpa"  # transformers' own: a tower's tokens see those that come after them, and it splits images
@@ -35,6 +36,7 @@ class Trunk:
         self.family = family_of(model.config)
         self._model = model
         self._base: Any = model.base_model
+        self._rotary = RotaryByLength(self.decoder)
 
     @property
     def decoder(self) -> nn.Module:
@@ -60,17 +62,25 @@ class Trunk:
         return [(image.start, image.end) for image in images]
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, *, images: PlacedFeatures | None = None, **attention: Any
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        lengths: Tensor,
+        images: PlacedFeatures | None = None,
+        **attention: Any,
     ) -> Tensor:
         """Run the decoder over T tokens.
 
-        Takes token_ids [T] and positions [T] or [3, T], both int64; returns hidden states [T, D]. `attention` goes to
-        the layers: `attend`, `seqlens`. A placeholder that is not among the rows of `images` is text.
+        Takes token_ids [T] and positions [T] or [3, T], both int64, and lengths [T] int64 on the host, those of the
+        tokens' whole sequences; returns hidden states [T, D]. `attention` goes to the layers: `attend`, `seqlens`. A
+        placeholder that is not among the rows of `images` is text.
         """
         inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
         if images is not None:
             inputs = self._embedded(token_ids, images)
-        output = self.decoder(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **attention)
+        with self._rotary.at(lengths):
+            output = self.decoder(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **attention)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -28,7 +28,7 @@ from spmdrl.dist.device import default_device_type
 from spmdrl.engine.kinds import engine_class
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.learn.policy_loss import policy_loss_problems
-from spmdrl.model import invariant, sglang_operators
+from spmdrl.model import invariant, rotary, sglang_operators
 from spmdrl.model.adapted import adapter_problems
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
@@ -96,6 +96,7 @@ def open_inputs(
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
         found.ask(_vocabulary_problems, tokenizer, model)
+    found.ask(_rotary_problems, cfg, plan, policy)
     found.ask(_true_on_policy_problems, cfg, policy)
     prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic)
     stops = found.get(_stop_tokens, cfg, tokenizer)
@@ -345,6 +346,11 @@ def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
             f"a prompt and its response may have {longest} tokens, but the model was made for {limit} "
             "(max_position_embeddings); lower data.max_prompt_tokens or max_response_tokens"
         )
+
+
+def _rotary_problems(cfg: Config | SftConfig, plan: Plan, policy: _OpenedModel) -> Iterator[str]:
+    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
 
 
 def _parallel_problems(cfg: Config | SftConfig, model: _OpenedModel) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.train import main
+from tests.helpers.models import longrope
 from tests.helpers.small_run import write_small_run
 
 
@@ -121,6 +122,13 @@ def test_a_config_that_makes_no_sense(folder: Path, capsys: pytest.CaptureFixtur
     (folder / "model/config.json").write_text(json.dumps(config | {"hidden_size": "abc"}))
     assert main([str(folder / "c.toml")]) == 2
     assert "is not a causal language model" in capsys.readouterr().err
+
+
+def test_responses_that_would_change_their_rotary_frequencies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps(config | longrope(10, num_factors=config["head_dim"] // 2)))
+    assert main([str(folder / "c.toml")]) == 2
+    assert "beyond 10 this model (qwen3) has other rotary frequencies" in capsys.readouterr().err
 
 
 def test_weights_that_were_cut_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

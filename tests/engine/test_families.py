@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import pytest
 from tests.helpers.adapters import change_adapters
 from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.models import (
+    LONG_FACTORS,
+    longrope,
     save_gemma3,
     save_llama,
     save_mistral,
+    save_phi3,
     save_qwen2,
     save_qwen3_5,
     save_qwen3_5_moe,
@@ -40,6 +44,13 @@ from tests.helpers.sglang_engine import (
 # Other than what SGLang takes where it does not know where to look.
 ROTARY = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 MERGED = {"rank": 4, "alpha": 8.0, "merge": True}
+# Long factors for all lengths, as docs/models.md shows.
+LONG_ONLY = {
+    "original_max_position_embeddings": 256,
+    "rope_parameters": longrope(256, num_factors=6)["rope_parameters"]
+    | {"short_factor": LONG_FACTORS[::8], "long_factor": LONG_FACTORS[::8]}
+    | dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), 1.19),
+}
 LONGER_THAN_A_CHUNK = 80  # tokens of a response, where the delta rule reads prompts 64 at a time
 
 
@@ -96,7 +107,14 @@ def test_models_with_a_state_say_what_the_trainer_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", [save_llama, save_qwen2, save_mistral, save_gemma3, save_qwen3_moe])
+@pytest.mark.parametrize(
+    "save",
+    [
+        *(save_llama, save_qwen2, save_mistral, save_gemma3, save_qwen3_moe),
+        pytest.param(partial(save_phi3, limit=128), id="save_phi3"),
+        pytest.param(partial(save_phi3, limit=256, **LONG_ONLY), id="save_phi3 with long factors alone"),
+    ],
+)
 def test_models_without_say_so_too(tmp_path: Path, save: Callable[..., str]) -> None:
     check(all_of(save(tmp_path), 2, None))
 

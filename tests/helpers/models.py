@@ -14,6 +14,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -41,6 +42,26 @@ QWEN3 = Qwen3Config(
     architectures=["Qwen3ForCausalLM"],
     dtype="bfloat16",
 )
+
+
+# Of Phi-4-mini, for the 96 dimensions of a head that are rotated; its short ones are all 1, up to 4,096 tokens.
+# fmt: off
+LONG_FACTORS = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424, 6.693110555,
+    7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283,
+    20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7,
+    32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]
+# fmt: on
+
+
+def longrope(limit: int, num_factors: int = 48, **changes: Any) -> dict[str, Any]:
+    """Rotary settings as Phi-4-mini's: sequences of more than `limit` tokens have other frequencies."""
+    long = LONG_FACTORS[:: 48 // num_factors][:num_factors]
+    factors = {"short_factor": [1.0] * num_factors, "long_factor": long}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": limit}
+    return {"rope_parameters": rope | factors | changes}
 
 
 def save_model(path: Path, config: PreTrainedConfig, *, seed: int = 0) -> str:
@@ -119,7 +140,7 @@ GATED_DELTA_NET = {
 _ROUTED = EXPERTS | {"n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 _FIRST_DENSE = _ROUTED | {"first_k_dense_replace": 1}
 _PLAIN = """
-    apertus arcee ernie4_5 gemma glm4 granite hunyuan_v1_dense ministral olmo olmo2 phi phi3 seed_oss smollm3 starcoder2
+    apertus arcee ernie4_5 gemma glm4 granite hunyuan_v1_dense ministral olmo olmo2 phi seed_oss smollm3 starcoder2
 """
 # Families without a test of their own, and what their configs call experts and windows.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -135,6 +156,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "minimax_m2": EXPERTS | {"num_local_experts": 5},
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "olmo3": SLIDING,
+    "phi3": longrope(20, num_factors=4) | {"head_dim": 8, "original_max_position_embeddings": 20},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
 }
 
@@ -164,6 +186,12 @@ def save_gemma3(path: Path, *, seed: int = 0, **changes: Any) -> str:
 def save_qwen3_moe(path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random Qwen3 with experts in every layer."""
     return save_model(path, Qwen3MoeConfig(**(SIZES | EXPERTS | changes)), seed=seed)
+
+
+def save_phi3(path: Path, *, limit: int, seed: int = 0, **changes: Any) -> str:
+    """A random Phi-3 with rotary settings as Phi-4-mini's, in three quarters of each head."""
+    rope = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": limit} | longrope(limit, num_factors=6)
+    return save_model(path, Phi3Config(**(SIZES | {"hidden_size": 64} | rope | changes)), seed=seed)
 
 
 def save_gpt_oss(path: Path, *, seed: int = 0, **changes: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.config import ParallelConfig
 from spmdrl.dist.mesh import build_meshes
@@ -22,6 +22,7 @@ from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
 from tests.helpers.models import (
     HAS_EXPERT_PLANS,
+    longrope,
     save_gemma3,
     save_gpt_oss,
     save_qwen3,
@@ -57,7 +58,7 @@ def _with_more_layers(path: Path) -> str:
 
 CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "fsdp": (save_qwen3, {}),
-    "hsdp": (save_qwen3, {"dp_replicate": 2}),
+    "hsdp": (partial(save_qwen3, **longrope(20, num_factors=8)), {"dp_replicate": 2}),
     "packed-experts": (save_gpt_oss, {}),
     "tied": (save_gemma3, {}),
     "tower-and-experts": (save_qwen3_vl_moe, {}),
@@ -89,6 +90,8 @@ def test_the_files_are_those_the_model_came_from(exported: Path, name: str) -> N
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     AutoModel.from_pretrained(hf)  # by the index
+    configs = [AutoConfig.from_pretrained(folder).get_text_config() for folder in (model, hf)]
+    assert configs[0].rope_parameters == configs[1].rope_parameters
     assert (hf / PROCESSOR).read_text() == (model / PROCESSOR).read_text()
     assert len(list(hf.glob("*.safetensors"))) > 1, "dealt out to the ranks"
     assert not hf.with_suffix(".unfinished").exists()

@@ -18,6 +18,7 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.model.load import load_policy, persistent_buffers
 from spmdrl.model.policy import Policy
+from spmdrl.model.rotary import changes_after
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
 from spmdrl.refit.sink import Naming
@@ -126,7 +127,9 @@ def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:
     device = torch.device("cpu")
     engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=5)
     load_whole(engine, weights_of(model), version=0)
-    prompts = [sequence.token_ids[: 3 + sequence.index] for sequence in random_sequences(4)]
+    limit = changes_after(model.config)
+    lengths = (3, 4, 5, 6 if limit is None else limit + 1)  # no response may cross it
+    prompts = [sequence.token_ids[:length] for sequence, length in zip(random_sequences(4), lengths, strict=True)]
     asked = [
         Request(prompt_ids=prompts[i // 2], seed=i, max_response_tokens=12 + i % 3, temperature=TEMPERATURE)
         for i in range(8)

@@ -79,6 +79,21 @@ def test_the_parts_of_all_devices_make_the_whole(size: int) -> None:
             assert torch.equal(whole, weights[f"{layer}.mlp.experts.{expert}.{name}_proj.weight"])
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_weights_that_a_checkpoint_has_fused_are_cut_like_others(device_type: str) -> None:
+    """Phi-3's. The config of these sizes has heads of 4."""
+    weights, model = checkpoint(), Qwen3Config(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, head_dim=4)
+    for prefix, parts, name in (
+        ("model.layers.0.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        ("model.layers.0.mlp", ("gate_proj", "up_proj"), "gate_up_proj"),
+    ):
+        weights[f"{prefix}.{name}.weight"] = torch.cat([weights.pop(f"{prefix}.{part}.weight") for part in parts])
+    for rank, expected in enumerate(held(2, device_type)):
+        found = held_weights(weights, Share.of(model, rank=rank, size=2, device_type=device_type))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_on_a_cpu_the_inner_size_is_padded_with_zeros() -> None:
     weights, devices = checkpoint(), held(2, "cpu")
     down = torch.cat([d["model.layers.0.mlp.down_proj.weight"] for d in devices], dim=1)

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoConfig,
     Gemma3Config,
+    LlamaConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5TextConfig,
@@ -31,10 +32,11 @@ from spmdrl.engine.sglang.hybrids import hybrid_problems
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
+from spmdrl.engine.sglang.rotary import rotary_problems
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
-from tests.helpers.models import GATED_DELTA_NET, SIZES, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.models import GATED_DELTA_NET, SIZES, longrope, save_gpt_oss, save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -336,3 +338,18 @@ def test_images_that_sglang_could_not_look_at_are_told(
 ) -> None:
     said = list(image_problems(config(tmp_path), model))
     assert (said == []) if sentence is None else (len(said) == 1 and sentence in said[0])
+
+
+def test_rotary_embeddings_that_sglang_computes_otherwise_are_refused() -> None:
+    def problems(rope: dict[str, Any]) -> list[str]:
+        return list(rotary_problems("m", LlamaConfig(**SIZES | {"rope_parameters": rope})))
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (sentence,) = problems(dynamic)
+    assert 'write "default" into its config.json, which is the same up to there' in sentence
+    assert not problems(dynamic | {"alpha": 1000.0})  # HunYuan's, which SGLang computes as transformers does
+    (long,) = longrope(64, num_factors=8).values()
+    assert not problems(long)
+    (sentence,) = problems(long | {"attention_factor": 1.25})
+    assert "scales by 1.25 and SGLang by 1.1547," in sentence
+    assert not problems(long | {"attention_factor": 1.25, "short_mscale": 1.25, "long_mscale": 1.25})

@@ -332,15 +332,6 @@ def test_other_families_read_only_what_is_new(
     assert sum(read) == sum(map(len, {r.prompt_ids for r in requests(9)})) + 3 * sum(2 + 3 * i for i in range(9))
 
 
-def test_keys_that_depend_on_the_length_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = AutoModelForCausalLM.from_pretrained(save_qwen3(tmp_path, rope_parameters=scaling))
-    engine = engine_for(model, 16)
-    read = count_read(engine, monkeypatch)
-    turns = turns_of(engine)
-    assert sum(read) == sum(len(prompt) for prompt in {request.prompt_ids for request, _ in turns})
-
-
 def test_requests_that_wait_together_are_read_together(model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alternating ones that begin and ones that go on: two prefills, with no decode step between."""
     engine = engine_for(model, 32)

@@ -15,6 +15,7 @@ from spmdrl.data.families import family_of
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.positions import packed_positions, placeholder_rows, position_shift, token_positions
 from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.trunk import PlacedFeatures, Trunk, attention_of, model_class
 from spmdrl.types import ImageSpan, Sequence
 from tests.helpers.models import save_qwen3
@@ -60,6 +61,7 @@ def hidden_states(trunk: Trunk, sequences: list[Sequence], pictures: dict[str, P
         trunk(
             torch.tensor([token for sequence in sequences for token in sequence.token_ids]),
             packed_positions(seqlens, spans, family=trunk.family),
+            lengths=lengths_of_tokens(seqlens),
             images=placed,
             attend=packed_attention(starts.int(), seqlens, "sdpa", blocks=trunk.seen_whole(spans)),
             seqlens=seqlens,

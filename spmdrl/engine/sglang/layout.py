@@ -6,6 +6,7 @@ that is not listed here are kept whole, under their own name.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _FUSED = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
+# What Phi-3's and GLM-4's checkpoints have fused already, and the parts that are cut one by one.
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _NO_EXPERT = -1  # the number of what is not an expert's
 _CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "linear_fc1", "to merge"} | {
@@ -74,6 +77,7 @@ class Share:
     delta_net_rows: tuple[int, ...] = ()  # of queries, keys and values, in models with gated delta nets
     delta_net_norm: torch.dtype | None = None  # of their norms, where that is another one than that of all weights
     cuts_embedding: bool = True  # False: every device has it whole
+    attention_rows: tuple[int, ...] = ()  # of queries, keys and values
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
@@ -85,7 +89,17 @@ class Share:
         family = getattr(model_config, "model_type", None)
         norm = model_config.dtype if family == "qwen3_next" else None
         rows = tuple(_delta_net_rows(model_config))
-        return cls(rank, size, heads, multiple, on_policy, rows, norm, cuts_embedding=family not in _WHOLE_EMBEDDINGS)
+        return cls(
+            *(rank, size, heads, multiple, on_policy, rows, norm),
+            cuts_embedding=family not in _WHOLE_EMBEDDINGS,
+            attention_rows=_attention_rows(model_config, heads),
+        )
+
+
+def _attention_rows(model_config: Any, num_key_value_heads: int) -> tuple[int, ...]:
+    num_heads = model_config.num_attention_heads
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // num_heads
+    return (num_heads * head_dim, num_key_value_heads * head_dim, num_key_value_heads * head_dim)
 
 
 def _delta_net_rows(model_config: Any) -> Iterator[int]:
@@ -130,7 +144,7 @@ def _padded_adapter(name: str, tensor: Tensor, multiple: int) -> Tensor:
 def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, list[Tensor]]]:
     """Return this device's parts of what is fused into each weight, by expert."""
     fused: dict[str, dict[int, list[Tensor]]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in itertools.chain.from_iterable(_unfused(*item, share) for item in tensors.items()):
         if expert := _EXPERT.match(name):
             number, module, kind = int(expert[2]), f"{expert[3]}_proj", "weight"
             held_name = f"{expert[1]}.{'w2_weight' if expert[3] == 'down' else 'w13_weight'}"
@@ -147,6 +161,17 @@ def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, l
         cut = [_cut(module, kind, part, share) for part in _parts(module, tensor, share)]
         fused.setdefault(held_name, {}).setdefault(number, []).extend(cut)
     return fused
+
+
+def _unfused(name: str, tensor: Tensor, share: Share) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of what a checkpoint has fused, by the names that they have in others."""
+    *prefix, module, kind = name.split(".") if "." in name else ("", name)
+    if module not in _PARTS:
+        yield name, tensor
+        return
+    parts = tensor.split(share.attention_rows) if module == "qkv_proj" else tensor.chunk(2)
+    for part_name, part in zip(_PARTS[module], parts, strict=True):
+        yield ".".join([*prefix, part_name, kind]), part
 
 
 def _parts(module: str, tensor: Tensor, share: Share) -> Sequence[Tensor]:

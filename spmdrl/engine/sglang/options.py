@@ -27,6 +27,7 @@ from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, h
 from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.orphans import check_orphans
+from spmdrl.engine.sglang.rotary import rotary_problems
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
@@ -120,6 +121,7 @@ def sglang_problems(
     yield from adapter_problems(cfg, model_config, device_type=device_type)
     yield from hybrid_problems(cfg, model_config)
     yield from image_problems(cfg, model_config)
+    yield from rotary_problems(cfg.model.path, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
             'run.deterministic = true cannot be kept with rollout.engine = "sglang" on a CPU, where SGLang ignores '
