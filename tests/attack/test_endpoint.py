@@ -435,7 +435,7 @@ def fuzz(folder: Path, *, seconds: float, seed: int) -> str:
 
 
 def test_a_client_with_a_key_is_served_while_others_send_anything(tmp_path: Path) -> None:
-    fuzz(tmp_path, seconds=3.0, seed=0)
+    fuzz(tmp_path, seconds=2.0, seed=0)
 
 
 @pytest.mark.slow
