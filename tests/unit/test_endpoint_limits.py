@@ -134,7 +134,8 @@ async def sent(endpoint: Endpoint, key: str, body: bytes, *lines: str) -> tuple[
     return reader, writer
 
 
-async def status(reader: asyncio.StreamReader) -> tuple[int, str]:
+async def status(reader: asyncio.StreamReader, _: Any) -> tuple[int, str]:
+    """Read an answer. The writer is an argument because its connection is closed where nothing refers to it."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
     return int(head[9:12]), (await reader.readexactly(length)).decode()
@@ -155,17 +156,17 @@ def test_calls_that_find_no_room_do_not_end_or_are_broken(
         reader, writer = await sent(endpoint, key, b"", length, "Expect: 100-continue")
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body[:-1])
-        code, text = await status(reader)
+        code, text = await status(reader, writer)
         assert code == 408 and "has not come within 0.2 seconds" in text and desk.num_refused == 1
         failing = body.replace(b"}]", b'}], "max_tokens": 666')
-        code, text = await status((await sent(endpoint, key, failing, f"Content-Length: {len(failing)}"))[0])
+        code, text = await status(*await sent(endpoint, key, failing, f"Content-Length: {len(failing)}"))
         assert code == 500 and "KeyError" not in text
         waiting = [await sent(endpoint, key, body, length) for _ in range(3)]
         await asyncio.sleep(0.1)
-        code, text = await status((await sent(endpoint, key, body, length))[0])
+        code, text = await status(*await sent(endpoint, key, body, length))
         assert code == 429 and "all of the 3 connections" in text
         desk.may_answer.set()
-        assert [(await status(one))[0] for one, _ in waiting] == [200] * 3
+        assert [(await status(*one))[0] for one in waiting] == [200] * 3
         await endpoint.close()
 
     asyncio.run(run())
