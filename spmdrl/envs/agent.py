@@ -51,6 +51,11 @@ class AgentClient:
         self.unprotected: list[str] = []  # there is no sandbox
         self._runs: set[AgentRun] = set()  # in the loop's thread only
         self._endpoint = Endpoint(port)
+        if source.max_open > self._endpoint.max_clients:
+            raise UserError(
+                f"environment.source.max_open = {source.max_open}, but under this `ulimit -n` the server of agents has "
+                f"{self._endpoint.max_clients} connections; set it to at most that, or raise the limit"
+            )
         self._agent = Agent(
             endpoint=self._endpoint,
             names=MetricNames(),

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import secrets
-from collections import deque
+import socket
+import sys
+import traceback
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from spmdrl.envs.agent_calls import MODEL, Call, CallError, Form, Reply
 from spmdrl.envs.chat_form import ChatForm
+from spmdrl.envs.limits import Bytes, Connections, NoRoom, max_connections
 from spmdrl.envs.responses_form import ResponsesForm
+from spmdrl.faults.text import lines
 from spmdrl.types import UserError
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 * 2**20
+_BODY_S = 60.0
+_IDLE_S = 75.0  # between two requests with a key; more than clients keep a connection, so that they hang up first
+_MAX_HEADERS = 64
+_READ_BYTES = 2**16  # of a body that nobody reads yet, on each connection
+_BACKLOG = 1024
+_ACCEPT_AGAIN_S = 0.1
+_SHOW_EVERY_S = 60
 _REMEMBERED_KEYS = 10_000  # of episodes that have ended
+_IS_OVER = "the episode of this key is over"
+_TOO_LONG = f"the body is longer than {MAX_BODY_BYTES} bytes"
 _FORMS: Mapping[str, Form] = {"/v1/chat/completions": ChatForm(), "/v1/responses": ResponsesForm()}
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Handler = Callable[["Desk", web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Desk(Protocol):
@@ -50,17 +64,15 @@ class _Refusal(Exception):
 
 
 class _Log(logging.Logger):
-    """The log of the server. A request that is not HTTP is counted, where aiohttp would print a traceback."""
+    """The log of the server. What it says is about requests that are not HTTP: they are counted, and not shown."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__("endpoint")
         self._endpoint = endpoint
 
     def handle(self, record: logging.LogRecord) -> None:
-        if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-            self._endpoint.num_refused += 1
-        elif record.levelno >= logging.WARNING:
-            super().handle(record)
+        if record.exc_info:
+            self._endpoint.count("malformed")
 
 
 class Endpoint:
@@ -68,72 +80,180 @@ class Endpoint:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._desks: dict[str, tuple[str, Desk]] = {}  # the secret and the desk of each key, by the key's name
-        self._ended: deque[str] = deque(maxlen=_REMEMBERED_KEYS)
+        self._keys: dict[bytes, tuple[bytes, Desk | None]] = {}  # by name: the secret, and the desk while it is open
+        self._ended: deque[bytes] = deque()  # the names of keys without a desk
+        self._connections = Connections(max_connections())
+        self._bytes = Bytes()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._handlers: dict[tuple[str, str], _Handler] = {
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/reward"): self._reward,
+            **{("POST", path): self._call for path in _FORMS},
+        }
+        self._unshown: Counter[str] = Counter()  # refused requests, by why
+        self._unshown_s = 0
         self.num_refused = 0  # calls without the key of an open episode, and what is not HTTP
+
+    @property
+    def max_clients(self) -> int:
+        """The number of connections with a key that can be open at once."""
+        return self._connections.most_with_key
 
     async def start(self) -> None:
         """Listen. Raises UserError when the port is not free."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_openai_form])
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/reward", self._reward)
-        for path in _FORMS:
-            app.router.add_post(path, self._call)
-        # Who has hung up is not answered: the policy does not sample for it.
-        self._runner = web.AppRunner(
-            app, access_log=None, logger=_Log(self), handler_cancellation=True, shutdown_timeout=0.1
+        self._server = web.Server(
+            self._serve,
+            handler_cancellation=True,  # who has hung up is not answered: the policy does not sample for it
+            access_log=None,
+            logger=_Log(self),
+            auto_decompress=False,
+            keepalive_timeout=_IDLE_S,
+            max_headers=_MAX_HEADERS,
+            read_bufsize=_READ_BYTES,
         )
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=0.1)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, HOST, self._port).start()
+            self._socket = socket.create_server((HOST, self._port), backlog=_BACKLOG)
         except OSError as error:
             await self._runner.cleanup()
             raise UserError(
                 f"environment.source.port = {self._port} cannot be used ({error.strerror}); set it to 0, which takes "
                 "any free one"
             ) from error
-
-    @property
-    def url(self) -> str:
-        """The address that clients call their base URL."""
-        _, port = self._runner.addresses[0][:2]
-        return f"http://{HOST}:{port}/v1"
+        self._socket.setblocking(False)
+        self.url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"  # the address that clients call their base URL
+        self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._watch())]
 
     async def close(self) -> None:
         """Stop listening, and hang up."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        self._socket.close()
         await self._runner.cleanup()
+        self._show()
+
+    def count(self, reason: str) -> None:
+        """Count a request that was refused."""
+        self.num_refused += 1
+        self._unshown[reason] += 1
 
     def admit(self, desk: Desk) -> str:
         """Return a new key, whose calls go to this desk."""
         name, secret = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
-        self._desks[name] = secret, desk
+        self._keys[name.encode()] = secret.encode(), desk
         return f"{name}.{secret}"
 
     def dismiss(self, key: str) -> None:
         """Refuse calls with this key from now on."""
-        name, _, _ = key.partition(".")
-        if self._desks.pop(name, None):
-            self._ended.append(key)
+        name = key.encode().partition(b".")[0]
+        secret, desk = self._keys.get(name, (b"", None))
+        if desk is not None:
+            self._keys[name] = secret, None
+            self._ended.append(name)
+            if len(self._ended) > _REMEMBERED_KEYS:
+                del self._keys[self._ended.popleft()]
 
-    def _desk(self, request: web.Request) -> Desk:
-        """Return the desk of a request's key. Raises _Refusal."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        name, _, secret = key.strip().partition(".")
-        known, desk = self._desks.get(name, ("", None))
-        if scheme.lower() == "bearer" and secrets.compare_digest(secret.encode(), known.encode()) and desk is not None:
-            return desk
-        self.num_refused += 1
-        if any(secrets.compare_digest(key.encode(), ended.encode()) for ended in self._ended):
-            raise _Refusal(410, "the episode of this key is over")
-        raise _Refusal(401, "the API key is not that of an open episode; use OPENAI_API_KEY as it was given")
+    async def _accept(self) -> None:
+        """Take connections one by one: between two of them, those that are there are read.
 
-    async def _models(self, request: web.Request) -> web.Response:
-        self._desk(request)
+        A server of asyncio's takes as many as its backlog at once, and has opened their descriptors before any can be
+        counted.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+                transport, _ = await loop.connect_accepted_socket(self._server, connection)
+            except OSError:  # the client is gone, or the process has used up its descriptors for something else
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+            else:
+                self._connections.add(transport)
+
+    async def _watch(self) -> None:
+        """Hang up on those who send nothing, and show what was refused."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._connections.tick()
+            self._unshown_s += 1
+            if self._unshown_s >= _SHOW_EVERY_S:
+                self._show()
+
+    def _show(self) -> None:
+        """Print how many requests and connections were refused since the last time, and nothing of what they said."""
+        refused, silent = self._unshown.total(), self._connections.num_silent
+        reasons = [f"{number} {reason}" for reason, number in sorted(self._unshown.items())]
+        what = [f"refused {refused} requests ({', '.join(reasons)})"] if refused else []
+        what += [f"hung up on {silent} connections that had sent none"] if silent else []
+        if what:
+            with contextlib.suppress(OSError):  # the console is gone
+                print(f"the server of agents at {self.url} {' and '.join(what)}", file=sys.stderr, flush=True)
+        self._unshown.clear()
+        self._connections.num_silent = self._unshown_s = 0
+
+    def _desk(self, request: web.BaseRequest) -> tuple[bytes, Desk]:
+        """Return the name of a request's key, and its desk. Raises _Refusal."""
+        # Bytes, as they came: a header may have what is no UTF-8.
+        header = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        scheme, _, key = header.partition(b" ")
+        name, _, secret = key.strip().partition(b".")
+        known, desk = self._keys.get(name, (b"", None))
+        if not (known and scheme.lower() == b"bearer" and secrets.compare_digest(secret, known)):
+            self.count("without a key")
+            raise _Refusal(401, "the API key is not that of an open episode; use OPENAI_API_KEY as it was given")
+        if desk is None:
+            self.num_refused += 1
+            raise _Refusal(410, _IS_OVER)
+        return name, desk
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request. Errors are written as OpenAI does, and who has shown no key is hung up on."""
+        transport = request.transport
+        try:
+            name, desk = self._desk(request)
+            return await self._answer(name, desk, request)
+        except _Refusal as refusal:
+            status, message = refusal.status, str(refusal)
+        except (web.RequestPayloadError, ConnectionError):
+            status, message = 400, "the body is broken off, or is not HTTP"
+        except Exception as error:
+            status, message = 500, "the server has failed; the run's console has its traceback"
+            print(lines("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+        kind = "authentication_error" if status == 401 else "invalid_request_error"
+        content = {"message": message, "type": kind, "param": None, "code": None}
+        response = web.json_response({"error": content}, status=status)
+        if transport is None or self._connections.is_strangers(transport):
+            response.force_close()
+        return response
+
+    async def _answer(self, name: bytes, desk: Desk, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request with a key, once there is room for it. Raises _Refusal."""
+        handler = self._handlers.get((request.method, request.path))
+        if handler is None:
+            raise _Refusal(404, f"there is no {request.method} {request.path}")
+        if request.transport is None:
+            raise ConnectionResetError
+        try:
+            with self._connections.answering(request.transport):
+                async with self._bytes.taken(name, _size(request)):
+                    return await handler(desk, request)
+        except NoRoom as error:
+            raise _Refusal(
+                429,
+                f"all of the {self.max_clients} connections that the server has for calls with a key are in use, a "
+                "number that follows from `ulimit -n`; call again later",
+            ) from error
+        except _Refusal as refusal:
+            if request.path in _FORMS and refusal.status != 410:
+                desk.refuse()
+            raise
+
+    async def _models(self, desk: Desk, request: web.BaseRequest) -> web.StreamResponse:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "spmdrl"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reward(self, request: web.Request) -> web.Response:
-        desk = self._desk(request)
+    async def _reward(self, desk: Desk, request: web.BaseRequest) -> web.StreamResponse:
         match await _body(request):
             case {"reward": int() | float() as reward, **others}:
                 metrics = others.get("metrics") or {}
@@ -145,18 +265,17 @@ class Endpoint:
                     return web.json_response({})
         raise _Refusal(400, 'the body must be {"reward": NUMBER, "metrics": {NAME: NUMBER}}; metrics can be left out')
 
-    async def _call(self, request: web.Request) -> web.StreamResponse:
-        desk, form = self._desk(request), _FORMS[request.path]
+    async def _call(self, desk: Desk, request: web.BaseRequest) -> web.StreamResponse:
+        form = _FORMS[request.path]
+        body = await _body(request)
         try:
-            body = await _body(request)
             call = form.read(body)
-        except (_Refusal, CallError) as error:
-            desk.refuse()
-            raise _Refusal(getattr(error, "status", 400), str(error)) from error
+        except CallError as error:
+            raise _Refusal(400, str(error)) from error
         try:
             reply = await desk.answer(call)
         except EpisodeEnded as error:
-            raise _Refusal(410, "the episode of this key is over") from error
+            raise _Refusal(410, _IS_OVER) from error
         response = form.write(reply, body)
         if not body.get("stream"):
             return web.json_response(response)
@@ -164,7 +283,7 @@ class Endpoint:
 
 
 async def _stream(
-    request: web.Request, events: list[tuple[str | None, dict[str, Any]]], *, ends_with_done: bool
+    request: web.BaseRequest, events: list[tuple[str | None, dict[str, Any]]], *, ends_with_done: bool
 ) -> web.StreamResponse:
     """Send server-sent events, as far as the client reads them."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -179,35 +298,47 @@ async def _stream(
     return stream
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+def _size(request: web.BaseRequest) -> int:
+    """Return the most bytes that the body can have. Raises _Refusal."""
+    if "Content-Encoding" in request.headers:
+        raise _Refusal(415, "the body has a Content-Encoding; send it as it is, without this header")
+    if not request.body_exists:
+        return 0
+    if (length := request.content_length) is None:  # it comes in chunks
+        return MAX_BODY_BYTES
+    if length > MAX_BODY_BYTES:
+        raise _Refusal(413, _TOO_LONG)
+    return length
+
+
+async def _body(request: web.BaseRequest) -> dict[str, Any]:
     """Read a request's JSON object. Raises _Refusal."""
     try:
-        body = json.loads(await request.read())
+        async with asyncio.timeout(_BODY_S):
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            body = json.loads(await _read(request))
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise _Refusal(400, "the body has half of a surrogate pair, which is no text") from error
     except (ValueError, RecursionError) as error:
         raise _Refusal(400, "the body is not JSON") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise _Refusal(413, f"the body is longer than {MAX_BODY_BYTES} bytes") from error
+    except TimeoutError as error:
+        raise _Refusal(408, f"the body has not come within {_BODY_S:g} seconds") from error
     if not isinstance(body, dict):
         raise _Refusal(400, "the body is not a JSON object")
     return body
 
 
+async def _read(request: web.BaseRequest) -> bytearray:
+    """Read a body. `request.read()` would let the server hold it twice."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _Refusal(413, _TOO_LONG)
+    return body
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-@web.middleware
-async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Write errors as OpenAI does."""
-    try:
-        return await handler(request)
-    except _Refusal as refusal:
-        status, message = refusal.status, str(refusal)
-    except web.HTTPException as error:
-        status, message = error.status, f"{request.method} {request.path}: {error.reason}"
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    content = {"message": message, "type": kind, "param": None, "code": None}
-    return web.json_response({"error": content}, status=status)
