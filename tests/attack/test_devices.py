@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.config import CodeReward, FunctionReward, RewardConfig
+from spmdrl.config import CodeReward, RewardConfig
 from spmdrl.config.environment import (
     ClassEnvironment,
     EnvironmentConfig,
@@ -146,7 +146,8 @@ for user in (0, 65534) if os.getuid() == 0 else (os.getuid(),):
                     nothing(wall)
                 pipe, other = socket.socketpair()
                 other.close()
-                unprotected = enter(Sandbox(setting="s", folder=folder, is_strict=False, **limits), pipe.fileno()).missing
+                inside = Sandbox(setting="s", folder=folder, is_strict=False, **limits)
+                unprotected = enter(inside, pipe.fileno()).missing
             found = successes(path)
             if user and subprocess.run([root_id, "-u"], capture_output=True).stdout == b"0\\n":
                 found.append("another user")

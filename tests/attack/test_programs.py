@@ -300,7 +300,8 @@ CALLS = {
     "the performance counters": "assert ctypes.CDLL(None).syscall(298 if X86 else 241, 0, 0, -1, -1, 0) >= 0",
     "what belongs to processes": """
 def refused(x86, other, *arguments): return ctypes.CDLL(None).syscall(x86 if X86 else other, *arguments) < 0
-me, handle, here = os.getpid(), os.pidfd_open(os.getpid()), (ctypes.c_size_t * 2)(ctypes.addressof(HELD), 8)
+number = ctypes.c_uint64(1)
+me, handle, here = os.getpid(), os.pidfd_open(os.getpid()), (ctypes.c_size_t * 2)(ctypes.addressof(number), 8)
 assert not all([
     refused(310, 270, me, here, 1, here, 1, 0), refused(311, 271, me, here, 1, here, 1, 0),
     refused(438, 438, handle, 0, 0), refused(312, 272, me, me, 1, 0, 0), refused(447, 447, 0),
@@ -340,7 +341,7 @@ def test_what_a_program_may_not_do(pool: RewardPool, name: str, tmp_path: Path) 
     if pool.unprotected:
         pytest.skip("; ".join(pool.unprotected))
     os.mkfifo(tmp_path / "fifo")
-    given = f"HELD = ctypes.c_uint64(1)\nTRAINER, FIFO, X86 = {os.getpid()}, {str(tmp_path / 'fifo')!r}, os.uname().machine == 'x86_64'\n"
+    given = f"TRAINER, FIFO, X86 = {os.getpid()}, {str(tmp_path / 'fifo')!r}, os.uname().machine == 'x86_64'\n"
     (outcome,) = outcomes_of(pool, fenced(f"{BEGIN}{given}{CALLS[name]}\nprint(7)"))
     assert outcome == RewardOutcome(reward=0.0, parts={"code": 0.0})
 
