@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from spmdrl.workers.guard import adopt_orphans, kill_children
-from spmdrl.workers.kernel import call, signal_at_parents_end
+from spmdrl.faults.guard import adopt_orphans, kill_children, signal_at_parents_end
+from spmdrl.workers.kernel import call
 from spmdrl.workers.landlock import SIGNALS_SINCE, devices, fence
 from spmdrl.workers.system_calls import refuse_system_calls
 
