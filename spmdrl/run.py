@@ -26,7 +26,7 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.lock import FolderInUse, owned
-from spmdrl.faults.verdict import SUPERVISED
+from spmdrl.faults.verdict import SUPERVISED, tell_once_a_node
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phases import PhaseMemory
@@ -186,13 +186,17 @@ def _agree_on_layers(run: Run[SettingsT]) -> bool:
         if run.world.is_main:
             kept = _kept_layers(run.folder)
     problem: str | None = None
+    notes: list[str] = []
     try:
-        compile_all()
+        notes = compile_all()
     except CannotCompile as error:
         problem = str(error)
-    found = gather_objects(run.meshes.world, (kept, problem))
+    found = gather_objects(run.meshes.world, (kept, problem, notes))
     kept = found[0][0]
-    unable = {rank: why for rank, (_, why) in enumerate(found) if why}
+    unable = {rank: why for rank, (_, why, _) in enumerate(found) if why}
+    if run.world.is_main:
+        for note in dict.fromkeys(note for _, _, theirs in found for note in theirs):  # ranks may share a cache
+            tell_once_a_node(note)
     if kept and unable:
         rank, why = next(iter(unable.items()))
         raise UserError(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdrl.conversation import EpisodeStart
-from spmdrl.workers import guard
+from spmdrl.faults import guard
 from spmdrl.workers.folders import HeldFolder
 
 _GUARD = Path(str(guard.__file__))

@@ -31,7 +31,7 @@ from typing import Any
 
 MODEL = "policy"
 _MAX_REQUEST_BYTES = 65536
-_GUARD = runpy.run_path(str(Path(__file__).parents[1] / "workers/guard.py"))
+_GUARD = runpy.run_path(str(Path(__file__).parents[1] / "faults/guard.py"))
 
 
 def main(verb: str, source: str, argument: str) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.config.environment import VerifiersEnvironment
+from spmdrl.faults import guard
 from spmdrl.faults.text import lines
 from spmdrl.types import UserError
-from spmdrl.workers import guard
 from spmdrl.workers.folders import HeldFolder
 
 _HERE = Path(__file__).parent

@@ -12,7 +12,6 @@ moment on. What imports torch is a process of its own: `Commands` starts others,
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Protocol
 
 from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.guard import signal_at_parents_end
 from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.saved import newest_step
@@ -45,8 +45,6 @@ REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 POLL_S = 0.05  # between two looks at a process, and at the requests
 LOOK_S = 5.0  # between two looks at whether a rank has reported a failure
 END_S = 120.0  # for the ranks to end after that: a node that is gone cannot say that its own have
-
-_PR_SET_PDEATHSIG = 1
 
 FOLDER_HEADING = "# run folder"  # of the check's output; the next line names the folder
 
@@ -320,8 +318,7 @@ def end_at_once(pid: int) -> None:
 
 def die_with_parent() -> None:
     """Let Linux kill this process when the one that started it ends, however that ends: no orphan trains on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_parents_end(signal.SIGKILL)
     starter = multiprocessing.parent_process()
     if starter is not None and os.getppid() != starter.pid:  # it has ended before Linux was asked
         os.kill(os.getpid(), signal.SIGKILL)

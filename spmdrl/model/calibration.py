@@ -16,9 +16,11 @@ from typing import Any, get_args
 
 import torch
 
-from spmdrl.config.strict import read_json
+from spmdrl.config.strict import read_json, shown
+from spmdrl.faults.verdict import tell_once_a_node
 from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
 from spmdrl.model.processor import limits, processor_name
+from spmdrl.types import UserError
 
 Shape = tuple[int, int]  # of a weight: outputs, inputs
 
@@ -122,21 +124,40 @@ def users_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdrl"
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, complete or not at all, whatever ends the process or the machine. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Read what is remembered. A file that cannot be read is no reason not to train: then nothing is."""
+    if not os.path.lexists(path):
+        return {}
     try:
         found = read_json(path, dict[str, Any])
         return {key: asdict(kernels_of(value)) for key, value in found.items()}
-    except ValueError:
-        return {}
+    except UserError as error:
+        why = str(error)
+    except ValueError as error:
+        why = f"{shown(path)}: {error}"
+    tell_once_a_node(f"{why}; which kernels are fastest is measured again")
+    return {}
 
 
 def _write(path: Path, remembered: dict[str, Any]) -> None:
-    """Write the file, complete or not at all; a folder that cannot be written only costs the next run 0.2 s."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    """Write the file. A folder that cannot be written only costs the next run 0.2 s."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(remembered, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    except OSError:
-        return
+        write_whole(path, (json.dumps(remembered, indent=1) + "\n").encode())
+    except OSError as error:
+        tell_once_a_node(
+            f"{shown(path)} cannot be written: {error.strerror}; the next run measures again which kernels are fastest"
+        )

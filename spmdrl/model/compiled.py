@@ -1,8 +1,9 @@
 """Functions in C for float32 on a CPU, made on the machine that runs them.
 
 torch has no kernels that norm, rotate or gate in one pass over a tensor on a CPU, and its own compiler takes tens of
-seconds at each start. The C compiler that a machine has takes half a second once: what it makes is kept in the user's
-cache, by source, compiler and processor. Where there is none, the same functions in torch serve (`fused_plain.py`).
+seconds at each start. The C compiler that a machine has takes half a second once: what it makes is in the user's cache,
+by source, compiler and processor, with its digest at its end. What is damaged there is made again, and a line says so.
+Where there is no compiler, the same functions in torch serve (`fused_plain.py`).
 
 Their last bits differ from torch's. So ranks agree on whether to use them, and a run keeps to it when it resumes.
 """
@@ -18,13 +19,14 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.calibration import users_cache
+from spmdrl.model.calibration import users_cache, write_whole
 from spmdrl.model.processor import instructions, processor_name
 
 _SOURCES = Path(__file__).parent / "c"
@@ -35,6 +37,8 @@ _FLAGS = (
 )
 _C_TYPES: Mapping[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _LIMIT_S = 60.0
+_DIGEST = hashlib.sha256  # of a library, behind its last byte, where no loader looks
+_DIGEST_BYTES = 32
 # Numbers that a thread reads or multiplies while it would wake another: fewer are not worth it, and on a busy machine
 # the other one may come late.
 _SERIAL = 2**17
@@ -48,10 +52,20 @@ class _InUse:
     is_on = False
 
 
-def compile_all() -> None:
-    """Compile and load every function, unless this machine has done so before. Raises CannotCompile."""
-    for source in sorted(_SOURCES.glob("*.c")):
-        library(source.stem)
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A loaded library, and a sentence about what had to be compiled again; empty where nothing had to."""
+
+    functions: ctypes.CDLL
+    note: str = ""
+
+
+def compile_all() -> list[str]:
+    """Compile and load every function, unless this machine has done so before. Raises CannotCompile.
+
+    Returns sentences about what the cache had and could not be used.
+    """
+    return [note for source in sorted(_SOURCES.glob("*.c")) if (note := library(source.stem).note)]
 
 
 def use_compiled(on: bool) -> bool:
@@ -79,7 +93,7 @@ def threads_for(amount: int) -> int:
 
 
 @functools.cache
-def library(name: str) -> ctypes.CDLL:
+def library(name: str) -> Library:
     """Load `c/name.c`, and compile it first unless this machine has done so before. Raises CannotCompile."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
@@ -88,15 +102,22 @@ def library(name: str) -> ctypes.CDLL:
     try:
         sources = [file.read_text(encoding="utf-8") for file in (source, *sorted(_SOURCES.glob("*.h")))]
         # The path too: CC may be a script that adds flags of its own.
-        made_by = (*_FLAGS, compiler, _run([compiler, "--version"]), processor_name(), instructions())
+        made_by = (*_FLAGS, compiler, _run([compiler, "--version"]), processor_name(), instructions(), _DIGEST.__name__)
         described = "\n".join([*sources, *made_by])
         file_name = f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
-        folder = _private_folder()
-        if folder is None:
+        note = ""
+        try:
+            known = _private_folder() / file_name
+            if os.path.lexists(known):
+                try:
+                    return Library(_load_checked(known))
+                except OSError as error:
+                    note = f"{known} cannot be used: {error}; it was compiled again"
+            return Library(_load(_compile(compiler, source, known)), note)
+        except OSError as error:
+            note = f"{users_cache()} cannot hold functions in C: {error}; they are compiled at each start"
             with tempfile.TemporaryDirectory() as temporary:  # what is loaded stays, the file need not
-                return _load(_compile(compiler, source, Path(temporary) / file_name))
-        known = folder / file_name
-        return _load(known if known.exists() else _compile(compiler, source, known))
+                return Library(_load(_compile(compiler, source, Path(temporary) / file_name)), note)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompile(f"{compiler} failed: {' '.join(str(error).split())}") from error
 
@@ -119,16 +140,20 @@ class Function:
 
     @functools.cached_property
     def _loaded(self) -> Callable[..., int]:
-        found = library(self._source)[self._name]
+        found = library(self._source).functions[self._name]
         found.argtypes, found.restype = [_C_TYPES[letter] for letter in self._arguments], ctypes.c_int
         return found
 
 
 def _compile(compiler: str, source: Path, target: Path) -> Path:
-    """Write the library, complete or not at all."""
+    """Write the library with its digest, complete or not at all."""
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-    _run([compiler, *_FLAGS, "-o", str(unfinished), str(source), "-lm"])
-    unfinished.replace(target)
+    try:
+        _run([compiler, *_FLAGS, "-o", str(unfinished), str(source), "-lm"])
+        content = unfinished.read_bytes()
+    finally:
+        unfinished.unlink(missing_ok=True)
+    write_whole(target, content + _DIGEST(content).digest())
     return target
 
 
@@ -139,18 +164,27 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+def _load_checked(path: Path) -> ctypes.CDLL:
+    """Load a library of the cache. Raises OSError unless it is what this user has written there."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError("it is not an ordinary file of this user")
+    content = path.read_bytes()
+    if _DIGEST(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise OSError("its content is not what was written")
+    return _load(path)
+
+
 def _load(path: Path) -> ctypes.CDLL:
     """Load a library; its threads are torch's, because the loader finds torch's OpenMP, which has the same name."""
     return ctypes.CDLL(str(path))
 
 
-def _private_folder() -> Path | None:
-    """Return a folder that only this user can write, because what lies in it is run; None where there is none."""
+def _private_folder() -> Path:
+    """Return a folder that only this user can write, because what lies in it is run. Raises OSError without one."""
     folder = users_cache() / "compiled"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError:
-        return None
-    is_private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return folder if is_private and os.access(folder, os.W_OK) else None
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"{folder} belongs to another user, or others can write there")
+    return folder

@@ -1,18 +1,23 @@
 """Models and data by their names on a hub, such as `hf:Qwen/Qwen3-0.6B@main`, found in huggingface_hub's cache.
 
-What the cache lacks is downloaded where `run.download` says so, and nowhere else. Ranks of a node that ask for the same
-file wait for the one that fetches it.
+What the cache lacks is downloaded where `run.download` says so, and nowhere else; so are files that are visibly
+damaged: cut short, empty, or of another form than their name says. Ranks of a node that ask for the same file wait for
+the one that fetches it.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config import FileData, MissingSetting, Section, SectionT
+from spmdrl.config.strict import shown
+from spmdrl.faults.verdict import tell_once_a_node
 from spmdrl.types import UserError
 
 PREFIX = "hf:"
@@ -119,9 +124,20 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
 
     if not download:  # the library would ask its hub about other things than files
         constants.HF_HUB_OFFLINE = True
-    ask = getattr(huggingface_hub, function)
+    options |= {"revision": parts["revision"], "local_files_only": not download}
+    ask = partial(getattr(huggingface_hub, function), parts["repository"], **options)
     try:
-        found = ask(parts["repository"], revision=parts["revision"], local_files_only=not download, **options)
+        found = Path(ask())
+        damaged = damages(found)
+        if damaged and not download:
+            raise NotInCache("; ".join(f"{shown(file)} is damaged: {why}" for file, why in damaged.items()))
+        for file, why in damaged.items():
+            tell_once_a_node(f"{shown(file)} is damaged: {why}; it is fetched again")
+            file.resolve().unlink(missing_ok=True)  # the blob that the file is a link to
+            file.unlink(missing_ok=True)
+        found = Path(ask()) if damaged else found
+    except NotInCache:
+        raise
     except OfflineModeIsEnabled as error:
         raise UserError("it is to be fetched, but HF_HUB_OFFLINE forbids it; unset the variable") from error
     except LocalEntryNotFoundError as error:
@@ -130,7 +146,44 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
         raise UserError(f"it is not in the cache, and the hub cannot be reached: {_line(error)}") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"it cannot be fetched: {_line(error)}") from error
-    return str(Path(found))
+    return str(found)
+
+
+def damages(place: Path) -> dict[Path, str]:
+    """Return the file, or the files of a folder, that cannot be what was fetched, with the reason for each.
+
+    Only their form is looked at: to add up the bytes of a model's weights takes as long as loading them.
+    """
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    return {file: why for file in files if (why := _damage_of(file))}
+
+
+def _damage_of(file: Path) -> str:
+    """Return why a file is damaged, or nothing. A folder is left to whoever reads it."""
+    try:
+        if file.is_dir():
+            return ""
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0)
+            if file.suffix == ".json":
+                json.loads(opened.read())
+            elif file.suffix == ".safetensors":
+                (head_bytes,) = struct.unpack("<Q", opened.read(8))
+                tensors = json.loads(opened.read(head_bytes)) if head_bytes < size else {}
+                ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+                if 8 + head_bytes + max(ends, default=0) != size:
+                    return f"its {size} bytes are not as many as its head says"
+            elif file.suffix == ".parquet":
+                opened.seek(max(0, size - 4))
+                return "" if opened.read() == b"PAR1" else "it does not end as parquet does"
+            elif file.suffix in (".jsonl", ".model") and not size:
+                return "it is empty"
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError):
+        return f"it is no {file.suffix.removeprefix('.')}"
+    return ""
 
 
 def _line(error: Exception) -> str:

@@ -16,7 +16,7 @@ import sys
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from spmdrl.workers.kernel import signal_at_parents_end
+from spmdrl.faults.guard import signal_at_parents_end
 
 SIZE = struct.Struct("<Q")  # comes before each pickled message to a process
 

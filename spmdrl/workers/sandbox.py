@@ -18,16 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from spmdrl.workers.guard import adopt_orphans, kill_children
-from spmdrl.workers.kernel import call, signal_at_parents_end
-from spmdrl.workers.landlock import SIGNALS_SINCE, fence
+from spmdrl.faults.guard import adopt_orphans, kill_children, signal_at_parents_end
+from spmdrl.workers.kernel import call
+from spmdrl.workers.landlock import SIGNALS_SINCE, devices, fence
 from spmdrl.workers.system_calls import refuse_system_calls
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 _SYS_MOUNT_SETATTR = 442  # on every architecture
-_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NODEV = -100, 0x8000, 0x1, 0x4
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 4, 24, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _MAX_CAPABILITIES = 64
@@ -168,18 +168,27 @@ def _separate() -> None:
 
 
 def _protect_files(sandbox: Sandbox) -> None:
-    """Make all files read-only, except in the sandbox's folder and in shared memory.
+    """Make all files read-only, except in the sandbox's folder and in shared memory, and close all but a few devices.
 
     Those two become new file systems of limited size in memory, which vanish with the last process.
     """
     with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as opened:
         opened.write("0")  # in a container it may be read-only, and the filter refuses them too
     call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-    read_only = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY)  # struct mount_attr: set, clear, propagation, namespace
-    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, ctypes.sizeof(read_only))
+    _set_mount("/", _AT_RECURSIVE, on=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NODEV)
+    for device in devices():
+        call("mount", os.fsencode(device), os.fsencode(device), None, _MS_BIND, None)
+        with contextlib.suppress(PermissionError):  # it could not be opened outside either
+            _set_mount(device, 0, off=_MOUNT_ATTR_NODEV)
     options = f"mode=700,size={sandbox.max_file_bytes},nr_inodes={_MAX_FILES}".encode()
     for place in _writable(sandbox):
         call("mount", b"tmpfs", os.fsencode(place), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def _set_mount(place: str, flags: int, *, on: int = 0, off: int = 0) -> None:
+    attributes = (ctypes.c_uint64 * 4)(on, off)  # struct mount_attr: set, clear, propagation, namespace
+    size = ctypes.sizeof(attributes)
+    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, attributes, size)
 
 
 def continue_below(pipe: int) -> Walls:

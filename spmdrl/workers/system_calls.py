@@ -54,6 +54,15 @@ _REFUSED = {
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_IOCTL = {"x86_64": 16, "aarch64": 29}
+# Requests of ioctl that programs need of files, pipes and sockets. None of them changes a terminal or a device.
+_REQUESTS = {
+    **{"TCGETS": 0x5401, "TCGETS2": 0x802C542A, "TIOCGPGRP": 0x540F, "TIOCGWINSZ": 0x5413, "TIOCOUTQ": 0x5411},
+    **{"FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451, "FIOASYNC": 0x5452},
+}
+_SIZE_OF_REQUEST, _TYPE_OF_REQUEST = 0x3FFF0000, 0xFF00
+_GPU_TYPES = b"FdK"  # NVIDIA's driver, DRM, and AMD's: with a size, because consoles share these types without one
+_NUMBERS_OF_UVM = (0x100, 0x30000001, 0x30000002)  # NVIDIA's unified memory: all below the first, and two
 
 
 def refuse_system_calls() -> list[str]:
@@ -95,6 +104,7 @@ def assembled(machine: str) -> bytes:
         ),  # its flags are in memory, where no filter sees them; libraries then clone
         _Step(_EQUAL, _CLONE[machine], yes="clone"),
         _Step(_EQUAL, _SOCKETPAIR[machine], yes="socketpair"),
+        _Step(_EQUAL, _IOCTL[machine], yes="ioctl"),
         _Step(_RETURN, _ALLOW),
         _Step(_LOAD, _FIRST, name="clone"),
         _Step(_ANY_BIT, _CLONE_PARENT | _NEW_NAMESPACES, yes="refuse"),
@@ -106,6 +116,15 @@ def assembled(machine: str) -> bytes:
         _Step(_AND, 0xFFFFFFFF & ~(socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)),
         _Step(_EQUAL, socket.SOCK_STREAM, no="refuse"),
         _Step(_RETURN, _ALLOW),
+        # Landlock knows ioctl from version 5 on, and only of files that were opened later.
+        _Step(_LOAD, _SECOND, name="ioctl"),
+        *(_Step(_EQUAL, request, yes="allow") for request in (*_REQUESTS.values(), *_NUMBERS_OF_UVM[1:])),
+        _Step(_AT_LEAST, _NUMBERS_OF_UVM[0], no="allow"),
+        _Step(_ANY_BIT, _SIZE_OF_REQUEST, no="unknown"),
+        _Step(_AND, _TYPE_OF_REQUEST),
+        *(_Step(_EQUAL, kind << 8, yes="allow") for kind in _GPU_TYPES),
+        _Step(_RETURN, _ERRNO | errno.ENOTTY, name="unknown"),
+        _Step(_RETURN, _ALLOW, name="allow"),
         _Step(_RETURN, _ERRNO | errno.EACCES, name="refuse"),
         _Step(_RETURN, _ERRNO | errno.ENOSYS, name="absent"),
     ]

@@ -298,6 +298,16 @@ CALLS = {
     "a virtual machine's socket": "socket.socket(40, socket.SOCK_STREAM)",
     "programs for the kernel": "assert ctypes.CDLL(None).syscall(321 if X86 else 280, 0, 0, 0) >= 0",
     "the performance counters": "assert ctypes.CDLL(None).syscall(298 if X86 else 241, 0, 0, -1, -1, 0) >= 0",
+    "what belongs to processes": """
+def refused(x86, other, *arguments): return ctypes.CDLL(None).syscall(x86 if X86 else other, *arguments) < 0
+number = ctypes.c_uint64(1)
+me, handle, here = os.getpid(), os.pidfd_open(os.getpid()), (ctypes.c_size_t * 2)(ctypes.addressof(number), 8)
+assert not all([
+    refused(310, 270, me, here, 1, here, 1, 0), refused(311, 271, me, here, 1, here, 1, 0),
+    refused(438, 438, handle, 0, 0), refused(312, 272, me, me, 1, 0, 0), refused(447, 447, 0),
+    refused(248, 217, b"user", b"name", b"x", 1, -3), refused(249, 218, b"user", b"name", None, -3),
+])
+""",
     "page faults": "assert ctypes.CDLL(None).syscall(323 if X86 else 282, 0) >= 0",
     "io_uring": "assert ctypes.CDLL(None).syscall(425, 1, bytes(120)) >= 0",
     "an x32 call": "assert X86 and ctypes.CDLL(None).syscall(0x40000000 + 39) >= 0",
@@ -305,6 +315,9 @@ CALLS = {
     "a device": "os.mknod('null', 0o20666, os.makedev(1, 3)); open('null', 'w')",
     "a mount": "assert ctypes.CDLL(None).mount(b'x', b'.', b'tmpfs', 0, None) >= 0",
     "a file outside": "open('/var/tmp/spmdrl-attack', 'w')",
+    "a folder outside": "os.mkdir('/var/tmp/spmdrl-attack')",
+    "a removal outside": "os.unlink(FIFO)",
+    "a core dump": "resource.setrlimit(resource.RLIMIT_CORE, (1, 1))",
     "a pipe outside": "os.close(os.open(FIFO, os.O_RDWR))",
     "the trainer's terminal": "assert [open(f'/dev/pts/{t}', 'w') for t in os.listdir('/dev/pts') if t.isdigit()]",
     "the kernel's log": "open('/dev/kmsg', 'w')",

@@ -67,6 +67,8 @@ def test_system_calls_have_the_numbers_of_the_kernels_headers(tmp_path: Path) ->
         "__NR_clone": system_calls._CLONE["aarch64"],
         "__NR_clone3": system_calls._CLONE3,
         "__NR_socketpair": system_calls._SOCKETPAIR["aarch64"],
+        "__NR_ioctl": system_calls._IOCTL["aarch64"],
+        **system_calls._REQUESTS,
         "__NR_landlock_create_ruleset": landlock._CREATE_RULESET,
         "__NR_landlock_add_rule": landlock._ADD_RULE,
         "__NR_landlock_restrict_self": landlock._RESTRICT_SELF,
@@ -74,6 +76,7 @@ def test_system_calls_have_the_numbers_of_the_kernels_headers(tmp_path: Path) ->
     }
     checks = "".join(f'_Static_assert({name} == {number}u, "{name}");\n' for name, number in calls.items())
     source = tmp_path / "numbers.c"
-    source.write_text(f"#include <asm/unistd.h>\n#include <linux/audit.h>\n{checks}")
+    headers = ("asm/unistd.h", "asm/termbits.h", "asm/ioctls.h", "linux/audit.h")
+    source.write_text("".join(f"#include <{header}>\n" for header in headers) + checks)
     done = subprocess.run([COMPILER, "-fsyntax-only", source], capture_output=True, text=True, timeout=60)
     assert not done.returncode, done.stderr

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
+import re
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,26 @@ from tests.helpers.rounding import assert_within, causal_attention_bounds
 
 SEQLENS = [1, 17, 2, 128, 33, 16]
 HEADS = [(4, 2, 32), (3, 3, 8), (6, 2, 40), (8, 1, 16)]  # query heads, key heads, width
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A library as it was compiled; from then on, compiling it is a copy of what was made."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        compiled.library.__wrapped__("fused")
+        (made,) = (folder / "spmdrl" / "compiled").iterdir()
+        content, run = made.read_bytes()[: -compiled._DIGEST_BYTES], compiled._run
+
+        def copied(command: list[str]) -> str:
+            if "-o" not in command:
+                return run(command)
+            Path(command[command.index("-o") + 1]).write_bytes(content)
+            return ""
+
+        patch.setattr(compiled, "_run", copied)
+        yield made
 
 
 @pytest.fixture
@@ -167,12 +190,51 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         compiled.library.__wrapped__("fused")
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda made: os.truncate(made, 4096),
+    "empty": lambda made: made.write_bytes(b""),
+    "garbage": lambda made: made.write_bytes(bytes(range(256)) * 99),
+    "a bit": lambda made: made.write_bytes(made.read_bytes()[:9000] + b"x" + made.read_bytes()[9001:]),
+    "without the functions": lambda made: (made.unlink(), shutil.copy(_ctypes.__file__, made)),
+    "a link": lambda made: (made.rename(made.with_name("other")), made.symlink_to("other")),
+    "another user's": lambda made: os.chown(made, 65534, 65534),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_compiled_again_and_a_sentence_says_so(
+    damage: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if damage == "another user's" and os.getuid():
+        pytest.skip("only root gives files away")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = tmp_path / "spmdrl" / "compiled" / fresh.name
+    made.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy(fresh, made)
+    DAMAGES[damage](made)
+    found = compiled.library.__wrapped__("fused")
+    assert found.functions.rms_norm and made.read_bytes() == fresh.read_bytes()
+    assert re.fullmatch(rf"{made} cannot be used: it.*; it was compiled again", found.note)
+    assert compiled.library.__wrapped__("fused").note == ""
+
+
+def test_where_a_library_cannot_be_replaced_it_is_compiled_at_each_start(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "spmdrl" / "compiled" / fresh.name / "file").mkdir(parents=True)
+    (tmp_path / "spmdrl" / "compiled").chmod(0o700)
+    found = compiled.library.__wrapped__("fused")
+    assert found.functions.rms_norm and "they are compiled at each start" in found.note
+
+
 def test_a_folder_that_cannot_be_written_is_no_reason_not_to_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compiled.library.__wrapped__("fused").rms_norm
+    found = compiled.library.__wrapped__("fused")
+    assert found.functions.rms_norm and "they are compiled at each start" in found.note
 
 
 @pytest.mark.parametrize(

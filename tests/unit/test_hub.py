@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.preflight.hub import data_file, model_folder
+from spmdrl.preflight.hub import damages, data_file, model_folder
 from spmdrl.sft import main
 from spmdrl.tools import fit, parity
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -129,6 +129,40 @@ def test_the_cache_is_filled_once_and_only_when_told_to(hub: Hub, tmp_path: Path
     hub.asked.clear()
     assert located() == [str(model), str(data)]
     assert not hub.asked
+
+    os.truncate(model / "model.safetensors", 1000)
+    (model / "config.json").write_bytes(b"")
+    data.write_bytes(b"")
+    assert [line.count(" is damaged: ") for line in located()] == [2, 1]
+    assert located("run.download=true") == [str(model), str(data)]
+    for file in model.iterdir():
+        assert file.read_bytes() == (hub.folder / "tiny" / file.name).read_bytes()
+    assert data.read_bytes() == (hub.folder / "sums" / "train.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("model.safetensors", b"", "it is no safetensors"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"{}" + bytes(9), "its 19 bytes are not as many as its head says"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "it is no safetensors"),
+        ("config.json", b"", "it is no json"),
+        ("config.json", b'{"a', "it is no json"),
+        ("tokenizer.json", b"\xff" * 9, "it is no json"),
+        ("train.parquet", b"PAR1", ""),
+        ("train.parquet", b"PAR1 and half", "it does not end as parquet does"),
+        ("train.jsonl", b"", "it is empty"),
+        ("merges.txt", b"", ""),
+        ("config.json", None, "No such file or directory"),
+    ],
+)
+def test_what_is_damaged_is_seen_by_its_form(name: str, content: bytes | None, why: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=1)
+    assert damages(tmp_path) == {}
+    file = tmp_path / name
+    file.unlink(missing_ok=True)
+    file.symlink_to("nowhere") if content is None else file.write_bytes(content)
+    assert damages(tmp_path) == ({file: why} if why else {})
 
 
 def test_a_run_is_told_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

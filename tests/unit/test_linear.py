@@ -79,11 +79,18 @@ def test_a_choice_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(json.loads((tmp_path / calibration.CACHE).read_text())) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": {"few_rows": "fast"}}'])
-def test_what_cannot_be_read_is_measured_again(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / calibration.CACHE).write_text(content)
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"a": {"few_rows": "fast"}}', b'{"a"', b"\xff" * 99, None])
+def test_what_cannot_be_read_is_measured_again_and_a_line_says_so(
+    tmp_path: Path, content: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(calibration, "measure", lambda shapes: asdict(LinearKernels()))
-    assert calibration.choose_kernels(SHAPES, tmp_path) == LinearKernels()
+    fresh, damaged = (tmp_path / name / calibration.CACHE for name in ("fresh", "damaged"))
+    damaged.parent.mkdir()
+    damaged.symlink_to("nowhere") if content is None else damaged.write_bytes(content)
+    chosen = [calibration.choose_kernels(SHAPES, file.parent) for file in (fresh, damaged)]
+    assert chosen == [LinearKernels()] * 2 and damaged.read_bytes() == fresh.read_bytes()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(damaged) in said and "is measured again" in said
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

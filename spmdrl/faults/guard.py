@@ -22,7 +22,7 @@ def main(rank: int, command: list[str]) -> int:
     """Run the command to its end; returns its exit code."""
     # Until the command's process id is known, nothing could be ended.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    _signal_at_parents_end(signal.SIGTERM)
+    signal_at_parents_end(signal.SIGTERM)
     adopt_orphans()
     if os.getppid() != rank:
         return 128 + signal.SIGTERM
@@ -47,7 +47,7 @@ def _start(command: list[str]) -> int:
         return child
     try:
         os.setpgid(0, 0)
-        _signal_at_parents_end(signal.SIGKILL)
+        signal_at_parents_end(signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execvp(command[0], command)
     except OSError as error:
@@ -56,8 +56,8 @@ def _start(command: list[str]) -> int:
         os._exit(127)
 
 
-def _signal_at_parents_end(number: int) -> None:
-    """Let the system send this process a signal when its parent ends."""
+def signal_at_parents_end(number: int) -> None:
+    """Let Linux send this process a signal when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
