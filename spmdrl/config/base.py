@@ -25,6 +25,10 @@ Gib = Annotated[float, Field(gt=0.0, le=2**20)]
 
 
 def _usable_path(path: str) -> str:
+    if not path:
+        raise ValueError('is empty; "." is the working directory')
+    if "\0" in path:
+        raise ValueError("must not hold the character NUL")
     if path.startswith("~"):
         raise ValueError('begins with "~", which only a shell replaces; write the whole path')
     if len(path.encode("utf-8", "surrogatepass")) > 4000 or any(

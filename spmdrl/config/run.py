@@ -10,9 +10,11 @@ from pydantic import Field
 
 from spmdrl.config.base import Count, PathText, Section, Whole, rule
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+
 
 class RunConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    name: RunName
     """The run's folder is `dir/name`; letters, digits, `.`, `_` and `-`."""
     dir: PathText = "runs"
     """The directory of all run folders."""

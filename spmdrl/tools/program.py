@@ -1,15 +1,20 @@
-"""How every tool ends: what the user must change is one sentence and exit code 2, never a traceback."""
+"""How every tool reads its options and ends: what the user must change is one sentence and exit code 2, never a
+traceback."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from spmdrl.config.strict import shown
+from pydantic import TypeAdapter, ValidationError
+
+from spmdrl.config.strict import shown, utf8_problem
 from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
 from spmdrl.types import UserError
 
@@ -45,12 +50,28 @@ def program(what: str) -> Callable[[Main], Program]:
     return decorate
 
 
+def option(kind: Any) -> Callable[[str], Any]:
+    """Return what argparse reads an option by, as a value of a setting's type."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        if problem := utf8_problem(text):
+            raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
+        try:
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise argparse.ArgumentTypeError(f'"{shown(text)}": {problem[0].lower()}{problem[1:]}') from error
+
+    return read
+
+
 @contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Turn an error of the disk in this block into a UserError about the file that `--output` names."""
+def writing(output: Path, named_by: str = "--output") -> Iterator[None]:
+    """Turn an error of the disk in this block into a UserError about the file that an option names."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: --output"
+            f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: {named_by}"
         ) from error
