@@ -20,7 +20,7 @@ class RunConfig(Section):
     """The directory of all run folders."""
     num_steps: Count
     """Steps to train; each is rollout, reward, batch, logprobs, update and refit."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Seed of every random number of the run; none depends on a rank."""
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""

@@ -31,6 +31,7 @@ from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
 from spmdrl.data.vision import ImageCounter
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.faults.gpus import count_gpus
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(out, "\n".join(lines_of(tables, choices, measured, fitted)), choices)
     except (KeyboardInterrupt, EOFError):
         return EXIT_INTERRUPTED
-    print(f"wrote {out}, which passes its check; start it on this machine with\n\n    spmdrl train {out}\n")
+    say(f"wrote {shown(out)}, which passes its check; start it on this machine with\n\n    spmdrl train {shown(out)}\n")
     return 0
 
 

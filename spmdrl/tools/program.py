@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from spmdrl.config.strict import shown, utf8_problem
+from spmdrl.faults.text import OUTPUT, say, silence
 from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
 from spmdrl.types import UserError
 
@@ -33,16 +34,20 @@ def program(what: str) -> Callable[[Main], Program]:
         def ended(argv: Sequence[str] | None = None) -> int:
             bear_any_text()
             try:
-                return main(argv) or 0
+                code = main(argv) or 0
+                sys.stdout.flush()
+                return code
             except BrokenPipeError:  # who read what was printed has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                silence(sys.stdout)
                 return 0
             except UserError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error)
+                if not error.filename:
+                    silence(sys.stdout)  # perhaps it was that
+                problem = f"{shown(error.filename or OUTPUT)}: {error.strerror or error}"
             if os.environ.get("RANK", "0") == "0":
-                print(list_problems(what, problem), file=sys.stderr)
+                say(list_problems(what, problem), sys.stderr)
             return EXIT_USER_ERROR
 
         return ended

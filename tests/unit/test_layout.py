@@ -166,6 +166,19 @@ def test_no_file_and_no_function_is_too_long() -> None:
             assert length <= MAX_FUNCTION_LINES, f"{name}: {function.name} has {length} lines"
 
 
+def test_what_programs_print_is_made_printable_in_one_place() -> None:
+    """What a file says may hold characters that a terminal obeys."""
+    # The last two are programs that other processes start, and need nothing of the package.
+    may = {"faults/text.py", "envs/verifiers_host.py", "workers/guard.py", "tools/proof/commit.py"}
+    prints = {
+        name
+        for name, tree in sources(ROOT / "spmdrl")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert prints == may
+
+
 def test_the_loop_fits_on_a_page() -> None:
     tree = ast.parse((ROOT / "spmdrl/train.py").read_text(encoding="utf-8"))
     (train,) = [function for function in functions(tree) if function.name == "train"]
