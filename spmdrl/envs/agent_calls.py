@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from spmdrl.config.strict import MAX_DEPTH, depth
 from spmdrl.conversation import Action, Message
 
 MODEL = "policy"
@@ -125,4 +126,6 @@ def tool_call_of(name: Any, arguments: Any) -> dict[str, Any]:
         parsed = None
     if not isinstance(name, str) or not isinstance(parsed, dict):
         raise CallError("a call of a tool needs a name, and arguments that are a JSON object")
+    if depth(parsed) > MAX_DEPTH:
+        raise CallError(f"the arguments of a call of a tool are nested more than {MAX_DEPTH} deep")
     return {"type": "function", "function": {"name": name, "arguments": parsed}}

@@ -245,9 +245,9 @@ def _installed_version(package: str) -> str | None:
 def _git(*arguments: str) -> str | None:
     """Run git on spmdrl's own checkout; None if there is no git, no checkout, or no commit yet."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(Path(spmdrl.__file__).parent), *arguments], capture_output=True, text=True, timeout=10.0
-        )
+        # Without locks: what ends in the middle, at a limit of file sizes, say, must not leave one in a repository.
+        command = ["git", "--no-optional-locks", "-C", str(Path(spmdrl.__file__).parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10.0)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -27,7 +27,7 @@ from spmdrl.config.strict import shown
 from spmdrl.data.families import family_of
 from spmdrl.data.sources import FileSource, Row, first_record, in_row
 from spmdrl.data.stream import question_key
-from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
+from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer
 from spmdrl.data.vision import ImageCounter
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.faults.gpus import count_gpus
@@ -277,7 +277,7 @@ def measure(choices: Choices) -> Measured:
     prompts, answers, questions, images = list[int](), list[int](), set[int](), 0
     for row in FileSource(data, seed=0).in_file_order():
         prompts.append(_prompt_tokens(row, tokenizer, counter))
-        answers.append(len(tokenizer.encode(row.answer or "", add_special_tokens=False)))
+        answers.append(len(encode_text(tokenizer, row.answer or "")))
         questions.add(hash(question_key(row)))
         images += len(row.images)
     return Measured(

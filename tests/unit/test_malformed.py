@@ -292,6 +292,10 @@ DATA = {
     "parquet of text that is none": Case(
         parquet(prompt=["a"], answer=NOT_TEXT), "row 1 holds a value that cannot be read"
     ),
+    "parquet of a time zone that nobody knows": Case(
+        parquet(prompt=["a"], answer=["1"], at=pyarrow.array([1], pyarrow.timestamp("us", tz="Mars/Base"))),
+        "row 1 holds a value that cannot be read",
+    ),
     "parquet of a year beyond years": Case(
         parquet(prompt=["a"], answer=["1"], day=pyarrow.array([2**31 - 1], pyarrow.date32())),
         "row 1 holds a value that cannot be read",
@@ -447,6 +451,22 @@ MODEL = {
     "no tokenizer": Case(removed("model/tokenizer.json", "model/tokenizer_config.json"), "has no tokenizer"),
     "a tokenizer that is not JSON": Case(written("model/tokenizer.json", "{"), "its tokenizer cannot be loaded"),
     "a list for a tokenizer": Case(written("model/tokenizer_config.json", "[1]"), "its tokenizer cannot be loaded"),
+    "a tokenizer with a pattern without end": Case(
+        lambda folder: (
+            json_with(
+                "model/tokenizer.json",
+                pre_tokenizer={
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+            )(folder),
+            written("rows.jsonl", json.dumps({"prompt": "a" * 28 + "b", "answer": "1"}))(folder),
+        ),
+        "line 1: the tokenizer cannot encode a text of 29 characters: Onig",
+        ("data.max_prompt_tokens=40",),
+    ),
     "a tokenizer of a larger model": Case(json_with("model/config.json", vocab_size=50), "belongs to another model"),
     "no end of sequence": Case(
         lambda folder: (
@@ -705,6 +725,11 @@ UNLOADABLE: dict[str, tuple[Change, str]] = {
         resigned(".metadata", pickle.dumps({})),
         "its .metadata is no table of tensors, but dict",
     ),
+    "tensors that run code": (
+        resigned(TENSORS, pickle.dumps(print)),
+        "cannot be loaded: its tensors are not what a run writes",
+    ),
+    "tensors of nothing": (resigned(TENSORS, bytes(10**5)), "cannot be loaded: its tensors are not what a run writes"),
     "a table cut off": (resigned(".metadata", b"\x80"), "cannot be loaded: pickle data was truncated"),
     "a state without learners": (
         resigned("state.json", b"{}"),
