@@ -114,6 +114,8 @@ def tool_of(function: Any) -> dict[str, Any]:
     match function:
         case {"name": str(name)} if name:
             known = {key: function[key] for key in ("description", "parameters") if function.get(key) is not None}
+            if depth(known) > MAX_DEPTH:
+                raise CallError(f"the description of a tool is nested more than {MAX_DEPTH} deep")
             return {"type": "function", "function": {"name": name, "description": "", "parameters": {}} | known}
     raise CallError("a tool must be a function with a name")
 
