@@ -3,10 +3,10 @@ traceback."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,12 +61,12 @@ def option(kind: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         if problem := utf8_problem(text):
-            raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
+            raise ArgumentTypeError(f"{shown(text)} {problem}")
         try:
             return adapter.validate_python(text)
         except ValidationError as error:
             problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise argparse.ArgumentTypeError(f'"{shown(text)}": {problem[0].lower()}{problem[1:]}') from error
+            raise ArgumentTypeError(f'"{shown(text)}": {problem[0].lower()}{problem[1:]}') from error
 
     return read
 
