@@ -23,6 +23,7 @@ from spmdrl.checkpoint.write import kind_of_optimizer
 from spmdrl.config import OptimConfig
 from spmdrl.config.strict import Form, as_written, read_json
 from spmdrl.dist.collectives import failing_together
+from spmdrl.faults.cause import is_secondary
 from spmdrl.learn.learner import Learner
 from spmdrl.model.adapters import Adapters, Identity
 from spmdrl.model.policy import PackedModel
@@ -86,7 +87,14 @@ def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
             process_group=mesh.get_group(),
         )
     except CheckpointException as error:  # a BaseException of torch: nothing else would catch and report it
-        raise RuntimeError(f"{checkpoint} cannot be loaded: {error}") from None
+        causes = [cause for cause, _ in error.failures.values()]
+        if any(map(is_secondary, causes)):
+            raise RuntimeError(f"{checkpoint} cannot be loaded: {error}") from None
+        reason = f"{type(causes[0]).__name__}: {str(causes[0]).partition('. ')[0]}"
+        raise UserError(
+            f"{checkpoint} cannot be loaded: its tensors are not what a run writes ({reason}); restore it, or set "
+            "resume.checkpoint to another"
+        ) from None
 
 
 def _table_of(checkpoint: Path) -> Metadata:

@@ -15,8 +15,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapVali
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+LARGEST = 1e12  # of a factor or a limit: float32 has to hold what it multiplies, and sums of it
+Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]  # below, SGLang samples greedily; beyond, evenly
 MOST = 2**31 - 1  # of anything that is counted: larger numbers do not fit into what torch and the system count with
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Whole = Annotated[int, Field(ge=0, le=MOST)]
@@ -25,6 +28,10 @@ Gib = Annotated[float, Field(gt=0.0, le=2**20)]
 
 
 def _usable_path(path: str) -> str:
+    if not path:
+        raise ValueError('is empty; "." is the working directory')
+    if "\0" in path:
+        raise ValueError("must not hold the character NUL")
     if path.startswith("~"):
         raise ValueError('begins with "~", which only a shell replaces; write the whole path')
     if len(path.encode("utf-8", "surrogatepass")) > 4000 or any(

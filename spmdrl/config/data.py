@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Count, NonNegative, PathText, Positive, Section, Whole, rule
+from spmdrl.config.base import Count, PathText, Positive, Section, Weight, Whole, rule
+
+
+def _on_one_line(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("is a name in tables and charts, and holds what cannot be printed, such as a line break")
+    return name
 
 
 class FileData(Section):
@@ -29,7 +35,7 @@ class FileData(Section):
     the prompt: the text `<image>`, or a part `{"type": "image"}` of a message. See `docs/data.md`."""
     image_root: PathText | None = None
     """Folder to which paths of images are relative, and in which all of them lie. Unset: that of the data file."""
-    task: str = "default"
+    task: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_on_one_line)] = "default"
     """Name of this source in per-task metrics."""
     weight: Positive = 1.0
     """Share of prompts from this source, relative to the other sources."""
@@ -99,18 +105,24 @@ class HeldOutPairsConfig(HeldOutConfig):
     the last. 0: only these. `"never"` only keeps their questions out of training, and needs no responses."""
 
 
+def _greedy_or_sampled(temperature: float) -> float:
+    if 0 < temperature < 1e-3:
+        raise ValueError("is so low that engines may sample greedily; set 0, which is greedy, or at least 0.001")
+    return temperature
+
+
 class EvalConfig(HeldOutConfig):
     every: Whole = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
     samples_per_prompt: Count = 1
     """Responses for each prompt; accuracy is their mean."""
-    temperature: NonNegative = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=1e3), AfterValidator(_greedy_or_sampled)] = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
     max_response_tokens: Count | None = None
     """Longest response. Unset: `rollout.max_response_tokens`."""
-    success_at: float | None = None
+    success_at: Weight | None = None
     """The reward from which a response counts as right in `eval/accuracy`. Unset: full marks, which is a reward of 1
     from every term with a positive weight."""
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from spmdrl.config.base import Section
 from spmdrl.config.names import Location, did_you_mean, nearest, setting_at, tags_at, without_tags, without_types
+from spmdrl.config.strict import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +76,6 @@ def _meant(kind: type[Section], location: Location, values: Mapping[str, Any]) -
 def _toml_like(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, int):  # Python refuses to write thousands of digits
+        return shown(str(value) if value.bit_length() < 64 else f"{value:#x}")
+    return shown(f'"{value}"' if isinstance(value, str) else str(value))

@@ -7,28 +7,28 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Seconds, Section, Whole, is_set, rule
+from spmdrl.config.base import Count, NonNegative, Positive, Seconds, Section, Weight, Whole, is_set, rule
 from spmdrl.config.sandbox import SandboxConfig
 
 
 class ExactReward(Section):
     kind: Literal["exact"]
     """1 when the response, stripped of white space, is the reference answer."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     """Factor of this term in the reward."""
 
 
 class MathReward(Section):
     kind: Literal["math"]
     """1 when math-verify finds the response's final answer equal to the reference answer."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     """Factor of this term in the reward."""
 
 
 class ReasoningGymReward(Section):
     kind: Literal["reasoning_gym"]
     """The task's own scorer, 0 to 1, of the last `<answer>` tag or else of the stripped response."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     """Factor of this term in the reward."""
 
 
@@ -38,14 +38,14 @@ class FunctionReward(Section):
     `turns` of an episode if it has such a parameter."""
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     """Factor of this term in the reward."""
 
 
 class EnvironmentReward(Section):
     kind: Literal["environment"]
     """The sum of the rewards that `[environment]` gives for each turn."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     """Factor of this term in the reward."""
 
 
@@ -59,7 +59,7 @@ class CodeReward(Section):
     """The share of tests that pass, or 1 when all of them do."""
     tests_timeout_s: Seconds = 5.0
     """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     """Factor of this term in the reward."""
 
 

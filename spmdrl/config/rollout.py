@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, Fraction, Positive, Section, Whole, is_set, rule
+from spmdrl.config.base import Count, Fraction, Section, Temperature, Whole, is_set, rule
 
 
 class RolloutConfig(Section):
@@ -28,7 +28,7 @@ class RolloutConfig(Section):
     `advantage.estimator`."""
     max_response_tokens: Count
     """Longest response; sampling stops there with finish reason `length`."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""

@@ -10,15 +10,17 @@ from pydantic import Field
 
 from spmdrl.config.base import Count, PathText, Section, Whole, rule
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+
 
 class RunConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    name: RunName
     """The run's folder is `dir/name`; letters, digits, `.`, `_` and `-`."""
     dir: PathText = "runs"
     """The directory of all run folders."""
     num_steps: Count
     """Steps to train; each is rollout, reward, batch, logprobs, update and refit."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Seed of every random number of the run; none depends on a rank."""
     deterministic: bool = False
     """Deterministic kernels and a fixed assignment of prompts to engines and of work to batches."""

@@ -29,7 +29,7 @@ def imitated(row: Row, *, turns: Literal["last", "all"]) -> Row:
     Of a conversation the last answer, or all of them. Raises UserError when a conversation cannot be divided so.
     """
     if row.response is not None or not _ends_with_answer(row):
-        return asked(row)
+        return _with_responses(asked(row))
     messages: list[dict[str, Any]] = list(row.prompt)  # type: ignore[arg-type]  # a string does not end with a message
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if turns == "last":
@@ -47,14 +47,26 @@ def imitated(row: Row, *, turns: Literal["last", "all"]) -> Row:
         )
     first, *others = _exchanges(messages, zip(starts, answers, strict=True), row.images)
     prompt = list(first.messages)
-    return dataclasses.replace(
-        row,
-        prompt=prompt,
-        images=first.images,
-        question=question_in(prompt),
-        response=first.response,
-        later=tuple(others),
+    return _with_responses(
+        dataclasses.replace(
+            row,
+            prompt=prompt,
+            images=first.images,
+            question=question_in(prompt),
+            response=first.response,
+            later=tuple(others),
+        )
     )
+
+
+def _with_responses(row: Row) -> Row:
+    """Return the row. Raises UserError for an empty response, of which only the end would be imitated."""
+    if any(text is not None and not str(text).strip() for text in (row.response, *(one.response for one in row.later))):
+        raise UserError(
+            f"{row.where}: a response that is to be imitated is empty or white space, so that the policy would learn "
+            "to end at once; write one, or remove the row"
+        )
+    return row
 
 
 def _exchanges(

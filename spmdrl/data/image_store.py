@@ -128,7 +128,7 @@ def open_image_store(run_folder: Path, *, max_gib: float | None) -> ImageStore:
     """
     parent = _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else tempfile.gettempdir()
     sweep(parent, _PREFIX)
-    run = hashlib.blake2b(os.fsencode(run_folder.resolve()), digest_size=8).hexdigest()
+    run = hashlib.blake2b(os.fsencode(os.path.realpath(run_folder)), digest_size=8).hexdigest()
     status = os.statvfs(parent)
     free_bytes = status.f_bavail * status.f_frsize
     max_bytes = int(free_bytes * _FREE_FRACTION if max_gib is None else max_gib * 2**30)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import PIL.Image
 from spmdrl.config.strict import open_file, shown
 from spmdrl.data.hub_snapshots import blob_of
 from spmdrl.data.image_forms import MAX_IMAGE_BYTES, file_or_path
+from spmdrl.faults.verdict import tell_once_a_node
 from spmdrl.types import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -149,9 +151,19 @@ def _one_line(error: BaseException) -> str:
 def _orientation(opened: PIL.Image.Image) -> int:
     """Return which way up an image is, as said before its pixels: 1 to 8, and 1 where nothing is."""
     exif = PIL.Image.Exif()
-    exif.load(opened.info.get("exif") or b"")
-    found = exif.get(_ORIENTATION, 1)
+    try:
+        exif.load(opened.info.get("exif") or b"")
+        found = exif.get(_ORIENTATION, 1)
+    except Exception:  # as for any bytes that nobody thought of; the pixels may be whole
+        _say_unturned()
+        return 1
     return found if found in _TURNS else 1
+
+
+@cache
+def _say_unturned() -> None:
+    """Say once that there are such images."""
+    tell_once_a_node("warning: there are images whose EXIF cannot be read; they are not turned, whatever it meant")
 
 
 def _in_rgb(image: PIL.Image.Image) -> PIL.Image.Image:

@@ -110,7 +110,15 @@ class PlainText:
         return tuple(token_ids)
 
     def _encoded(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+                raise
+            raise UserError(
+                f"the tokenizer cannot encode a text of {len(text)} characters: {' '.join(str(error).split())}; give "
+                "tokenizer.json another pattern, or remove the text"
+            ) from error
 
 
 def plain_text_of(tokenizer: PreTrainedTokenizerBase) -> PlainText:

@@ -123,7 +123,8 @@ class ParquetRows:
         self.path, self._name = path, Path(path).name
         self._file = open_file(path)  # Arrow would take a name such as s3://... for one on the network
         self._version = _version(self._file.fileno())
-        self._refused = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+        # The last is that of a time zone that is unknown.
+        self._refused = (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError)
         self._to_array = pyarrow.array
         try:
             # By default, Arrow would first read all of a row group.

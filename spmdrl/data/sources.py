@@ -20,6 +20,7 @@ from spmdrl.config import FileData, ReasoningGymData
 from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
 from spmdrl.data.parts import PartReader
+from spmdrl.data.plain_text import texts_in
 from spmdrl.data.rows import open_rows
 from spmdrl.types import UserError
 
@@ -160,6 +161,10 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
         answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
     if cfg.response_column:
         response = _text(_column(columns, "response_column", cfg.response_column, where), cfg.response_column, where)
+    if not _has_text(prompt):
+        raise UserError(f'{where}: "{cfg.prompt_column}" is empty or white space; write a prompt, or remove the row')
+    if any("\0" in text for text in texts_in([written, answer, response])):
+        raise UserError(f"{where} holds the character NUL, which no text has; write it without, or remove the row")
     used = {cfg.prompt_column, cfg.answer_column, cfg.response_column, cfg.image_column}
     return Row(
         prompt=prompt,
@@ -232,6 +237,12 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     return isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
+
+
+def _has_text(prompt: Written) -> bool:
+    if isinstance(prompt, str) or not is_conversation(prompt):
+        return bool(as_text(prompt).strip())
+    return any(as_text(message["content"]).strip() for message in prompt)
 
 
 def question_in(prompt: Written) -> str:

@@ -49,6 +49,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     # Without tokenizer files transformers builds an empty tokenizer from the model type in config.json.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"model.path = {path} has no tokenizer; copy the tokenizer files of the model into it")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UserError(f"model.path = {path}: model_max_length of its tokenizer_config.json is no number")
     if (template := _processor_template(path)) is not None:
         tokenizer.chat_template = template
     return tokenizer

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -14,12 +13,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.config.strict import MAX_DEPTH, depth
 from spmdrl.conversation import Action, ToolCall
 from spmdrl.data.tokenizer import decode
 
 Parser = Callable[[str], Action]
-
-MAX_DEPTH = 100  # of arguments: what reads them again is recursive
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_BEGIN}(.*?)({_END}|$)", re.DOTALL)
@@ -48,17 +46,9 @@ def call_of(value: Any) -> ToolCall:
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         raise ValueError(f'its "arguments" must be an object, not {type(arguments).__name__}')
-    if _is_deeper(arguments, MAX_DEPTH):
+    if depth(arguments) > MAX_DEPTH:  # what reads them again is recursive
         raise ValueError(f'its "arguments" are nested more than {MAX_DEPTH} deep')
     return ToolCall(name=value["name"], arguments=arguments)
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
-        level = list(itertools.chain.from_iterable(parts))
-    return any(isinstance(part, dict | list) for part in level)
 
 
 def action_of(

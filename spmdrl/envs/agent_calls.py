@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from spmdrl.config.strict import MAX_DEPTH, depth
 from spmdrl.conversation import Action, Message
 
 MODEL = "policy"
@@ -113,6 +114,8 @@ def tool_of(function: Any) -> dict[str, Any]:
     match function:
         case {"name": str(name)} if name:
             known = {key: function[key] for key in ("description", "parameters") if function.get(key) is not None}
+            if depth(known) > MAX_DEPTH:
+                raise CallError(f"the description of a tool is nested more than {MAX_DEPTH} deep")
             return {"type": "function", "function": {"name": name, "description": "", "parameters": {}} | known}
     raise CallError("a tool must be a function with a name")
 
@@ -125,4 +128,6 @@ def tool_call_of(name: Any, arguments: Any) -> dict[str, Any]:
         parsed = None
     if not isinstance(name, str) or not isinstance(parsed, dict):
         raise CallError("a call of a tool needs a name, and arguments that are a JSON object")
+    if depth(parsed) > MAX_DEPTH:
+        raise CallError(f"the arguments of a call of a tool are nested more than {MAX_DEPTH} deep")
     return {"type": "function", "function": {"name": name, "arguments": parsed}}

@@ -59,11 +59,20 @@ def hints_of(error: BaseException, oom_before: OomKills) -> list[str]:
     return list(dict.fromkeys(hints))
 
 
-def _disk_hints(error: BaseException) -> Iterator[str]:
+def no_room(error: BaseException) -> str | None:
+    """Return a sentence about an error of a disk or a file that takes no more, None for other errors."""
     for one in chain(error):
         if isinstance(one, OSError) and one.errno in _FULL:
-            yield f"{_FULL[one.errno]}{f', writing {one.filename}' if one.filename else ''}: make room and start again"
-            return
+            remedy = "raise the limit on the size of files (ulimit -f)" if one.errno == errno.EFBIG else "make room"
+            return f"{_FULL[one.errno]}{f', writing {one.filename}' if one.filename else ''}: {remedy} and start again"
+    return None
+
+
+def _disk_hints(error: BaseException) -> Iterator[str]:
+    if sentence := no_room(error):
+        yield sentence
+        return
+    for one in chain(error):
         for words, meaning in _FULL_WORDS.items():
             if words in str(one):
                 yield f"{meaning}: make room and start again"

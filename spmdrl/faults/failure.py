@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from spmdrl.faults.cause import OomKills, chain, hints_of, is_secondary
+from spmdrl.faults.cause import OomKills, chain, hints_of, is_secondary, no_room
 from spmdrl.faults.heartbeat import BEATS_MISSED, Heartbeat
 from spmdrl.faults.rank_status import RankStatus, has_ended, silent
 from spmdrl.faults.verdict import EXIT_LOST_RANK, SUPERVISED, ErrorReport, Kind, claim
@@ -46,6 +46,8 @@ def report_failure(heartbeat: Heartbeat, error: Exception, oom_kills: OomKills) 
         return _report_lost_rank(heartbeat, error, details, oom_kills)
     kind = _kind_of(error)
     message = str(error) if kind != "error" else traceback.format_exception_only(error)[-1].strip()
+    if kind == "error" and (sentence := no_room(error)):
+        kind, message = "user", sentence
     hints = hints_of(error, oom_kills)
     report = new_report(heartbeat, kind, message, traceback=details if kind == "error" else "", hints=hints)
     return _claim(heartbeat, report, details)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.faults.files import FaultFiles, read_fields, replace_json
+from spmdrl.faults.text import one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,12 @@ class RankStatus:
     @property
     def place(self) -> str:
         """Step and phase, for messages."""
-        return f"step {self.step}, {self.phase}" if self.step else self.phase
+        return one_line(f"step {self.step}, {self.phase}" if self.step else self.phase)
 
     @property
     def name(self) -> str:
         """Rank, host and process, for messages."""
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+        return one_line(f"rank {self.rank} ({self.host}, pid {self.pid})")
 
     def write(self, files: FaultFiles) -> None:
         """Write it to the rank's status file."""

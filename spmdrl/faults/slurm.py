@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from spmdrl.faults.gpus import gpus_of_driver
 from spmdrl.faults.supervise import Commands, Ending, Requests, launch, tell
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import EXIT_HANG, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 # Below the ports that the kernel gives to connections; jobs on the same node need different ones.
@@ -155,12 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command=job.command,
             )
         except ValueError as error:
-            print(f"cannot start: {error}", file=sys.stderr)
+            say(f"cannot start: {error}", sys.stderr)
             return EXIT_USER_ERROR
         ending = launch(starter, requests)
         tell(ending)
         if sentence := after(job, ending):
-            print(sentence, file=sys.stderr, flush=True)
+            say(sentence, sys.stderr)
         return ending.code
 
 

@@ -31,6 +31,7 @@ from spmdrl.faults.guard import signal_at_parents_end
 from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.saved import newest_step
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import (
     EXIT_INTERRUPTED,
     EXIT_LOST_RANK,
@@ -245,7 +246,7 @@ def ask_to_stop(files: FaultFiles, number: signal.Signals) -> None:
     files.folder.mkdir(parents=True, exist_ok=True)
     files.stop.write_text(name_of(number), encoding="utf-8")
     if number == signal.SIGINT:
-        print("stopping after this phase, with a checkpoint; Ctrl-C again ends it at once", file=sys.stderr)
+        say("stopping after this phase, with a checkpoint; Ctrl-C again ends it at once", sys.stderr)
 
 
 def shell_code(process: Process) -> int:
@@ -327,5 +328,5 @@ def die_with_parent() -> None:
 def tell(ending: Ending) -> int:
     """Print the last words of a launch; returns its exit code."""
     if ending.text:
-        print(ending.text, file=sys.stderr, flush=True)
+        say(ending.text, sys.stderr)
     return ending.code

@@ -7,6 +7,12 @@ takes. Needs nothing but Python.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from typing import TextIO
+
+OUTPUT = "the output"  # the name of what is printed on, in an OSError
 MAX_LINE_CHARACTERS = 500
 MAX_TEXT_CHARACTERS = 20_000
 _CUT = " [...] "
@@ -34,6 +40,27 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def say(text: str = "", stream: TextIO | None = None) -> None:
+    """Print a text, on standard output unless another stream is given, with nothing that is not printable.
+
+    Whatever a program of the package prints goes through here. Raises OSError about `OUTPUT` where nothing takes it;
+    more that is printed there is then thrown away.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(printable(text), file=stream, flush=True)
+    except OSError as error:
+        silence(stream)
+        error.filename = OUTPUT
+        raise
+
+
+def silence(stream: TextIO) -> None:
+    """Throw away what is still to be printed on a stream, which Python would try once more when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def of_error(error: BaseException) -> str:

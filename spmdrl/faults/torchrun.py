@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import main as torchrun
 
 from spmdrl.faults.supervise import die_with_parent
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import SUPERVISED
 
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -73,7 +74,7 @@ def quietly(run_ranks: Callable[[], object]) -> int:
         for rank, failure in sorted(error.failures.items()):
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 name = signal.Signals(-failure.exitcode).name
-                print(f"rank {rank} (pid {failure.pid}) was ended by {name}", file=sys.stderr, flush=True)
+                say(f"rank {rank} (pid {failure.pid}) was ended by {name}", sys.stderr)
         return code_of(error.get_first_failure()[1].exitcode)
     return 0
 

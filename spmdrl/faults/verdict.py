@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from spmdrl.faults.files import FaultFiles, read_fields, replace_json
-from spmdrl.faults.text import printable
+from spmdrl.faults.text import printable, say
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -117,7 +117,7 @@ def tell_once_a_node(text: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     node = "" if os.environ.get("RANK", "0") == "0" else f"{platform.node()}: "
-    print(node + text, file=sys.stderr, flush=True)
+    say(node + text, sys.stderr)
 
 
 def list_problems(title: str, problems: str) -> str:
@@ -185,4 +185,5 @@ def _read(kind: type[VerdictT], path: Path) -> VerdictT | None:
 def write_requeue(files: FaultFiles, requeue: Requeue) -> None:
     """Write the request to start the run again, and remove the file `stop`, which has been served."""
     replace_json(files.requeue, dataclasses.asdict(requeue))
-    files.stop.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the next launch refuses what cannot be removed
+        files.stop.unlink()

@@ -28,6 +28,7 @@ from spmdrl.faults.stacks import (
     size_of,
     text_after,
 )
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import EXIT_HANG, SUPERVISED, claim, complete
 
 ANSWER_S = 10.0  # for all ranks to write their stacks
@@ -97,7 +98,7 @@ class Watchdog:
         report = dataclasses.replace(report, stacks=text, hints=hints, complete=True)
         complete(files, report)
         if SUPERVISED not in os.environ:
-            print(report.text(), file=sys.stderr, flush=True)
+            say(report.text(), sys.stderr)
         for status in unheard:
             if self._is_local(status) and process_state(status.pid) is not None:
                 with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -27,19 +27,23 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-def weight_file_problems(path: str, *, parameters: Collection[str] = ()) -> Iterator[str]:
+def weight_file_problems(path: str, *, parameters: Mapping[str, Sequence[int]] = {}) -> Iterator[str]:
     """Yield a sentence for each weight file of a model directory that is cut off, missing or no safetensors file, and
-    for weights that are no floating-point numbers.
+    for weights that are no floating-point numbers, of another size than the model's, or in two files.
 
-    Reads the head of every file, and each index. `parameters` are the model's own names of its weights; a file may
-    hold other things too, such as masks. Loading shows whether the weights are the right ones.
+    Reads the head of every file, and each index. `parameters` are the shapes of the model's weights by its own names; a
+    file may hold other things too, such as masks. Loading shows whether the weights are the right ones.
     """
     folder, where = Path(path), f'model.path = "{shown(path)}"'
     strange: dict[str, str] = {}
+    file_of: dict[str, str] = {}
+    shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob(f"*{_WEIGHTS}")):
         try:
             with safe_open(file, framework="pt") as weights:
-                dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+                heads = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+                dtypes = {name: head.get_dtype() for name, head in heads.items()}
+                shapes |= {name: list(head.get_shape()) for name, head in heads.items()}
         except (SafetensorError, OSError) as error:
             yield f"{where}: its weights cannot be read: {shown(file.name)}: {error}"
             continue
@@ -48,6 +52,18 @@ def weight_file_problems(path: str, *, parameters: Collection[str] = ()) -> Iter
             for name, dtype in dtypes.items()
             if dtype not in _FLOATING and (name.endswith(".weight") or name in parameters)
         }
+        if twice := sorted(dtypes.keys() & file_of.keys()):
+            yield (
+                f"{where}: {shown(twice[0])} is in {shown(file_of[twice[0]])} and in {shown(file.name)}, and only one "
+                "of them is read; move the file that is not meant out of the directory"
+            )
+        file_of |= dict.fromkeys(dtypes, file.name)
+    # In order of size, because some kinds of models are loaded transposed.
+    if other := [name for name in parameters if name in shapes and sorted(shapes[name]) != sorted(parameters[name])]:
+        yield (
+            f"{where} holds {len(other)} weights of another shape than its config.json requires; the first is "
+            f"{shown(other[0])}: {shapes[other[0]]} instead of {list(parameters[other[0]])}"
+        )
     if strange:
         name, dtype = min(strange.items())
         yield (

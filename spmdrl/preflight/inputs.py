@@ -327,8 +327,9 @@ def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 def _weight_problems(model: _OpenedModel) -> Iterator[str]:
-    names = [name for name, _ in model_without_memory(model.config, model.cfg).named_parameters()]
-    for sentence in weight_file_problems(model.cfg.path, parameters=names):
+    parameters = model_without_memory(model.config, model.cfg).named_parameters()
+    shapes = {name: parameter.shape for name, parameter in parameters}
+    for sentence in weight_file_problems(model.cfg.path, parameters=shapes):
         yield sentence.replace(f'model.path = "{model.cfg.path}"', model.setting)
 
 

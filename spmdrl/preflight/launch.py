@@ -19,8 +19,10 @@ from spmdrl.config.strict import shown
 from spmdrl.data.sources import import_library
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
+from spmdrl.faults.cause import no_room
 from spmdrl.faults.failure import failure_in
 from spmdrl.faults.supervise import die_with_parent
+from spmdrl.faults.text import OUTPUT, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems, tell_once_a_node
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
@@ -48,7 +50,7 @@ def run_from_command_line(
     try:
         require_launch_environment()
     except UserError as error:  # nothing is known of other ranks, so every process speaks for itself
-        print(list_problems("cannot start", str(error)), file=sys.stderr)
+        say(list_problems("cannot start", str(error)), sys.stderr)
         return EXIT_USER_ERROR
     try:
         draft = read_draft(kind, arguments.config, arguments.override)
@@ -67,12 +69,18 @@ def run_from_command_line(
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and error.filename == OUTPUT:  # who read it has seen enough
+            return 0
         if (failure := failure_in(error)) is not None:
-            print(failure.words, end="\n" if failure.words else "", file=sys.stderr)
+            if failure.words:
+                say(failure.words, sys.stderr)
             return failure.exit_code
         # It came before the ranks had met, or on the way to that: each speaks for itself.
         if isinstance(error, UserError):
             tell_once_a_node(list_problems("cannot start", str(error)))
+            return EXIT_USER_ERROR
+        if sentence := no_room(error):
+            tell_once_a_node(list_problems("cannot go on", sentence))
             return EXIT_USER_ERROR
         if isinstance(error, OSError) and error.filename is not None:  # of a folder or a file that a setting names
             tell_once_a_node(list_problems("cannot start", f"{shown(error.filename)}: {error.strerror}"))
@@ -109,17 +117,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _print_dry_run(
     cfg: Config | SftConfig, inputs: Inputs, folder: RunFolder, origin: ResumePoint, checked: Sequence[str]
 ) -> None:
-    print("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
-    print(f"# run folder\n{folder.path}\n")
-    print("# begins")
+    say("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
+    say(f"# run folder\n{shown(folder.path)}\n")
+    say("# begins")
     for line in _beginning(origin, inputs.plan.num_steps):
-        print(line)
-    print("\n# plan")
+        say(line)
+    say("\n# plan")
     for name, value in inputs.plan.as_dict().items():
-        print(f"{name} = {value}")
-    print("\n# checked")
+        say(f"{name} = {value}")
+    say("\n# checked")
     for line in checked:
-        print(f"- {line}")
+        say(f"- {line}")
 
 
 def _beginning(origin: ResumePoint, num_steps: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -19,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdrl.faults.text import one_line, printable
+from spmdrl.faults.text import one_line, printable, say
 
 STEPS_BEHIND_ETA = 20
 REFRESHES_PER_S = 2
@@ -166,7 +167,11 @@ class PlainLines:
         self.message("  ".join([f"eval after step {step}", *itertools.starmap(_pair, _told(scalars).items())]))
 
     def message(self, text: str) -> None:
-        print(printable(text), file=self._stream, flush=True)
+        try:
+            say(text, self._stream)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                say(f"nothing more is printed ({error.strerror}); the run continues: see metrics.jsonl", sys.stderr)
 
     def close(self) -> None:
         pass

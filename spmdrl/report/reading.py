@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ def read_run(path: Path) -> RecordedRun:
     if not folder.holds_run():
         raise UserError(f"{path} is not the folder of a run: it has no config.toml and no metrics.jsonl")
     return RecordedRun(
-        name=path.resolve().name,
+        name=Path(os.path.realpath(path)).name,
         rows=read_scalars(folder.metrics),
         settings=read_settings(folder.config),
         num_steps=read_num_steps(folder.plan),

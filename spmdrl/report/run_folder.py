@@ -180,6 +180,8 @@ class RunFolder:
                 yield f"{shown(file)} is a link, and the run would overwrite what it leads to; remove the link"
             elif file.exists() and not file.is_file():
                 yield f"{shown(file)} is no ordinary file, and the run writes one there; remove it"
+        if (self.path / "stop").is_dir():
+            yield f"{shown(self.path / 'stop')} is a directory, and a file there stops the run; remove it"
         for folder in (self.path / name for name in _FOLDERS):
             if folder.exists() and not folder.is_dir():
                 yield f"{shown(folder)} is no directory, and the run writes one there; remove it"
@@ -208,7 +210,7 @@ class RunFolder:
 def _no_room_for(folder: Path) -> str | None:
     """Return why a directory cannot be written, or be created, by trying it in the nearest one that is there."""
     try:
-        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
         os.rmdir(tempfile.mkdtemp(prefix=".spmdrl-", dir=nearest))
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
@@ -242,9 +244,9 @@ def _installed_version(package: str) -> str | None:
 def _git(*arguments: str) -> str | None:
     """Run git on spmdrl's own checkout; None if there is no git, no checkout, or no commit yet."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(Path(spmdrl.__file__).parent), *arguments], capture_output=True, text=True, timeout=10.0
-        )
+        # Without locks: what ends in the middle, at a limit of file sizes, say, must not leave one in a repository.
+        command = ["git", "--no-optional-locks", "-C", str(Path(spmdrl.__file__).parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10.0)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -107,7 +107,7 @@ class Watcher:
         verdicts = [one.text() for one in (read_error(files), read_requeue(files)) if one is not None]
         last_step = History(self._rows).last_step
         return Snapshot(
-            name=self.path.resolve().name,
+            name=Path(os.path.realpath(self.path)).name,
             rows=self._rows,
             num_steps=read_num_steps(folder.plan) or last_step,
             ranks=[self._health(status, files, now) for status in read_statuses(files)],

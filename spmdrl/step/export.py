@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json"
 
 def refuse_overwriting(model_path: str, destination: Path) -> None:
     """Raise UserError when an export would overwrite the model it was loaded from, or lie around or inside it."""
-    source, target = Path(model_path).resolve(), destination.resolve()
+    source, target = Path(os.path.realpath(model_path)), Path(os.path.realpath(destination))
     is_of_a_step = source.parent == target.parent and source.name.startswith(f"{target.name}-")
     if source == target or is_of_a_step or source in target.parents or target in source.parents:
         raise UserError(

@@ -11,6 +11,7 @@ from spmdrl.algo.formula import Formula, LossKind
 from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.value import VALUE_LOSS
+from spmdrl.faults.text import say
 
 _INTRODUCTION = """\
 # Algorithms
@@ -82,4 +83,4 @@ def _toml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    say(reference().removesuffix("\n"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmdrl import __version__
+from spmdrl.faults.text import OUTPUT, say, silence
 
 
 class Program(NamedTuple):
@@ -41,18 +42,33 @@ PROGRAMS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names with the others; returns its exit code."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read what was printed has seen enough
+        silence(sys.stdout)
+        return 0
+    except OSError as error:
+        if error.filename != OUTPUT:
+            raise
+        say(f"cannot print: {error.strerror}", sys.stderr)
+        return 2
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help", "help"):
-        print("\n".join(_usage()))
+        say("\n".join(_usage()))
         return 0 if given else 2
     name, *others = given
     if name in ("version", "--version"):
-        print(f"spmdrl {__version__}")
+        say(f"spmdrl {__version__}")
         return 0
     if name not in PROGRAMS:
         near = difflib.get_close_matches(name, PROGRAMS, n=1)
         hint = f"did you mean spmdrl {near[0]}?" if near else f"there are {', '.join(PROGRAMS)} and version"
-        print(f"spmdrl {name}: no such command; {hint}", file=sys.stderr)
+        say(f"spmdrl {name}: no such command; {hint}", sys.stderr)
         return 2
     program = PROGRAMS[name]
     sys.argv[0] = f"spmdrl {name}"  # as usage lines name the program

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmdrl.config.strict import shown
+from spmdrl.faults.text import say
 from spmdrl.report.comparison import compare
 from spmdrl.report.comparison_page import comparison_page
 from spmdrl.report.curves import draw_comparison
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     write_comparison(arguments.runs, arguments.output)
-    print(f"wrote {arguments.output}")
+    say(f"wrote {shown(arguments.output)}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from spmdrl.config import Config, Section, SftConfig
 from spmdrl.config.base import MOST
 from spmdrl.config.names import is_array, sections_in
+from spmdrl.faults.text import say
 
 _INTRODUCTION = """\
 # Configuration
@@ -174,4 +175,4 @@ def _bounds(metadata: Sequence[Any], name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    say(reference().removesuffix("\n"))

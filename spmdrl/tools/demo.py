@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.faults.supervise import Requests, shell_code
+from spmdrl.faults.text import say
 from spmdrl.tools import demo_pictures
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
@@ -77,10 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.engine == "sglang":
         rl += ["rollout.engine=sglang", *TASKS[arguments.task].with_sglang]
     if is_adapted:
-        print(
-            f"== with adapters: a warm start of their own ({warm_start}.toml), and {ADAPTED_LR} unless you set it",
-            flush=True,
-        )
+        say(f"== with adapters: a warm start of their own ({warm_start}.toml), and {ADAPTED_LR} unless you set it")
         rl.append(ADAPTED_LR)
     nproc = ["--nproc", str(arguments.nproc)]
     rl += arguments.override
@@ -98,13 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     with Requests() as requests:
         for title, programs in stages.items():
-            print(f"== {title}", flush=True)
+            say(f"== {title}")
             for program in programs:
                 if code := _run(program, requests):
                     if code in ENDED_BY_SIGNAL and not _tells_its_end(program):
-                        print(f"interrupted in {title}; the same command begins a new run", file=sys.stderr)
+                        say(f"interrupted in {title}; the same command begins a new run", sys.stderr)
                     return code
-    print(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
+    say(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
     return 0
 
 

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdrl.engine.sglang import kernels, preload
+from spmdrl.faults.text import say
 
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
@@ -75,7 +76,7 @@ def examine_run(path: Path) -> int:
     def examine(_: Sequence[str] | None) -> int:
         run = read_run(path)
         found = findings(History(run.rows))
-        print("\n".join(checkup(run, found)))
+        say("\n".join(checkup(run, found)))
         return int(bool(found))
 
     return examine()
@@ -91,10 +92,10 @@ def examine_machine() -> None:
         ("Attention kernels", _kernels(torch)),
         ("What works here", _verdicts(torch, torch_problem)),
     ):
-        print(title)
+        say(title)
         for line in lines:
-            print(f"  {line}")
-        print()
+            say(f"  {line}")
+        say()
 
 
 def _import(name: str) -> tuple[Any, str]:

@@ -7,6 +7,7 @@ rollouts that `debug.save_rollouts` kept, and the tokenizer of the run's model; 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ from pathlib import Path
 import torch
 
 from spmdrl.config import Config, read_config
+from spmdrl.config.strict import shown
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.faults.text import say
 from spmdrl.replay.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
 from spmdrl.report import RunFolder
 from spmdrl.report.episodes import Episode, episodes_page
@@ -41,13 +44,13 @@ def write_page(path: Path, step: int, *, output: Path | None = None, prompt_id: 
         for part in parts
         for one in part.outcomes
     ]
-    shown = [one for one in episodes if prompt_id in (None, one.rollout.prompt.prompt_id)]
-    if not shown:
+    found = [one for one in episodes if prompt_id in (None, one.rollout.prompt.prompt_id)]
+    if not found:
         raise UserError(_nothing(episodes, step, prompt_id))
     page = episodes_page(
-        shown,
+        found,
         load_tokenizer(model.path, model.trust_remote_code),
-        run=path.resolve().name,
+        run=Path(os.path.realpath(path)).name,
         step=step,
         shows_mismatch=bool(trainers),
     )
@@ -83,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", metavar="ID", type=int, help="show the episodes of one prompt only")
     arguments = parser.parse_args(argv)
     written = write_page(arguments.run, arguments.step, output=arguments.output, prompt_id=arguments.prompt)
-    print(f"wrote {written}")
+    say(f"wrote {shown(written)}")
     return 0
 
 

@@ -19,6 +19,7 @@ from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.envs.open import open_environments
+from spmdrl.faults.text import say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="a run's folder")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()  # the result is one line of JSON
-    print(json.dumps(evaluate_export(arguments.run)))
+    say(json.dumps(evaluate_export(arguments.run)))
     return 0
 
 

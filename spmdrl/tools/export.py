@@ -21,8 +21,9 @@ from spmdrl.checkpoint.places import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
-from spmdrl.config.strict import read_json
+from spmdrl.config.strict import read_json, shown
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.faults.text import say
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config
 from spmdrl.report import RunFolder
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run, step=arguments.step, to=arguments.to, dtype=arguments.dtype, adapter=arguments.adapter
     )
     if os.environ.get("RANK", "0") == "0":
-        print(written)
+        say(shown(written))
     return 0
 
 

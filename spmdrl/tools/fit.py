@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdrl.config import Config, SftConfig, read_run_config
+from spmdrl.faults.text import say
 from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         problems += _remedies(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes)
     if arguments.json:
-        print(json.dumps(_as_json(prediction, problems), indent=1))
+        say(json.dumps(_as_json(prediction, problems), indent=1))
     else:
         _show(_console(), cfg, prediction, problems)
     return EXIT_USER_ERROR if problems else 0

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from spmdrl.faults.text import say
 from spmdrl.tools.proof.commit import ROOT, commit_id
 from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
 from spmdrl.tools.proof.stages import STAGES
@@ -35,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "written").touch()
         (folder / "written").unlink()
     except OSError as error:
-        print(f"cannot write to OUT={folder}: {error}; set OUT to a folder that can be written to", file=sys.stderr)
+        say(f"cannot write to OUT={folder}: {error}; set OUT to a folder that can be written to", sys.stderr)
         return 2
     # A process that is ended with its stacks would leave a core file of its memory too.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     commit, stage = commit_id(ROOT, arguments.commit_file), STAGES[arguments.stage]
-    print(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
+    say(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
     record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit)
-    print("\n".join(["", *table(record), "", *reasons(record), verdict(record), f"written: {folder}"]))
+    say("\n".join(["", *table(record), "", *reasons(record), verdict(record), f"written: {folder}"]))
     return 0 if is_as_expected(record) else 1
 
 

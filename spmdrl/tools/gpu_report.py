@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.strict import as_written, read_json
+from spmdrl.faults.text import say
 from spmdrl.tools.program import program
 from spmdrl.tools.proof import tests_seen
 from spmdrl.tools.proof.claims import CLAIMS, Claim
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.emulated:
         _EMULATED.write_text(json.dumps(_emulated_record(arguments.emulated), indent=1) + "\n", encoding="utf-8")
     arguments.page.write_text(page(_records(files), CLAIMS, emulated=emulated()), encoding="utf-8")
-    print(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
+    say(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
 
 
 def _records(files: Sequence[Path]) -> dict[str, Record]:

@@ -9,30 +9,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, DataConfig, FileData, ModelConfig
-from spmdrl.config.base import MOST
+from spmdrl.config.base import MOST, Gib, PathText
+from spmdrl.config.run import RunName
+from spmdrl.config.strict import shown
 from spmdrl.data.families import family_of
 from spmdrl.data.sources import FileSource, Row, first_record, in_row
-from spmdrl.data.tokenizer import encode_prompt, load_tokenizer
+from spmdrl.data.stream import question_key
+from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer
 from spmdrl.data.vision import ImageCounter
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.faults.gpus import count_gpus
-from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
+from spmdrl.faults.text import say
+from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.local import RANKS_WITHOUT_GPU, program_of
+from spmdrl.tools.program import option, program, writing
 from spmdrl.types import UserError
 
 # The usual names of columns, the likeliest first.
@@ -46,6 +53,7 @@ GROUP_SIZE = 8
 ROLLOUTS_PER_STEP = 512  # at least, whatever the number of GPUs, where the data has as many prompts
 MAX_HELD_OUT = 200
 GPU_GIB = 79.0  # of the GPUs that most have
+Gpus = Annotated[int, Field(ge=0, le=4096)]
 RESPONSE_TOKENS = {"math": 3072, "code": 2048}  # where a model reasons before it answers
 COMMENTS = {
     "data.max_prompt_tokens": "the longest of {rows} has {prompt}{with_images}",
@@ -82,6 +90,7 @@ class Measured:
     """The number of rows, the longest prompt and answer in tokens, and the model that is to read them."""
 
     rows: int
+    questions: int  # that differ
     prompt: int
     answer: int
     has_images: bool
@@ -93,6 +102,7 @@ class Measured:
         return getattr(self.model.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
+@program("cannot write a configuration")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the configuration; returns the exit code."""
     arguments = _parse(argv)
@@ -102,22 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = measure(choices)
         tables = starting_tables(choices, measured)
         fitted = fit(tables, choices)
-        out.write_text("\n".join(lines_of(tables, choices, measured, fitted)), encoding="utf-8")
-        _require_start(out, choices)
-    except UserError as error:
-        print(list_problems("cannot write a configuration", str(error)), file=sys.stderr)
-        return EXIT_USER_ERROR
+        _write(out, "\n".join(lines_of(tables, choices, measured, fitted)), choices)
     except (KeyboardInterrupt, EOFError):
         return EXIT_INTERRUPTED
-    print(f"wrote {out}, which passes its check; start it on this machine with\n\n    spmdrl train {out}\n")
+    say(f"wrote {shown(out)}, which passes its check; start it on this machine with\n\n    spmdrl train {shown(out)}\n")
     return 0
 
 
 def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
     """Return what the options choose. Raises UserError for what is wrong with them and with the file to write."""
-    if not out.exists():
+    if os.path.lexists(out):
+        problems = [f"{shown(out)} is there already; name another file with --out, or remove it"]
+    elif not out.parent.is_dir():
+        problems = [f"{shown(out)} cannot be written: {shown(out.parent)} is no folder; make it, or name another --out"]
+    else:
         return choose(arguments)
-    problems = [f"{out} is there already; name another file with --out, or remove it"]
     if None not in (arguments.model, arguments.data, arguments.reward):  # so that nothing is asked
         try:
             choose(arguments)
@@ -128,22 +137,40 @@ def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a starting configuration for a model and a file of data.")
-    parser.add_argument("--model", metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME")
-    parser.add_argument("--data", metavar="FILE", help="jsonl or parquet, or hf:ORGANISATION/NAME:FILE")
+    parser.add_argument(
+        "--model", type=option(PathText), metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME"
+    )
+    parser.add_argument(
+        "--data", type=option(PathText), metavar="FILE", help="jsonl or parquet, or hf:ORGANISATION/NAME:FILE"
+    )
     parser.add_argument("--prompt-column", metavar="NAME", help="if its name is not a usual one")
     parser.add_argument("--answer-column", metavar="NAME", help='the reference answer; "" if the data has none')
     parser.add_argument("--image-column", metavar="NAME", help='if its name is not a usual one; "" leaves images out')
-    parser.add_argument("--image-root", metavar="DIR", help="folder of the images, if they are not beside the data")
-    parser.add_argument("--reward", metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score")
-    parser.add_argument("--gpus", type=int, help="of this machine; 0: its CPU; otherwise as many as are visible")
-    parser.add_argument("--gpu-gib", type=float, default=GPU_GIB, help=f"memory of each; {GPU_GIB:g} unless given")
+    parser.add_argument(
+        "--image-root",
+        type=option(PathText),
+        metavar="DIR",
+        help="folder of the images, if they are not beside the data",
+    )
+    parser.add_argument(
+        "--reward", type=option(str), metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score"
+    )
+    parser.add_argument(
+        "--gpus", type=option(Gpus), help="of this machine; 0: its CPU; otherwise as many as are visible"
+    )
+    parser.add_argument(
+        "--gpu-gib", type=option(Gib), default=GPU_GIB, help=f"memory of each; {GPU_GIB:g} unless given"
+    )
     parser.add_argument("--download", action="store_true", help="fetch what names on a hub stand for, into the cache")
-    parser.add_argument("--name", help="of the run; otherwise made of the model and the data")
-    parser.add_argument("--out", metavar="TOML", default="mine.toml", help="the file to write; mine.toml unless given")
-    arguments = parser.parse_args(argv)
-    if arguments.gpus is not None and arguments.gpus < 0:
-        parser.error(f"--gpus {arguments.gpus}: it is 0 or more")
-    return arguments
+    parser.add_argument("--name", type=option(RunName), help="of the run; otherwise made of the model and the data")
+    parser.add_argument(
+        "--out",
+        type=option(PathText),
+        metavar="TOML",
+        default="mine.toml",
+        help="the file to write; mine.toml unless given",
+    )
+    return parser.parse_args(argv)
 
 
 def choose(arguments: argparse.Namespace) -> Choices:
@@ -197,12 +224,12 @@ def _here(find: Callable[[str, bool], str], name: str, option: str, *, download:
         raise UserError(f"{option} {name}: {error}{remedy}") from error
 
 
-def _ask(option: str, question: str) -> str:
+def _ask(name: str, question: str) -> str:
     if not sys.stdin.isatty():
-        raise UserError(f"{option} is needed ({question}): there is no terminal to ask on")
-    while not (answer := input(f"{question}: ").strip()):
-        pass
-    return answer
+        raise UserError(f"{name} is needed ({question}): there is no terminal to ask on")
+    while True:
+        with contextlib.suppress(argparse.ArgumentTypeError):  # it is asked again
+            return str(option(PathText)(input(f"{question}: ").strip()))
 
 
 def _column(columns: Collection[str], given: str | None, usual: Sequence[str], option: str, question: str) -> str:
@@ -247,13 +274,15 @@ def measure(choices: Choices) -> Measured:
     limits = DataConfig(sources=(data,), max_prompt_tokens=MOST)
     family = family_of(model)
     counter = None if family is None else ImageCounter(family, choices.model_folder, limits, tokenizer=tokenizer)
-    prompts, answers, images = list[int](), list[int](), 0
+    prompts, answers, questions, images = list[int](), list[int](), set[int](), 0
     for row in FileSource(data, seed=0).in_file_order():
         prompts.append(_prompt_tokens(row, tokenizer, counter))
-        answers.append(len(tokenizer.encode(row.answer or "", add_special_tokens=False)))
+        answers.append(len(encode_text(tokenizer, row.answer or "")))
+        questions.add(hash(question_key(row)))
         images += len(row.images)
     return Measured(
         rows=len(prompts),
+        questions=len(questions),
         prompt=max(prompts),
         answer=max(answers),
         has_images=images > 0,
@@ -282,10 +311,10 @@ def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
     wanted = RESPONSE_TOKENS.get(choices.reward, _round_up(2 * measured.answer + 1) if measured.answer else 1024)
     response = min(wanted, measured.model_limit - prompt)
     ranks = choices.num_ranks
-    held_out = min(MAX_HELD_OUT, measured.rows // 10)
+    held_out = min(MAX_HELD_OUT, measured.questions // 10)  # rows that ask the same are held out together
     usual = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
-    # An epoch has at least one step, but for data of fewer rows than ranks.
-    prompts = max(ranks, min(usual, (measured.rows - held_out) // ranks * ranks))
+    # A step asks no question twice, but for data of fewer questions than ranks.
+    prompts = max(ranks, min(usual, (measured.questions - held_out) // ranks * ranks))
     columns = {"prompt_column", "answer_column", "image_column"}
     source = choices.data.model_dump(include={"kind", "path", "image_root"} | columns, exclude_none=True)
     kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
@@ -344,13 +373,26 @@ def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fi
     yield ""
 
 
+def _write(out: Path, text: str, choices: Choices) -> None:
+    """Write the configuration, and remove it where it cannot be written whole or does not pass its dry run."""
+    with writing(out, "--out"):
+        file = out.open("x", encoding="utf-8")
+    try:
+        with writing(out, "--out"), file:
+            file.write(text)
+        _require_start(out, choices)
+    except BaseException:
+        out.unlink()
+        raise
+
+
 def _require_start(out: Path, choices: Choices) -> None:
-    """Raise UserError when the configuration does not pass its dry run, and remove it."""
+    """Raise UserError when the configuration does not pass its dry run."""
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
         code = program_of("spmdrl.train")([str(out), "--dry-run", "--ranks", str(choices.num_ranks)])
     if code:
-        out.unlink()
-        raise UserError(said.getvalue().strip().removeprefix("cannot start:").strip())
+        problems = said.getvalue().partition("cannot start:")[2].strip()
+        raise UserError("\n".join(line.strip().removeprefix("- ") for line in problems.splitlines()))
 
 
 def _round_up(tokens: int) -> int:

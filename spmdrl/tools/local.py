@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.gpus import count_gpus
 from spmdrl.faults.supervise import Commands, Requests, Starter, dry_run, launch, tell
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 MODULES = ("spmdrl.train", "spmdrl.sft")
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Requests() as requests:
         arguments = _parse(argv)
         if importlib.util.find_spec("torch") is None:
-            print(f"{sys.executable} has no torch: run 'make setup', then 'source .venv/bin/activate'", file=sys.stderr)
+            say(f"{sys.executable} has no torch: run 'make setup', then 'source .venv/bin/activate'", sys.stderr)
             return EXIT_USER_ERROR
         num_gpus = count_gpus()
         num_ranks = arguments.nproc or num_gpus or RANKS_WITHOUT_GPU

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmdrl.config.strict import shown
+from spmdrl.faults.text import one_line, say
 from spmdrl.report.curves import draw_curves
 from spmdrl.report.reading import read_steps
 from spmdrl.report.run_folder import RunFolder
@@ -24,13 +27,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if out.suffix != ".png":
         parser.error(f"--out {out}: curves are drawn as PNG; give the file a name that ends in .png")
     draw_curves({label: read_steps(run).rows for label, run in zip(_labels(given.runs), given.runs, strict=True)}, out)
-    print(f"wrote {out}")
+    say(f"wrote {shown(out)}")
 
 
 def _labels(runs: list[Path]) -> list[str]:
     """Label runs by the names of their folders, or by their paths if the names are not unique."""
-    names = [run.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+    names = [Path(os.path.realpath(run)).name for run in runs]
+    return [one_line(name) for name in (names if len(set(names)) == len(names) else map(str, runs))]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spmdrl.config import read_run_config
+from spmdrl.faults.text import say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.published import published_config
@@ -70,7 +71,7 @@ def main() -> None:
     for path, text in files.items():
         if text != path.read_text(encoding="utf-8"):
             path.write_text(text, encoding="utf-8")
-            print(f"{path.relative_to(_ROOT)} has new predictions")
+            say(f"{path.relative_to(_ROOT)} has new predictions")
 
 
 if __name__ == "__main__":

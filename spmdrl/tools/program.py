@@ -1,15 +1,21 @@
-"""How every tool ends: what the user must change is one sentence and exit code 2, never a traceback."""
+"""How every tool reads its options and ends: what the user must change is one sentence and exit code 2, never a
+traceback."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from spmdrl.config.strict import shown
+from pydantic import TypeAdapter, ValidationError
+
+from spmdrl.config.strict import shown, utf8_problem
+from spmdrl.faults.text import OUTPUT, say, silence
 from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
 from spmdrl.types import UserError
 
@@ -28,16 +34,20 @@ def program(what: str) -> Callable[[Main], Program]:
         def ended(argv: Sequence[str] | None = None) -> int:
             bear_any_text()
             try:
-                return main(argv) or 0
+                code = main(argv) or 0
+                sys.stdout.flush()
+                return code
             except BrokenPipeError:  # who read what was printed has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                silence(sys.stdout)
                 return 0
             except UserError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error)
+                if not error.filename:
+                    silence(sys.stdout)  # perhaps it was that
+                problem = f"{shown(error.filename or OUTPUT)}: {error.strerror or error}"
             if os.environ.get("RANK", "0") == "0":
-                print(list_problems(what, problem), file=sys.stderr)
+                say(list_problems(what, problem), sys.stderr)
             return EXIT_USER_ERROR
 
         return ended
@@ -45,12 +55,28 @@ def program(what: str) -> Callable[[Main], Program]:
     return decorate
 
 
+def option(kind: Any) -> Callable[[str], Any]:
+    """Return what argparse reads an option by, as a value of a setting's type."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        if problem := utf8_problem(text):
+            raise ArgumentTypeError(f"{shown(text)} {problem}")
+        try:
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ArgumentTypeError(f'"{shown(text)}": {problem[0].lower()}{problem[1:]}') from error
+
+    return read
+
+
 @contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Turn an error of the disk in this block into a UserError about the file that `--output` names."""
+def writing(output: Path, named_by: str = "--output") -> Iterator[None]:
+    """Turn an error of the disk in this block into a UserError about the file that an option names."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: --output"
+            f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: {named_by}"
         ) from error

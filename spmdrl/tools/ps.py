@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from spmdrl.config.strict import shown
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import RankStatus, own_host, process_state, read_statuses
 from spmdrl.faults.stacks import ask_descendants, ask_for_stacks, size_of, text_after
+from spmdrl.faults.text import one_line, say
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import format_duration
 from spmdrl.tools.program import program
+from spmdrl.types import UserError
 
 DUMP_WAIT_S = 1.0  # for the processes to write
 
@@ -30,7 +33,7 @@ def table(statuses: Sequence[RankStatus], *, host: str, now: float) -> Iterator[
 
 def _row(status: RankStatus, host: str, now: float) -> tuple[str, ...]:
     age = "" if status.ended else format_duration(max(0.0, now - status.moved_at))
-    place = (str(status.rank), status.host, str(status.pid), str(status.step), status.phase)
+    place = (str(status.rank), one_line(status.host), str(status.pid), str(status.step), one_line(status.phase))
     return (*place, age, _state(status, host))
 
 
@@ -70,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     files, host = FaultFiles(arguments.run), own_host()
     statuses = read_statuses(files)
     if not statuses:
-        parser.error(f"{arguments.run} has no ranks to show: no run has been started there")
+        raise UserError(f"{shown(arguments.run)} has no ranks to show: no run has been started there")
     if arguments.what == "dump":
-        print("\n".join(dump(files, statuses, host=host)))
+        say("\n".join(dump(files, statuses, host=host)))
         return 0
-    print("\n".join(table(statuses, host=host, now=time.time())))
+    say("\n".join(table(statuses, host=host, now=time.time())))
     for verdict in (read_error(files), read_requeue(files)):
         if verdict is not None:
-            print(f"\n{verdict.text()}")
+            say(f"\n{verdict.text()}")
     return 0
 
 

@@ -28,6 +28,7 @@ from spmdrl.config import Config
 from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.session import launched_ranks
+from spmdrl.faults.text import say
 from spmdrl.faults.verdict import EXIT_DIVERGED
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
@@ -190,11 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = replay(arguments.run, arguments.step)
     except TrainingDiverged as error:
         if is_first:
-            print(f"training diverges: {error}", file=sys.stderr)
+            say(f"training diverges: {error}", sys.stderr)
         return EXIT_DIVERGED
     if not is_first:
         return 0  # the first speaks for all: torchrun would end it when another one fails
-    print("\n".join(lines(found, arguments.step)))
+    say("\n".join(lines(found, arguments.step)))
     differs = found.before is not None and not difference(found.before, found.now).is_none
     return EXIT_DIFFERENT if differs else 0
 

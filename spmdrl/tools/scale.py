@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any
 
 from spmdrl.config import Config, ModelConfig
+from spmdrl.faults.text import say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.flops import forward_flops
 from spmdrl.preflight.forecast import Model, Prediction, predict
@@ -139,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if arguments.json:
         rows = (fastest(name, gpus=count, work=work) for name, count in product(arguments.models, arguments.gpus))
-        print(json.dumps([_as_json(row) for row in rows if row], indent=1))
+        say(json.dumps([_as_json(row) for row in rows if row], indent=1))
     else:
-        print(steps_table(arguments.models, arguments.gpus, work))
+        say(steps_table(arguments.models, arguments.gpus, work))
     return 0
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.faults.text import say
 from spmdrl.model.tensor_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("dir", type=Path, help="a new directory")
     arguments = parser.parse_args(argv)
     count = save_text_model(arguments.source, arguments.dir)
-    print(f"{arguments.dir}: {count:,} parameters")
+    say(f"{arguments.dir}: {count:,} parameters")
     return 0
 
 

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
+from spmdrl.faults.text import say
 from spmdrl.model.tensor_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -215,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         vision=arguments.vision,
         seed=arguments.seed,
     )
-    print(f"{arguments.dir}: {count:,} parameters")
+    say(f"{arguments.dir}: {count:,} parameters")
 
 
 if __name__ == "__main__":

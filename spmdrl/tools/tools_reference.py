@@ -9,6 +9,7 @@ import sys
 from unittest import mock
 
 import spmdrl.tools
+from spmdrl.faults.text import say
 
 _PROGRAMS = ("spmdrl.train", "spmdrl.sft")
 _NOT_FOR_USERS = {
@@ -85,4 +86,4 @@ def _row(action: argparse.Action) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    say(reference().removesuffix("\n"))

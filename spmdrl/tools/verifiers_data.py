@@ -14,6 +14,7 @@ from pathlib import Path
 from spmdrl.config import Config, read_run_config
 from spmdrl.config.environment import VerifiersEnvironment
 from spmdrl.envs.verifiers_process import read_rows
+from spmdrl.faults.text import say
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--limit must be at least 1")
     rows = read_rows(_source(read_run_config(arguments.config, arguments.override)), limit=arguments.limit)
     arguments.out.write_text(rows, encoding="utf-8")
-    print(f"wrote {arguments.out}: {len(rows.splitlines())} rows")
+    say(f"wrote {arguments.out}: {len(rows.splitlines())} rows")
     return 0
 
 

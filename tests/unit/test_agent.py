@@ -461,6 +461,17 @@ def test_both_forms_are_the_same_conversation() -> None:
     assert ResponsesForm().read(responses) == ChatForm().read(chat)
 
 
+def deep_tool(levels: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for _ in range(levels):
+        parameters = {"items": parameters}
+    return {"type": "function", "function": {"name": "deep", "parameters": parameters}}
+
+
+def assistant_call(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -469,10 +480,15 @@ def test_both_forms_are_the_same_conversation() -> None:
         ({"messages": [user("?")], "tools": [SCHEMA, SCHEMA]}, "two tools have the same name"),
         ({"messages": [user("?")], "tools": [{"type": "web_search"}]}, "tools other than functions"),
         ({"messages": [user("?")], "tools": [{"type": "function", "function": {}}]}, "a function with a name"),
+        (
+            {"messages": [user("?")], "tools": [deep_tool(900)]},
+            "the description of a tool is nested more than 100 deep",
+        ),
         ({"messages": [user("?")], "max_tokens": -1}, "the limit of tokens must be a positive number"),
         ({"messages": [user("?")], "response_format": {"type": "json_object"}}, "response_format = "),
         ({"messages": [user("?")], "logprobs": True}, "logprobs = true"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, user("?")]}, "an assistant's tool_calls must have"),
+        ({"messages": [assistant_call('{"a":' * 900 + "1" + "}" * 900), user("?")]}, "nested more than 100 deep"),
         ({"messages": 1}, "messages must be a list"),
     ],
 )

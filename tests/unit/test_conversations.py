@@ -72,6 +72,8 @@ def test_an_answer_before_the_response_of_a_column_is_refused(tmp_path: Path) ->
     [
         ([said("assistant", "A")], "message 1 of the conversation is an assistant's, and nothing precedes it"),
         ([*TALK, said("assistant", "C")], "message 6 of the conversation is an assistant's, and nothing precedes it"),
+        ([TALK[1], said("assistant", " \n")], "line 1: a response that is to be imitated is empty or white space"),
+        ([*TALK[:4], said("assistant", "")], "is empty or white space"),
         ([TALK[1], said("assistant", "A", tool_calls=[{}])], "has tool_calls, whose text only the model's"),
     ],
 )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from spmdrl.dist.session import World
 from spmdrl.faults.cause import OomKills, hints_of, is_secondary
 from spmdrl.faults.failure import JobFailed
-from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.files import FaultFiles, read_json, replace_json
 from spmdrl.faults.rank_status import (
     RankStatus,
     describe_hang,
@@ -287,6 +287,15 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
         assert header.split() == ["rank", "host", "pid", "step", "phase", "for", "state"]
         assert row.split() == ["0", own_host(), str(os.getpid()), "3", "rollout", "0:00", "running"]
         assert listens(os.getpid())
+        hostile = "\x1b[2J\x07\u202e\nstep 99"
+        replace_json(
+            files.status_of(1), {**(read_json(files.status_of(0)) or {}), "rank": 1, "host": hostile, "phase": hostile}
+        )
+        for arguments in ([], ["dump"]):
+            assert ps.main([str(files.folder), *arguments]) == 0
+            said = capsys.readouterr().out
+            assert said.replace("\n", "").isprintable() and "\\x1b[2J" in said and "\nstep 99" not in said
+        files.status_of(1).unlink()
         assert ps.main([str(files.folder), "dump"]) == 0
         assert "in test_a_watch_shows_where_the_rank_is_and_writes_its_stacks" in capsys.readouterr().out
         os.kill(os.getpid(), signal.SIGUSR1)

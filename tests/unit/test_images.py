@@ -29,7 +29,7 @@ from spmdrl.data import vision
 from spmdrl.data.conversations import imitated
 from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
-from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, decode, image_file, size_of
+from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, _say_unturned, decode, image_file, size_of
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision import ImageReader
@@ -290,6 +290,14 @@ class NoStore(ImageStore):
 
     def __contains__(self, digest: str) -> bool:
         return True
+
+
+def test_a_photo_whose_exif_is_garbage_is_not_turned_and_there_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _say_unturned.cache_clear()
+    for _ in range(2):
+        stored = ImageFile(as_file(photo(8, 4), exif=b"Exif\0\0no TIFF at all"))
+        assert decode(stored, max_pixels=99).size == (8, 4) and size_of(stored, max_pixels=99) == (4, 8)
+    assert capsys.readouterr().err.count("there are images whose EXIF cannot be read; they are not turned") == 1
 
 
 def test_a_photo_is_turned_as_its_exif_says(qwen: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -147,8 +148,25 @@ def test_what_is_not_given_is_asked_on_a_terminal(model: Path, sums: Path, monke
 
 
 @pytest.mark.parametrize(
+    ("distinct", "rows", "held_out", "prompts"), [(1, 20, None, 2), (2, 40, None, 2), (30, 40, 3, 26)]
+)
+def test_equal_questions_count_once(
+    model: Path, sums: Path, distinct: int, rows: int, held_out: int | None, prompts: int
+) -> None:
+    lines = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(lines[number % distinct] for number in range(rows)))
+    assert main(["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]) == 0
+    tables = written()
+    assert tables.get("eval", {}).get("num_prompts") == held_out and tables["rollout"]["prompts_per_step"] == prompts
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"--out": "no/such/x.toml"}, "no/such/x.toml cannot be written: no/such is no folder; make it, or name"),
+        ({"--out": "sums.jsonl/x.toml"}, "sums.jsonl is no folder"),
+        ({"--out": "/proc/x.toml"}, "/proc/x.toml cannot be written (No such file or directory)"),
+        ({"--out": "dangling.toml"}, "dangling.toml is there already"),
         ({"--model": None}, "--model is needed (model directory): there is no terminal to ask on"),
         ({"--data": "sums.csv"}, "--data sums.csv: its name ends with none of .jsonl, .parquet"),
         ({"--data": "none.jsonl"}, "cannot read none.jsonl: No such file or directory"),
@@ -163,6 +181,48 @@ def test_mistakes_are_told_and_write_nothing(
 ) -> None:
     options = {"--model": str(model), "--data": "sums.jsonl", "--reward": "exact", "--gpus": "0"} | changes
     given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    Path("dangling.toml").symlink_to("target.toml")
     assert main(given) == 2
-    assert words in capsys.readouterr().err
-    assert not Path("mine.toml").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("cannot write a configuration: ") and words in said and said.count("\n") == 1
+    assert {path.name for path in Path().iterdir()} == {"sums.jsonl", "dangling.toml"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("--out", "x" * 300 + ".toml", "is longer than any path of a file system"),
+        ("--out", "a\0.toml", '"a\\x00.toml": must not hold the character NUL'),
+        ("--out", "", '"": is empty'),
+        ("--data", "a\udcff.jsonl", "a\\udcff.jsonl is not valid Unicode"),
+        ("--reward", "a\udcff:b", "a\\udcff:b is not valid Unicode"),
+        ("--model", "x" * 5000, "is longer than any path"),
+        ("--gpu-gib", "nan", '"nan": input should be less than or equal to'),
+        ("--gpu-gib", "inf", "less than or equal to"),
+        ("--gpu-gib", "0", "greater than 0"),
+        ("--gpu-gib", "1e300", "less than or equal to"),
+        ("--gpus", "10000000000", "less than or equal to 4096"),
+        ("--gpus", "9" * 5000, "exceeded maximum size"),
+        ("--name", "x" * 5000, "at most 200 characters"),
+        ("--name", "a/b", "should match pattern"),
+    ],
+)
+def test_an_option_that_no_setting_takes_is_refused_at_once(
+    name: str, value: str, words: str, sums: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([name, value])
+    assert words in capsys.readouterr().err and {path.name for path in Path().iterdir()} == {"sums.jsonl"}
+
+
+def test_a_file_that_cannot_be_written_whole_is_removed(
+    model: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert main(["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "mine.toml cannot be written (File too large)" in capsys.readouterr().err
+    assert {path.name for path in Path().iterdir()} == {"sums.jsonl"}

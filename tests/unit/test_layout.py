@@ -166,6 +166,16 @@ def test_no_file_and_no_function_is_too_long() -> None:
             assert length <= MAX_FUNCTION_LINES, f"{name}: {function.name} has {length} lines"
 
 
+def test_what_programs_print_is_made_printable_in_one_place() -> None:
+    """What a file says may hold characters that a terminal obeys."""
+    # The last three are programs that other processes start, and say nothing that others have written.
+    may = {"faults/text.py", "envs/verifiers_host.py", "workers/guard.py", "tools/proof/commit.py"}
+    package = ROOT / "spmdrl"
+    prints = re.compile(r"(?<![\w.])print\(")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if prints.search(path.read_text("utf-8"))}
+    assert found == may
+
+
 def test_the_loop_fits_on_a_page() -> None:
     tree = ast.parse((ROOT / "spmdrl/train.py").read_text(encoding="utf-8"))
     (train,) = [function for function in functions(tree) if function.name == "train"]

@@ -153,6 +153,29 @@ TOML = {
         nothing, "the run folder /proc/1/x/run cannot be", ("run.dir=/proc/1/x",)
     ),
     "5,000 digits": Case(replaced("num_steps = 1", "num_steps = " + "9" * 5000), "c.toml is not valid TOML: Exceeds"),
+    "5,000 digits in base 16": Case(
+        replaced("num_steps = 1", "num_steps = 0x" + "f" * 5000), "c.toml:4: run.num_steps: whole numbers have 64 bits"
+    ),
+    "a seed below 0": Case(nothing, "run.seed = -1: input should be greater than or equal to 0", ("run.seed=-1",)),
+    "no name of a folder": Case(nothing, 'run.dir = "" is empty; "." is the working', ("run.dir=",)),
+    "a temperature beyond all logits": Case(
+        nothing, "rollout.temperature = 1e+300: input", ("rollout.temperature=1e300",)
+    ),
+    "a temperature of nearly 0": Case(nothing, "rollout.temperature = 1e-07: input", ("rollout.temperature=1e-7",)),
+    "an evaluation that is nearly greedy": Case(
+        nothing, "eval.temperature = 1e-07 is so low that", ("eval.num_prompts=1", "eval.temperature=1e-7")
+    ),
+    "a rate beyond float32": Case(nothing, "optim.lr = 1e+300: input should be less", ("optim.lr=1e300",)),
+    "weights whose sum is infinite": Case(
+        replaced('"exact"', '"exact", weight = 1e308'), "reward.terms.0.weight = 1e+308: input should be less"
+    ),
+    "shares whose sum is infinite": Case(
+        replaced('kind = "jsonl"', 'kind = "jsonl", weight = 1e308'),
+        "data.sources.0.weight = 1e+308: input should be less",
+    ),
+    "a task of two lines": Case(
+        replaced('kind = "jsonl"', 'kind = "jsonl", task = "a\\nb"'), 'task = "a\\nb" is a name in tables and charts'
+    ),
     "5,000 digits in an override": Case(nothing, "run.num_steps = ", ("run.num_steps=" + "9" * 5000,)),
     "a count beyond what is counted": Case(
         nothing, "input should be less than or equal to", (f"rollout.group_size={2**40}",)
@@ -199,6 +222,16 @@ FOLDERS = {
     ),
     "a directory for a file": Case(
         inside_run(lambda run: (run / "config.toml").mkdir()), "config.toml is no ordinary file"
+    ),
+    "a directory for a file of the user's": Case(
+        inside_run(lambda run: (run / "stop").mkdir()), "stop is a directory, and a file there stops the run; remove it"
+    ),
+    "a loop of links for the runs": Case(
+        lambda folder: (folder / "runs").symlink_to("runs"), "cannot be created (Too many levels of symbolic links)"
+    ),
+    "a loop of links for the run": Case(
+        lambda folder: ((folder / "runs").mkdir(), (folder / "runs/run").symlink_to("run")),
+        "cannot be created (Too many levels of symbolic links)",
     ),
     "a file for a directory": Case(inside_run(lambda run: (run / "logs").touch()), "logs is no directory, and the run"),
 }
@@ -259,6 +292,10 @@ DATA = {
     "parquet of text that is none": Case(
         parquet(prompt=["a"], answer=NOT_TEXT), "row 1 holds a value that cannot be read"
     ),
+    "parquet of a time zone that nobody knows": Case(
+        parquet(prompt=["a"], answer=["1"], at=pyarrow.array([1], pyarrow.timestamp("us", tz="Mars/Base"))),
+        "row 1 holds a value that cannot be read",
+    ),
     "parquet of a year beyond years": Case(
         parquet(prompt=["a"], answer=["1"], day=pyarrow.array([2**31 - 1], pyarrow.date32())),
         "row 1 holds a value that cannot be read",
@@ -273,6 +310,14 @@ DATA = {
     "no answer": Case(row('{"prompt": "a"}'), 'line 2 has no column "answer" (answer_column)'),
     "null for a prompt": Case(row('{"prompt": null, "answer": "1"}'), "but it is NoneType: None"),
     "an empty prompt": Case(row('{"prompt": "", "answer": "1"}'), "but it is empty"),
+    "a prompt of white space": Case(
+        row('{"prompt": " \\n", "answer": "1"}'), 'line 2: "prompt" is empty or white space'
+    ),
+    "messages of white space": Case(
+        row('{"prompt": [{"role": "user", "content": " "}], "answer": "1"}'), 'line 2: "prompt" is empty or white space'
+    ),
+    "NUL in a prompt": Case(row('{"prompt": "a\\u0000", "answer": "1"}'), "line 2 holds the character NUL"),
+    "NUL in an answer": Case(row('{"prompt": "a", "answer": "\\u0000"}'), "line 2 holds the character NUL"),
     "a number for a prompt": Case(row('{"prompt": 3, "answer": "1"}'), "but it is int: 3"),
     "text for messages": Case(row('{"prompt": ["a"], "answer": "1"}'), "but it is list: ['a']"),
     "messages without a template": Case(
@@ -390,11 +435,38 @@ MODEL = {
     "a tensor of another shape": Case(
         tensors(lambda held: held.update({SOME_WEIGHT: held[SOME_WEIGHT][:3].contiguous()})),
         f"the first is {SOME_WEIGHT}: [3, 32] instead of [32, 32]",
-        dry_run=False,
+    ),
+    "a tensor in two files": Case(
+        lambda folder: shutil.copy(folder / WEIGHTS, folder / "model/other.safetensors"),
+        "is in model.safetensors and in other.safetensors, and only one of them is read",
+    ),
+    "no hidden size": Case(json_with("model/config.json", hidden_size=0), "[99, 32] instead of [99, 0]"),
+    "a vocabulary of 10^12": Case(
+        json_with("model/config.json", vocab_size=10**12), "[99, 32] instead of [1000000000000, 32]"
+    ),
+    "text for a greatest length": Case(
+        json_with("model/tokenizer_config.json", model_max_length="x"),
+        "model_max_length of its tokenizer_config.json is no",
     ),
     "no tokenizer": Case(removed("model/tokenizer.json", "model/tokenizer_config.json"), "has no tokenizer"),
     "a tokenizer that is not JSON": Case(written("model/tokenizer.json", "{"), "its tokenizer cannot be loaded"),
     "a list for a tokenizer": Case(written("model/tokenizer_config.json", "[1]"), "its tokenizer cannot be loaded"),
+    "a tokenizer with a pattern without end": Case(
+        lambda folder: (
+            json_with(
+                "model/tokenizer.json",
+                pre_tokenizer={
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+            )(folder),
+            written("rows.jsonl", json.dumps({"prompt": "a" * 28 + "b", "answer": "1"}))(folder),
+        ),
+        "line 1: the tokenizer cannot encode a text of 29 characters: Onig",
+        ("data.max_prompt_tokens=40",),
+    ),
     "a tokenizer of a larger model": Case(json_with("model/config.json", vocab_size=50), "belongs to another model"),
     "no end of sequence": Case(
         lambda folder: (
@@ -653,6 +725,11 @@ UNLOADABLE: dict[str, tuple[Change, str]] = {
         resigned(".metadata", pickle.dumps({})),
         "its .metadata is no table of tensors, but dict",
     ),
+    "tensors that run code": (
+        resigned(TENSORS, pickle.dumps(print)),
+        "cannot be loaded: its tensors are not what a run writes",
+    ),
+    "tensors of nothing": (resigned(TENSORS, bytes(10**5)), "cannot be loaded: its tensors are not what a run writes"),
     "a table cut off": (resigned(".metadata", b"\x80"), "cannot be loaded: pickle data was truncated"),
     "a state without learners": (
         resigned("state.json", b"{}"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -14,11 +16,12 @@ import pytest
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.heartbeat import Heartbeat
-from spmdrl.faults.text import MAX_LINE_CHARACTERS, MAX_TEXT_CHARACTERS, lines, one_line, printable
+from spmdrl.faults.text import MAX_LINE_CHARACTERS, MAX_TEXT_CHARACTERS, OUTPUT, lines, one_line, printable, say
 from spmdrl.faults.verdict import ErrorReport
 from spmdrl.faults.watch import Watch
 from spmdrl.report.console import PlainLines, Progress
 from spmdrl.report.files import StepRowsFile, read_rows
+from spmdrl.tools.program import program
 from spmdrl.workers.bounds import MAX_SIZE, bounded
 
 EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
@@ -71,6 +74,41 @@ def test_the_report_of_a_failure_is_plain() -> None:
             traceback=traceback, hints=[HOSTILE],
         )  # fmt: skip
         assert report.text().replace("\n", "").isprintable()
+
+
+def test_an_output_that_takes_no_more_is_one_sentence_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        with pytest.raises(OSError, match=OUTPUT):
+            say(HOSTILE, full)
+        say("nobody reads this", full)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        display = PlainLines(Progress(num_steps=1, start_step=0), full)
+        display.message("the first line")
+        display.message("the second")
+    say(HOSTILE)
+    printed = capsys.readouterr()
+    assert printed.err == "nothing more is printed (No space left on device); the run continues: see metrics.jsonl\n"
+    assert printed.out.replace("\n", "").isprintable()
+
+
+@program("cannot show")
+def printing(argv: Sequence[str] | None = None) -> None:
+    say("a line")
+
+
+def test_a_tool_whose_output_takes_no_more_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for name, code, sentence in (
+        ("/dev/full", 2, "cannot show: the output: No space left on device\n"),
+        (writer, 0, ""),  # who read it has seen enough
+    ):
+        with monkeypatch.context() as patch, open(name, "w", encoding="utf-8") as stream:
+            patch.setattr(sys, "stdout", stream)
+            assert printing([]) == code
+        assert capsys.readouterr().err == sentence
 
 
 def test_a_stop_file_may_hold_anything(tmp_path: Path) -> None:

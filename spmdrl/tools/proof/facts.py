@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from spmdrl.faults.text import say
 from spmdrl.model.processor import processor_name
 
 _GIB = 2**30
@@ -45,8 +46,8 @@ def main() -> None:
     facts = [*_about_devices(torch, machine), *_about_system(), *_about_versions(versions)]
     width = max(len(fact.name) for fact in facts)
     for name, seen, expected in facts:
-        print(f"{name:<{width}}  {seen}{f'   (expected: {expected})' if expected else ''}")
-    print(json.dumps({"machine": machine, "versions": versions, "facts": [fact._asdict() for fact in facts]}))
+        say(f"{name:<{width}}  {seen}{f'   (expected: {expected})' if expected else ''}")
+    say(json.dumps({"machine": machine, "versions": versions, "facts": [fact._asdict() for fact in facts]}))
     if not machine["devices"]:
         sys.exit("there is no CUDA device here: tests will be skipped, and nothing can be proved")
 
