@@ -20,7 +20,7 @@ from spmdrl.envs.agent_calls import MODEL, Call, CallError, Form, Reply
 from spmdrl.envs.chat_form import ChatForm
 from spmdrl.envs.limits import Bytes, Connections, NoRoom, max_connections
 from spmdrl.envs.responses_form import ResponsesForm
-from spmdrl.faults.text import lines
+from spmdrl.faults.text import lines, say
 from spmdrl.types import UserError
 
 HOST = "127.0.0.1"
@@ -188,7 +188,7 @@ class Endpoint:
         what += [f"hung up on {silent} connections that had sent none"] if silent else []
         if what:
             with contextlib.suppress(OSError):  # the console is gone
-                print(f"the server of agents at {self.url} {' and '.join(what)}", file=sys.stderr, flush=True)
+                say(f"the server of agents at {self.url} {' and '.join(what)}", sys.stderr)
         self._unshown.clear()
         self._connections.num_silent = self._unshown_s = 0
 
@@ -219,7 +219,8 @@ class Endpoint:
             status, message = 400, "the body is broken off, or is not HTTP"
         except Exception as error:
             status, message = 500, "the server has failed; the run's console has its traceback"
-            print(lines("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                say(lines("".join(traceback.format_exception(error))), sys.stderr)
         kind = "authentication_error" if status == 401 else "invalid_request_error"
         content = {"message": message, "type": kind, "param": None, "code": None}
         response = web.json_response({"error": content}, status=status)

@@ -24,6 +24,7 @@ from typing import IO
 
 from spmdrl.faults.files import read_fields
 from spmdrl.faults.rank_status import own_host, process_state
+from spmdrl.faults.text import say
 
 FOLDER = "launches"
 RENEW_S = 5.0  # between two renewals of the file's time
@@ -147,8 +148,8 @@ def _renew(file: IO[str], next_launch: Path, over: threading.Event, renew_s: flo
         with contextlib.suppress(OSError):  # the storage is away for a while
             os.utime(file.fileno())
         if next_launch.exists():  # this process was stopped or cut off for so long that it looked dead
-            print(f"ended at once: {next_launch} says that another launch owns the folder now", file=sys.stderr)
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                say(f"ended at once: {next_launch} says that another launch owns the folder now", sys.stderr)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
