@@ -55,9 +55,7 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
     return torch.stack([top, total, weighted, one[3] + other[3]])
 
 
-def summary(
-    logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None
-) -> Tensor:
+def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None) -> Tensor:
     """Return the summary [4, N] of a tile [N, W], merged with that of the parts `before` it.
 
     targets [N] are entries of the vocabulary, and may lie outside of the tile, whose first column is entry `start`.

@@ -26,9 +26,7 @@ _BLOCK = 4096  # logits of one token that a program holds at a time, 16 in each 
 _WARPS = 8
 
 
-def summary(
-    logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None
-) -> Tensor:
+def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None) -> Tensor:
     """`logits_tile.summary`; leaves the logits as they are."""
     num_tokens, width = logits.shape
     assert logits.stride(1) == targets.stride(0) == 1, "rows are read as they lie in memory"

@@ -12,7 +12,14 @@ from spmdrl.model import logits_tile
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_logprobs
 from spmdrl.step.batch import lay_end_to_end
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, SIZES, case, peak_over_prediction, products_added, require_same
+from tests.helpers.logits_tiles import (
+    PEAK_TILE_ELEMENTS,
+    SIZES,
+    case,
+    peak_over_prediction,
+    products_added,
+    require_same,
+)
 from tests.helpers.policies import policy_of
 from tests.helpers.sequences import random_sequences
 

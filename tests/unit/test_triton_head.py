@@ -12,7 +12,14 @@ import spmdrl.model.logprobs
 from spmdrl.model import logits_tile, logits_tile_triton
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import Head, next_token_logprobs
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, SIZES, case, peak_over_prediction, products_added, require_same
+from tests.helpers.logits_tiles import (
+    PEAK_TILE_ELEMENTS,
+    SIZES,
+    case,
+    peak_over_prediction,
+    products_added,
+    require_same,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, HIDDEN, VOCABULARY = 7, 6, 101
