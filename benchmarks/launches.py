@@ -4,10 +4,10 @@
     python benchmarks/launches.py --label trial --sizes 0.6b --layers 1 2 --out /tmp/trial.json
 
 Qwen3's shapes on one device, bfloat16 with float32 shards, AdamW, `varlen`, nothing recomputed. The program itself
-runs, on the emulated device of `tests/emulated_cuda`: every tensor there is a fake one, which has a shape and no values,
-and Triton's kernels are counted instead of run. An operator of torch is one launch, or as many as `LAUNCHES` says; its
-bytes are those of all tensors that it takes and gives. A wait is a read of the device's values by the host. Another
-micro-batch of the same update adds to the gradients of the first. `least` says what could be done.
+runs, on the emulated device of `tests/emulated_cuda`: every tensor there is a fake one, which has a shape and no
+values, and Triton's kernels are counted instead of run. An operator of torch is one launch, or as many as `LAUNCHES`
+says; its bytes are those of all tensors that it takes and gives. A wait is a read of the device's values by the host.
+Another micro-batch of the same update adds to the gradients of the first. `least` says what could be done.
 
 Writes a row for each size and number of layers, in place of those of the same label. Needs a C++ compiler.
 """
