@@ -42,6 +42,7 @@ from spmdrl.model.rotary import changes_after, changes_between
 from spmdrl.model.trunk import Trunk, attention_of, model_class
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest, digests
+from spmdrl.refit.gather import copy_all
 from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
@@ -263,9 +264,9 @@ class TorchEngine(RolloutEngine):
     @torch.no_grad()
     def load(self, number: int) -> None:
         # There is nothing to wait for: what follows on this device comes after the copy.
-        for name, tensor in self.tensors(number):
-            self.weights[name].copy_(tensor)
-            self._missing.discard(name)
+        tensors = dict(self.tensors(number))
+        copy_all([self.weights[name] for name in tensors], list(tensors.values()))
+        self._missing -= tensors.keys()
 
     def end_update(self) -> None:
         if self._missing:

@@ -154,11 +154,12 @@ def logits_bytes(
 
     For a tile of R tokens and W columns: the logits [R, W], of which a GPU has those of the next tile as well, in the
     compute dtype, and a CPU four float32 copies (log-probabilities, their exponentials, terms of the entropy); and of
-    the columns' weights [W, D] the float32 gradient, the transposed copy and a product, the last two in the compute
-    dtype. The hidden states' gradient [T, D] is float32.
+    the columns' weights [W, D] the float32 gradient, and a transposed copy and a product in the compute dtype, which a
+    GPU needs for float32 alone. The hidden states' gradient [T, D] is float32.
     """
     rows = min(chunk_tokens, num_tokens)
     columns = min(decoder.vocabulary, tile_columns, max(1, tile_elements // rows))
     logits = rows * columns * (2 * compute_bytes if on_gpu else 4 * _FLOAT32)
-    weights = columns * decoder.hidden * (_FLOAT32 + 2 * compute_bytes)
+    adds_products = on_gpu and compute_bytes == 2
+    weights = columns * decoder.hidden * (_FLOAT32 + (0 if adds_products else 2 * compute_bytes))
     return logits + weights + num_tokens * decoder.hidden * _FLOAT32

@@ -79,7 +79,7 @@ def packed_attention(
         causal = seeing_blocks(causal, seqlens, blocks, kernel)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return causal(q, k, v, layer).unsqueeze(0)
 
     return attend

@@ -221,9 +221,9 @@ class _AllGatherAttention:
             return view.attend(query.transpose(0, 1), k, v, replace(layer, sinks=sinks))
 
         groups = zip(
-            query[0].split(heads),
-            key[0].split(kv_heads),
-            value[0].split(kv_heads),
+            query.squeeze(0).split(heads),
+            key.squeeze(0).split(kv_heads),
+            value.squeeze(0).split(kv_heads),
             [None] * (len(key[0]) // kv_heads) if layer.sinks is None else layer.sinks.split(heads),
             strict=True,
         )
@@ -263,7 +263,7 @@ class _UlyssesAttention:
         copies = max(1, ranks // key.shape[1])
         key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
         # [R, n, heads of one rank, D]: one exchange carries all three.
-        by_rank = [x[0].unflatten(0, (ranks, -1)).transpose(1, 2) for x in (query, key, value)]
+        by_rank = [x.squeeze(0).unflatten(0, (ranks, -1)).transpose(1, 2) for x in (query, key, value)]
         everything = _swap(torch.cat(by_rank, dim=2), self.mesh).flatten(0, 1)
         q, k, v = everything.split([x.shape[2] for x in by_rank], dim=1)
         sinks = None if layer.sinks is None else layer.sinks.chunk(ranks)[self.mesh.get_local_rank()]

@@ -189,7 +189,7 @@ class _Attention(nn.Module):
     ) -> tuple[Tensor, None]:
         cos, sin = (table[0] for table in position_embeddings)
         q, k, v = (
-            project(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
+            project(hidden_states).squeeze(0).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = getattr(self, "q_norm", rotate)(q, cos, sin), getattr(self, "k_norm", rotate)(k, cos, sin)

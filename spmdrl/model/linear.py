@@ -69,6 +69,17 @@ def outer(grad: Tensor, x: Tensor) -> Tensor:
     return weight_gradient(grad, x, _InUse.kernels.weight_gradient if is_measured else "mkl")
 
 
+def adds_products(device_type: str, dtype: torch.dtype) -> bool:
+    """True where `add_product` has a kernel: 16 bits on CUDA."""
+    kernels = torch._C._dispatch_has_kernel_for_dispatch_key
+    return dtype.itemsize == 2 and kernels("aten::addmm.dtype_out", device_type.upper())
+
+
+def add_product(total: Tensor, one: Tensor, other: Tensor, *, is_first: bool = False) -> None:
+    """Add one @ other, of 16 bits, to a float32 sum in one kernel, unrounded; the first may find anything in it."""
+    torch.addmm(total, one, other, out_dtype=torch.float32, beta=0 if is_first else 1, out=total)
+
+
 def use_fast_linears(model: nn.Module) -> None:
     """Make the model's linear layers use `linear`. Call it before the model is sharded."""
     for module in model.modules():

@@ -21,14 +21,17 @@ FORBIDDEN = -1e30
 class Tile(Protocol):
     """An implementation of both operations, which may overwrite the logits; a module with these functions is one."""
 
-    def summary(self, logits: Tensor, places: Tensor, *, temperature: float, before: Tensor | None = None) -> Tensor:
+    def summary(
+        self, logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None
+    ) -> Tensor:
         """Summarise the tile's part of the vocabulary, and the parts before it."""
         ...
 
     def gradient(
         self,
         logits: Tensor,
-        places: Tensor,
+        targets: Tensor,
+        start: int,
         *,
         temperature: float,
         log_normalizer: Tensor,
@@ -52,13 +55,13 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
     return torch.stack([top, total, weighted, one[3] + other[3]])
 
 
-def summary(logits: Tensor, places: Tensor, *, temperature: float, before: Tensor | None = None) -> Tensor:
+def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None) -> Tensor:
     """Return the summary [4, N] of a tile [N, W], merged with that of the parts `before` it.
 
-    places [N] are the columns of the targets, and may lie outside of the tile.
+    targets [N] are entries of the vocabulary, and may lie outside of the tile, whose first column is entry `start`.
     """
     z = _scaled(logits, temperature)
-    is_inside, columns = _inside(places, z.shape[1])
+    is_inside, columns = _inside(targets - start, z.shape[1])
     target = z.gather(-1, columns)[:, 0].where(is_inside, 0.0)
     largest = z.clamp_min_(FORBIDDEN).amax(-1)
     exp = z.sub_(largest[:, None]).exp()
@@ -69,7 +72,8 @@ def summary(logits: Tensor, places: Tensor, *, temperature: float, before: Tenso
 
 def gradient(
     logits: Tensor,
-    places: Tensor,
+    targets: Tensor,
+    start: int,
     *,
     temperature: float,
     log_normalizer: Tensor,
@@ -77,7 +81,7 @@ def gradient(
     by_logprob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Compute the gradient of a loss by z, [N, W] in the dtype of the logits; places are as in `summary`.
+    """Compute the gradient of a loss by z, [N, W] in the dtype of the logits; targets and start are as in `summary`.
 
     log_normalizer and entropy are those of each token's whole distribution, in nats. by_logprob and by_entropy are the
     loss's derivatives by the target's log-probability and by the entropy; by_entropy is None where that is unused. All
@@ -90,7 +94,7 @@ def gradient(
         p = log_p.clamp_min_(FORBIDDEN).exp()
         constant = -(by_logprob + by_entropy * entropy)
         grad = log_p.mul_(-by_entropy[:, None]).add_(constant[:, None]).mul_(p)
-    is_inside, columns = _inside(places, grad.shape[1])
+    is_inside, columns = _inside(targets - start, grad.shape[1])
     return grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None]).to(logits.dtype)
 
 

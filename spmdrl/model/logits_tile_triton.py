@@ -26,16 +26,17 @@ _BLOCK = 4096  # logits of one token that a program holds at a time, 16 in each 
 _WARPS = 8
 
 
-def summary(logits: Tensor, places: Tensor, *, temperature: float, before: Tensor | None = None) -> Tensor:
+def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None) -> Tensor:
     """`logits_tile.summary`; leaves the logits as they are."""
     num_tokens, width = logits.shape
-    assert logits.stride(1) == places.stride(0) == 1, "rows are read as they lie in memory"
+    assert logits.stride(1) == targets.stride(0) == 1, "rows are read as they lie in memory"
     after = torch.empty(4, num_tokens, dtype=torch.float32, device=logits.device)
     _summary[(num_tokens,)](
         logits,
         logits.stride(0),
         width,
-        places,
+        targets,
+        start,
         temperature,
         None if before is None else before.contiguous(),
         after,
@@ -49,7 +50,8 @@ def summary(logits: Tensor, places: Tensor, *, temperature: float, before: Tenso
 
 def gradient(
     logits: Tensor,
-    places: Tensor,
+    targets: Tensor,
+    start: int,
     *,
     temperature: float,
     log_normalizer: Tensor,
@@ -59,13 +61,14 @@ def gradient(
 ) -> Tensor:
     """`logits_tile.gradient`; overwrites the logits."""
     num_tokens, width = logits.shape
-    of_tokens = [places, log_normalizer, entropy, by_logprob, *([] if by_entropy is None else [by_entropy])]
+    of_tokens = [targets, log_normalizer, entropy, by_logprob, *([] if by_entropy is None else [by_entropy])]
     assert all(x.stride(-1) == 1 for x in (logits, *of_tokens)), "rows are read as they lie in memory"
     _gradient[(num_tokens, triton.cdiv(width, _BLOCK))](
         logits,
         logits.stride(0),
         width,
-        places,
+        targets,
+        start,
         temperature,
         log_normalizer,
         entropy,
@@ -89,7 +92,8 @@ def _summary(
     logits,
     stride,
     width,
-    places,
+    targets,
+    start,
     temperature,
     before,
     after,
@@ -100,7 +104,7 @@ def _summary(
     """One program for each token: goes along its row, and scales its sums down when it finds a larger logit."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
-    place = tl.load(places + token)
+    place = tl.load(targets + token) - start
     is_inside = (place >= 0) & (place < width)
     target = _scaled(tl.load(row + place, mask=is_inside, other=0.0), temperature, IS_SCALED)
     largest = tl.full((), _FORBIDDEN, tl.float32)
@@ -111,9 +115,9 @@ def _summary(
         total = tl.load(before + num_tokens + token)
         weighted = tl.load(before + 2 * num_tokens + token)
         target += tl.load(before + 3 * num_tokens + token)
-    start = 0
-    while start < width:  # in the interpreter, range needs NumPy below 2.4
-        columns = start + tl.arange(0, BLOCK)
+    first = 0
+    while first < width:  # in the interpreter, range needs NumPy below 2.4
+        columns = first + tl.arange(0, BLOCK)
         is_column = columns < width
         z = _scaled(tl.load(row + columns, mask=is_column, other=float("-inf")), temperature, IS_SCALED)
         z = tl.where(z < _FORBIDDEN, _FORBIDDEN, z)  # tl.maximum would drop nan
@@ -124,7 +128,7 @@ def _summary(
         weighted = scale * (weighted + below * total) + tl.sum(exp * (z - top), 0)
         total = scale * total + tl.sum(exp, 0)
         largest = top
-        start += BLOCK
+        first += BLOCK
     tl.store(after + token, largest)
     tl.store(after + num_tokens + token, total)
     tl.store(after + 2 * num_tokens + token, weighted)
@@ -136,7 +140,8 @@ def _gradient(
     logits,
     stride,
     width,
-    places,
+    targets,
+    start,
     temperature,
     log_normalizer,
     entropy,
@@ -157,5 +162,5 @@ def _gradient(
     if by_entropy is not None:
         by_entropy_here = tl.load(by_entropy + token)
         factor = -(slope + by_entropy_here * tl.load(entropy + token)) - by_entropy_here * log_p
-    grad = factor * tl.exp(log_p) + tl.where(columns == tl.load(places + token), slope, 0.0)
+    grad = factor * tl.exp(log_p) + tl.where(columns == tl.load(targets + token) - start, slope, 0.0)
     tl.store(cells, grad.to(logits.dtype.element_ty), mask=is_column)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import gather_flat, sum_over
 from spmdrl.model import logits_tile
-from spmdrl.model.linear import linear, outer
+from spmdrl.model.linear import add_product, adds_products, linear, outer
 from spmdrl.model.logits_tile import Tile
 
 # Logits in a tile. On a CPU a tile this small stays in the cache, and the allocator reuses its memory. Larger ones are
@@ -85,7 +85,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
 
     def extended(before: Tensor | None, slab: slice) -> Tensor:
         part = logits[:, slab].clone(memory_format=torch.contiguous_format)
-        return tile.summary(part, targets - slab.start, temperature=1.0, before=before)
+        return tile.summary(part, targets, slab.start, temperature=1.0, before=before)
 
     return _from_summary(_over(slabs, extended))[0]
 
@@ -116,8 +116,8 @@ def next_token_logprobs(
     together. The results and the gradient of hidden are then complete on every rank; the gradients of weight and bias
     are those of the rank's own rows.
     """
-    first_row = 0 if vocabulary is None else vocabulary.get_local_rank() * len(weight)
-    return _TiledHead.apply(hidden, weight, bias, targets - first_row, temperature, chunk, vocabulary, head)
+    own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
+    return _TiledHead.apply(hidden, weight, bias, own, temperature, chunk, vocabulary, head)
 
 
 class _TiledHead(torch.autograd.Function):
@@ -141,7 +141,7 @@ class _TiledHead(torch.autograd.Function):
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
             logits = head.linear(hidden[rows], weight[slab], _part(bias, slab))
-            return tile.summary(logits, targets[rows] - slab.start, temperature=temperature, before=before)
+            return tile.summary(logits, targets[rows], slab.start, temperature=temperature, before=before)
 
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
@@ -168,16 +168,20 @@ class _TiledHead(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
 
+        in_products = adds_products(hidden.device.type, hidden.dtype)
+
         # A function, so that what one slab needs is free before the next begins.
         def add_slab(slab: slice) -> None:
             slab_weight, slab_bias = weight[slab], _part(bias, slab)
-            transposed = slab_weight.T.contiguous()
-            slab_grad_weight = torch.zeros(slab_weight.shape, dtype=torch.float32, device=weight.device)
-            slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight))
+            transposed = None if in_products else slab_weight.T.contiguous()
+            new = torch.empty if ctx.chunks else torch.zeros  # the first chunk overwrites what is there
+            slab_grad_weight = new(slab_weight.shape if needs_weight else 0, dtype=torch.float32, device=weight.device)
+            slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight) if needs_bias else 0)
             for rows in ctx.chunks:
                 grad = ctx.tile.gradient(
                     ctx.head.linear(hidden[rows], slab_weight, slab_bias),
-                    targets[rows] - slab.start,
+                    targets[rows],
+                    slab.start,
                     temperature=ctx.temperature,
                     log_normalizer=log_normalizer[rows],
                     entropy=entropy[rows],
@@ -185,9 +189,17 @@ class _TiledHead(torch.autograd.Function):
                     by_entropy=_part(by_entropy, rows),
                 )
                 if grad_hidden is not None:
-                    grad_hidden[rows] += linear(grad, transposed)
+                    if transposed is None:
+                        add_product(grad_hidden[rows], grad, slab_weight)
+                    else:
+                        grad_hidden[rows].add_(linear(grad, transposed))
                 if grad_weight is not None:
-                    slab_grad_weight += outer(grad, hidden[rows])
+                    is_first = rows.start == 0
+                    if in_products:
+                        add_product(slab_grad_weight, grad.t(), hidden[rows], is_first=is_first)
+                    else:
+                        put = slab_grad_weight.copy_ if is_first else slab_grad_weight.add_
+                        put(outer(grad, hidden[rows]))
                 if grad_bias is not None:
                     slab_grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_weight is not None:

@@ -81,7 +81,7 @@ class Trunk:
             inputs = self._embedded(token_ids, images)
         with self._rotary.at(lengths):
             output = self.decoder(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **attention)
-        hidden: Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state.squeeze(0)  # backward of [0] fills and copies
         return hidden
 
     def _embedded(self, token_ids: Tensor, images: PlacedFeatures) -> dict[str, Any]:

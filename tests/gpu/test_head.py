@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,11 +12,25 @@ from spmdrl.model import logits_tile
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_logprobs
 from spmdrl.step.batch import lay_end_to_end
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, SIZES, case, peak_over_prediction, require_same
+from tests.helpers.logits_tiles import (
+    PEAK_TILE_ELEMENTS,
+    SIZES,
+    case,
+    peak_over_prediction,
+    products_added,
+    require_same,
+)
 from tests.helpers.policies import policy_of
 from tests.helpers.sequences import random_sequences
 
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def adds_products() -> Iterator[None]:
+    """An emulated device has no kernel that adds a product to a sum; with one it takes the way of a real device."""
+    with products_added("cuda"):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ POINTERS = {
     **dict.fromkeys(("logits", "x", "weight", "out", "grad", "grad_x", "gate", "up", "grad_gate", "grad_up"), "*bf16"),
     **dict.fromkeys(("after", "before", "log_normalizer", "entropy", "by_logprob", "by_entropy"), "*fp32"),
     **dict.fromkeys(("cos", "sin", "grad_weight"), "*fp32"),
-    **dict.fromkeys(("places", "described", "found"), "*i64"),
+    **dict.fromkeys(("targets", "described", "found"), "*i64"),
 }
 NUMBERS = {"temperature": "fp32", "eps": "fp32"}
 ALIGNED = ("stride", "width")  # multiples of 16, as tiles on CUDA have them

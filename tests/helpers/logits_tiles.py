@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 import spmdrl.model.logprobs
 from spmdrl.memory.activations import Decoder, logits_bytes
-from spmdrl.model.linear import linear
+from spmdrl.model.linear import adds_products, linear
 from spmdrl.model.logits_tile import Tile
 from spmdrl.model.logprobs import Head, next_token_logprobs
 from tests.helpers.live import PeakWatch
@@ -48,17 +50,37 @@ def case(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -
     return Case([tile.to(device, dtype) for tile in tiles], targets.to(device), columns)
 
 
+@contextmanager
+def products_added(device_type: str) -> Iterator[None]:
+    """Give this device the kernel of `add_product`, which torch has on CUDA alone; where there is one it stays."""
+    library = torch.library.Library("aten", "IMPL")
+    if not adds_products(device_type, torch.bfloat16):
+        library.impl("addmm.dtype_out", _add_product, device_type.upper())
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _add_product(
+    total: Tensor, one: Tensor, other: Tensor, out_dtype: torch.dtype, *, beta: int = 1, alpha: int = 1, out: Tensor
+) -> Tensor:
+    assert alpha == 1 and out.dtype == out_dtype == torch.float32
+    product = one.float() @ other.float()
+    return out.copy_(product if beta == 0 else total + product)
+
+
 def summary_by(tile: Tile, of: Case, temperature: float) -> Tensor:
     """The summary of both tiles, one after the other."""
     first, second = of.tiles
-    before = tile.summary(first.clone(), of.targets, temperature=temperature)
-    return tile.summary(second.clone(), of.targets - first.shape[1], temperature=temperature, before=before)
+    before = tile.summary(first.clone(), of.targets, 0, temperature=temperature)
+    return tile.summary(second.clone(), of.targets, first.shape[1], temperature=temperature, before=before)
 
 
 def gradient_by(tile: Tile, of: Case, temperature: float, *, uses_entropy: bool) -> Tensor:
     """The gradient of the first tile."""
     columns = of.columns if uses_entropy else {**of.columns, "by_entropy": None}
-    return tile.gradient(of.tiles[0].clone(), of.targets, temperature=temperature, **columns)
+    return tile.gradient(of.tiles[0].clone(), of.targets, 0, temperature=temperature, **columns)
 
 
 def require_same(one: Tile, other: Tile, of: Case, temperature: float) -> None:

@@ -1,4 +1,4 @@
-"""The emulated CUDA device of tests/emulated_cuda finds the faults that are planted in its own program."""
+"""The emulated CUDA device finds the faults that are planted in its own program, and steps keep to their launches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "emulated_cuda"
+sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
+
+from launches import on_the_emulated_device  # noqa: E402
+
 # What finds each fault; the second group runs on two ranks, and both have to find it.
 ALONE = {
     "a_host_tensor_in_a_kernel": "cuda:0 and cpu!",
@@ -34,13 +38,22 @@ ON_TWO_RANKS = {
     "a_host_tensor_in_a_collective": "device type cpu",
     "a_device_left_out_of_set_device": "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0",
 }
+# Not the cache of these tests, which is gone when they end.
+CACHE = os.environ.get("EMULATED_CUDA_CACHE", str(Path.home() / ".cache/spmdrl-emulated-cuda"))
+# Launches by phase, beside those of the head's tiles: for each layer, and for all that is there once. A change that
+# needs fewer lowers them, and measures docs/gpu.md's table again.
+BUDGET = {
+    "layers forward": (40, 31),
+    "loss": (0, 40),
+    "layers backward": (61, 40),
+    "rest of an update": (0, 75),
+    "refit": (0, 2),
+}
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(FOLDER / "startup"), str(FOLDER.parents[1])])
-    # Not the cache of these tests, which is gone when they end.
-    cache = os.environ.get("EMULATED_CUDA_CACHE", str(Path.home() / ".cache/spmdrl-emulated-cuda"))
-    usual = {"PYTHONPATH": path, "EMULATED_CUDA_DEVICES": "2", "EMULATED_CUDA_CACHE": cache}
+    usual = {"PYTHONPATH": path, "EMULATED_CUDA_DEVICES": "2", "EMULATED_CUDA_CACHE": CACHE}
     environment = os.environ | usual | variables
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
@@ -64,3 +77,19 @@ def test_without_a_compiler_there_is_a_sentence(tmp_path: Path) -> None:
     done = run("-c", "import torch", PATH=str(tmp_path), EMULATED_CUDA_CACHE=str(tmp_path), CXX="no-compiler")
     assert done.returncode == 1
     assert done.stderr == "the emulated CUDA device needs a C++ compiler: install g++, or name one in CXX\n"
+
+
+@pytest.mark.timeout(600)  # a compiler may be at work
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_step_and_a_refit_launch_and_wait_no_more_than_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-0.6B's shapes, of one layer and of two; 2,048 tokens have a tile for each of the head's 19 slabs."""
+    monkeypatch.setenv("EMULATED_CUDA_CACHE", CACHE)
+    one, two = ({**row["phases"], "refit": row["refit"]} for row in on_the_emulated_device("0.6b", [1, 2], 2048))
+    launches = {phase: (two[phase]["launches"] - one[phase]["launches"], one[phase]["launches"]) for phase in one}
+    head = {phase: launches.pop(phase) for phase in ("head forward", "head backward")}
+    found = {phase: (a_layer, of_one - a_layer) for phase, (a_layer, of_one) in launches.items()}
+    assert found.keys() == BUDGET.keys()
+    assert not {phase: numbers for phase, numbers in found.items() if any(map(int.__gt__, numbers, BUDGET[phase]))}
+    assert head["head forward"][1] <= 2 * 19 + 7 and head["head backward"][1] <= 4 * 19 + 19 + 3
+    waits = {phase: count["waits"] for phase, count in two.items() if count["waits"]}
+    assert waits == {"rest of an update": 2}  # for the norm, and for the metrics

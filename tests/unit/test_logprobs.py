@@ -8,8 +8,9 @@ from torch import Tensor
 
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
+from spmdrl.model.linear import adds_products
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, require_near
+from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, products_added, require_near
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -150,6 +151,27 @@ def test_a_frozen_head_still_passes_gradients_on() -> None:
     assert torch.equal(gradient(weight.detach(), bias.detach()), gradient(weight, bias))
 
 
+@pytest.mark.parametrize("tokens", [0, 40])
+def test_gradients_that_products_add_up_are_no_further_from_float64(tokens: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=draw).bfloat16() for shape in ((tokens, 32), (97, 32), (97,))]
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        hidden, weight, bias = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        targets, slope = torch.arange(tokens) % 97, torch.linspace(-1, 1, tokens)
+        head = Head(torch.nn.functional.linear, columns=30)
+        logprobs, entropy = next_token_logprobs(hidden, weight, bias, targets, temperature=0.7, chunk=16, head=head)
+        return [x.double() for x in torch.autograd.grad((slope * (logprobs + entropy)).sum(), (hidden, weight, bias))]
+
+    exact, plain = gradients(torch.float32), gradients(torch.bfloat16)
+    with products_added("cpu"):
+        added = gradients(torch.bfloat16)
+    assert adds_products("cpu", torch.bfloat16) is False  # again
+    for ours, others, true in zip(added, plain, exact, strict=True):
+        assert (ours - true).norm() <= (others - true).norm()
+    assert tokens == 0 or not torch.equal(added[0], plain[0])
+
+
 def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -188,7 +210,7 @@ def test_on_a_device_gradients_may_be_rounded_in_two_ways_and_not_differ() -> No
     (logits, _), inverse = of.tiles, temperature.reciprocal()
 
     def gradient(logits: Tensor, places: Tensor) -> Tensor:
-        return logits_tile.gradient(logits, places, temperature=1.0, **of.columns)
+        return logits_tile.gradient(logits, places, 0, temperature=1.0, **of.columns)
 
     ours, theirs = (gradient(z, of.targets) for z in (logits / temperature, logits * inverse))
     assert not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -12,7 +12,14 @@ import spmdrl.model.logprobs
 from spmdrl.model import logits_tile, logits_tile_triton
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import Head, next_token_logprobs
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, SIZES, case, peak_over_prediction, require_same
+from tests.helpers.logits_tiles import (
+    PEAK_TILE_ELEMENTS,
+    SIZES,
+    case,
+    peak_over_prediction,
+    products_added,
+    require_same,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, HIDDEN, VOCABULARY = 7, 6, 101
@@ -29,14 +36,15 @@ def test_logits_that_are_not_numbers_are_not_hidden() -> None:
     for bad in (torch.nan, torch.inf):
         logits = torch.zeros(3, 5000, device=DEVICE)
         logits[1, 4500] = bad
-        _, total, _, _ = logits_tile_triton.summary(logits, torch.arange(3, device=DEVICE), temperature=1.0)
+        _, total, _, _ = logits_tile_triton.summary(logits, torch.arange(3, device=DEVICE), 0, temperature=1.0)
         assert total.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("hidden_size", [8, 512])
 def test_the_memory_is_what_is_predicted_for_a_gpu(hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, DEVICE, PEAK_TILE_ELEMENTS)
-    assert 0.85 < peak_over_prediction(logits_tile_triton, torch.bfloat16, hidden_size, on_gpu=True) < 1.1
+    with products_added(DEVICE):
+        assert 0.85 < peak_over_prediction(logits_tile_triton, torch.bfloat16, hidden_size, on_gpu=True) < 1.1
 
 
 def scores_and_gradients(
