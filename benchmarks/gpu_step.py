@@ -202,7 +202,7 @@ class Trainer:
             model,
             kernel=fastest_varlen(model) if kernel == "varlen" else kernel,
             temperature=1.0,
-            logits_chunk_tokens=ModelConfig(path="").logits_chunk_tokens,
+            logits_chunk_tokens=ModelConfig(path=".").logits_chunk_tokens,
         )
         use_fast_linears(model)
         eager = {module: type(module) for module in model.modules()}
@@ -312,7 +312,7 @@ def micro_batch(lengths: list[int], vocabulary: int) -> MicroBatch:
 
 def step_flops(config: Qwen3Config, lengths: list[int]) -> int:
     """FLOPs of forward and backward, without recomputation."""
-    linear, quadratic = forward_flops(config, Model.read(config, ModelConfig(path="")).shapes)
+    linear, quadratic = forward_flops(config, Model.read(config, ModelConfig(path=".")).shapes)
     return 3 * sum((linear + quadratic * length) * length for length in lengths)
 
 

@@ -33,7 +33,7 @@ def rotary_problems(model_dir: str, model_config: Any) -> Iterator[str]:
 
 
 def _scale_in_sglang(text: Any, rope: dict[str, Any]) -> float:
-    """What `Phi3LongRoPEScaledRotaryEmbedding` multiplies the cosines and sines of short sequences by."""
+    """The factor of the cosines and sines of short sequences, as in `Phi3LongRoPEScaledRotaryEmbedding`."""
     if (given := rope.get("short_mscale")) is not None:
         return float(given)
     limit = getattr(text, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"]
