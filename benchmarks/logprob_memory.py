@@ -50,7 +50,7 @@ Head = Callable[[Tensor, Tensor, Tensor], Scores]
 
 def tiled(hidden: Tensor, weight: Tensor, targets: Tensor, head: TiledHead = FAST_HEAD) -> Scores:
     """spmdrl's."""
-    chunk = ModelConfig(path="").logits_chunk_tokens
+    chunk = ModelConfig(path=".").logits_chunk_tokens
     return next_token_logprobs(hidden, weight, None, targets, temperature=1.0, chunk=chunk, head=head)
 
 
