@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapVali
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-LARGEST = 1e12  # of a factor or a limit: float32 has to hold what it multiplies, and sums of it
+LARGEST = 1e12  # of a factor: float32 has to hold what it multiplies, and sums of it
 Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from spmdrl.config.base import BelowOne, Fraction, NonNegative, PathText, Positive, Section, Whole, idle_settings, rule
 
+NormLimit = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]  # nothing is multiplied by it; 1e30 clips nothing
+
 
 class OptimConfig(Section):
     name: str = "adamw"
@@ -29,7 +31,7 @@ class OptimConfig(Section):
     """`sgd` only."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a class of yours."""
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: NormLimit = 1.0
     """Gradients are scaled down to this global 2-norm."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after warm-up; `wsd` stays at the peak, then falls linearly over the last `decay_steps`."""
@@ -77,7 +79,7 @@ class CriticConfig(Section):
     """Peak learning rate of the critic. Unset: `optim.lr`. Settings of `[optim]` that are not here hold for both."""
     weight_decay: NonNegative | None = None
     """Weight decay of the critic. Unset: `optim.weight_decay`."""
-    max_grad_norm: Positive | None = None
+    max_grad_norm: NormLimit | None = None
     """Largest gradient norm of the critic. Unset: `optim.max_grad_norm`."""
     clip_value: Annotated[float, Field(gt=0.0)] = 0.2
     """Clip range of a value around its value before the step's updates, in units of the reward; `inf` clips nothing."""
