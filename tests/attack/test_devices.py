@@ -160,8 +160,8 @@ READS = {"typed text", "/dev/kmsg"}  # no ioctl, so that no filter of requests s
 
 
 def test_each_wall_alone_keeps_devices_out(tmp_path: Path) -> None:
-    for place in (tmp_path, *tmp_path.parents[:2]):
-        place.chmod(0o755)
+    for place in (tmp_path, *(one for one in tmp_path.parents if one.name.startswith(("pytest-", "popen-")))):
+        place.chmod(0o755)  # another user comes in
     folder, root_id = tmp_path / "folder", tmp_path / "id"
     folder.mkdir()
     shutil.copy(shutil.which("id") or "", root_id)

@@ -229,13 +229,13 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
         )
-    # The last one has experts in its config; a dry run looks into no weight.
+    # The last one has experts in its config; a dry run looks into no weight, but at the shapes of those that are there.
     experts = folder / "models" / name
     small = AutoConfig.from_pretrained(experts).to_dict()
-    sizes = {key: small[key] for key in ("vocab_size", "hidden_size", "head_dim", "eos_token_id", "num_hidden_layers")}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 40960}
+    shared = ("vocab_size", "hidden_size", "head_dim", "eos_token_id", "num_hidden_layers", "num_attention_heads")
+    sizes = {key: small[key] for key in (*shared, "num_key_value_heads", "max_position_embeddings")}
     Qwen3MoeConfig(
-        **sizes, **heads, num_experts=128, moe_intermediate_size=8, architectures=["Qwen3MoeForCausalLM"]
+        **sizes, num_experts=128, moe_intermediate_size=8, architectures=["Qwen3MoeForCausalLM"]
     ).save_pretrained(experts)
     for name, rows in (("dapo-math-17k", range(40)), ("aime-2024", range(100, 130))):
         file = folder / "datasets" / name / f"{name}.jsonl"
