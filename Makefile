@@ -22,6 +22,7 @@ TASK ?=
 PARTS ?= test-unit test-spmd test-e2e
 # Processes that share the tests without ranks, and those whose ranks are short-lived.
 WORKERS ?= 2
+UNIT_WORKERS ?= 3  # unit tests wait for processes a part of their time
 # The oldest versions are tried with the Python of GPU machines, where there is one.
 FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON))
 
@@ -127,8 +128,8 @@ demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a ti
 
 test: test-unit test-attack test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
 
-test-unit: $(INSTALLED) ## tests without ranks, in WORKERS processes
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
+test-unit: $(INSTALLED) ## tests without ranks, in UNIT_WORKERS processes
+	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
 
 test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/attack

@@ -39,10 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_small_run(
         path,
         model={"num_layers": 2, "spare_tokens": 1},
-        # Most tokens end a response, so that a model that knows nothing gets to its later turns.
-        rollout={"max_response_tokens": 40, "stop_token_ids": [*range(14, 99)]},
-        environment={"max_turns": 4},
-        reward={"terms": [{"kind": "environment"}]},
+        **hints.TABLES,
         checkpoint={"every": 1},
     )
     return path

@@ -45,14 +45,7 @@ print(json.dumps({"reward": sum(c.isdigit() for c in message["content"] or "") /
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("orphans")
-    write_small_run(
-        path,
-        model={"num_layers": 2, "spare_tokens": 1},
-        rollout={"max_response_tokens": 40, "stop_token_ids": [*range(14, 99)]},
-        environment={"max_turns": 4},
-        reward={"terms": [{"kind": "environment"}]},
-        debug=None,
-    )
+    write_small_run(path, model={"num_layers": 2, "spare_tokens": 1}, debug=None, **hints.TABLES)
     script(path, AGENT)
     (path / "sglang").mkdir()
     save_tiny_model(path / "sglang/model", hidden_size=128, num_layers=2)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 from spmdrl.envs import Action, Observation
+
+# Tables of a run of it: most tokens end a response, so that a model that knows nothing gets to its later turns.
+TABLES: dict[str, Any] = {
+    "rollout": {"max_response_tokens": 40, "stop_token_ids": [*range(14, 99)]},
+    "environment": {"max_turns": 4},
+    "reward": {"terms": [{"kind": "environment"}]},
+}
 
 
 class Hints:
