@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from spmdrl.workers.folders import SharedFolder, sweep
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "spmdrl-images-"
 _HEADER = struct.Struct("<q4q3q")  # dimensions, their sizes, the grid
+_LOCK = ".lock"
 _SHARES = 16
 _FREE_FRACTION = 0.5  # of what is free in memory, where no setting says how much images may take
 
@@ -40,6 +43,7 @@ class ImageStore:
         """Processes with the same folder share the store. Raises UserError when the folder cannot be used."""
         try:
             self._shared = SharedFolder(str(folder))
+            (folder / _LOCK).touch(0o600)
         except OSError as error:
             raise UserError(f"{shown(folder)} cannot keep images: {error.strerror}") from error
         self.folder = folder
@@ -57,7 +61,7 @@ class ImageStore:
         digest = hashlib.blake2b(header, digest_size=16)
         digest.update(content)
         file = self.folder / digest.hexdigest()
-        if not _touched(file):
+        if not self._touch(file):
             self._write(file, header, content)
             self._unmeasured_bytes -= len(header) + len(content)
             if self._unmeasured_bytes < 0:
@@ -72,13 +76,13 @@ class ImageStore:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             return None
-        _touched(file)
+        self._touch(file)
         num_dimensions, *sizes = _HEADER.unpack_from(mapped)[:5]
         return torch.frombuffer(mapped, dtype=torch.float32, offset=_HEADER.size).view(sizes[:num_dimensions])
 
     def __contains__(self, digest: str) -> bool:
         """Return True where an image is here, and count that as its use."""
-        return _touched(self.folder / digest)
+        return self._touch(self.folder / digest)
 
     def close(self) -> None:
         """Remove the images, unless another process of the run still reads them."""
@@ -102,8 +106,31 @@ class ImageStore:
                 "data.image_store_gib or data.max_pixels, or give the container more shared memory (--shm-size)"
             ) from error
 
+    @contextlib.contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        """Hold the lock of this node's processes and threads, which each use opens anew."""
+        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, kind)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _touch(self, file: Path) -> bool:
+        """Mark a file as used now; False if there is none. Nobody removes one that was found to be old before."""
+        with self._locked(fcntl.LOCK_SH):
+            try:
+                os.utime(file)
+            except FileNotFoundError:
+                return False
+            return True
+
     def _remove_oldest(self, *, but: str) -> None:
         """Remove the images that were used the longest ago until the others take no more than `max_bytes`."""
+        with self._locked(fcntl.LOCK_EX):
+            self._remove_excess(but)
+
+    def _remove_excess(self, but: str) -> None:
         found: list[tuple[int, int, str]] = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -135,12 +162,3 @@ def open_image_store(run_folder: Path, *, max_gib: float | None) -> ImageStore:
     store = ImageStore(Path(parent, f"{_PREFIX}{os.getuid()}-{run}"), max_bytes=max_bytes)
     atexit.register(store.close)  # whatever ends the process before the system does
     return store
-
-
-def _touched(file: Path) -> bool:
-    """Mark a file as used now; False if there is none."""
-    try:
-        os.utime(file)
-    except FileNotFoundError:
-        return False
-    return True

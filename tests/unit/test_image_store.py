@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ IMAGE_BYTES = 24 * 96 * 4
 
 def pixels(seed: int) -> Tensor:
     return torch.randn(24, 96, generator=torch.Generator().manual_seed(seed))
+
+
+def names(store: ImageStore) -> list[str]:
+    return [name for name in os.listdir(store.folder) if name != image_store._LOCK]
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_a_digest_is_of_pixels_shape_and_grid(store: ImageStore) -> None:
     image = torch.zeros(24, 96)
     digests = {store.put(*one) for one in ((image, GRID), (image, (1, 6, 4)), (image.view(96, 24), GRID))}
     assert len(digests) == 3
-    assert store.put(image.clone(), GRID) in digests and len(os.listdir(store.folder)) == 3
+    assert store.put(image.clone(), GRID) in digests and len(names(store)) == 3
 
 
 def test_what_is_changed_in_hand_is_not_changed_in_the_store(store: ImageStore) -> None:
@@ -66,7 +71,29 @@ def test_images_that_were_not_used_the_longest_make_room(tmp_path: Path) -> None
     assert [digest in store for digest in digests] == [True, False, True, True]
     assert torch.equal(in_hand, pixels(1))
     large = store.put(torch.zeros(1, 3, 99, 99), GRID)
-    assert os.listdir(store.folder) == [large], "an image that is larger than the store is there until the next"
+    assert names(store) == [large], "an image that is larger than the store is there until the next"
+
+
+def test_an_image_that_is_said_to_be_there_is_not_removed_as_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a process that looked at the ages of images just before."""
+    mine, others = (ImageStore(tmp_path / "store", max_bytes=2 * (IMAGE_BYTES + 100)) for _ in range(2))
+    old = mine.put(pixels(0), GRID)
+    os.utime(mine.folder / old, (0, 0))
+    mine.put(pixels(1), GRID)
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(old in others))
+
+    def look_and_be_slow(files: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+        asking.start()
+        asking.join(0.2)
+        return sorted(files)
+
+    monkeypatch.setattr(image_store, "sorted", look_and_be_slow, raising=False)
+    mine.put(pixels(2), GRID)
+    asking.join(60)
+    assert answers == [(mine.folder / old).exists()] == [False]
 
 
 def put_all(folder: Path, barrier: object, number: int) -> None:
@@ -124,7 +151,7 @@ def test_no_room_is_a_sentence(store: ImageStore, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(image_store.os, "rename", full)
     with pytest.raises(UserError, match=r"cannot take an image of 0.0 MiB: No space left on device; lower data.image"):
         store.put(pixels(0), GRID)
-    assert os.listdir(store.folder) == []
+    assert names(store) == []
 
 
 KILLED = """

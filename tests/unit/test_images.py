@@ -624,7 +624,7 @@ def test_questions_about_other_images_are_others(qwen: Bench) -> None:
 
 
 def emptied(store: ImageStore) -> None:
-    for file in store.folder.iterdir():
+    for file in store.folder.glob("[!.]*"):
         file.unlink()
 
 
@@ -641,7 +641,7 @@ def test_images_are_put_again(bench: Bench) -> None:
         for _ in range(2):
             restore(prompt)
             assert torch.equal(bench.store.get(prompt.images[0].digest), before)
-            assert len(list(bench.store.folder.iterdir())) == 1
+            assert len(list(bench.store.folder.glob("[!.]*"))) == 1
         for other in prompts:
             restore(other)
     emptied(bench.store)
