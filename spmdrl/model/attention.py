@@ -99,6 +99,11 @@ def choose_kernel(setting: Literal["auto"] | Kernel, device_type: str, dtype: to
                 f'model.attention = "{setting}" needs a CUDA device of compute capability 8.0 and model.compute_dtype '
                 f'"bfloat16" or "float16" (here: {device_type}, {dtype}); set it to "auto" or "sdpa"'
             )
+        if setting == "flash_attn_3" and (found := torch.cuda.get_device_capability())[0] > 9:
+            raise UserError(
+                'model.attention = "flash_attn_3" has no kernels for devices of compute capability '
+                f'{".".join(map(str, found))}, only up to 9.0 (Hopper); set it to "auto"'
+            )
         load_varlen(setting)
     return setting
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmdrl.engine.kv_cache import attend_to_cache
 from spmdrl.model import kernels
-from spmdrl.model.attention import fastest_varlen, packed_attention
+from spmdrl.model.attention import choose_kernel, fastest_varlen, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer, SeenKeys
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.short_attention import batches_of_similar_length
@@ -201,6 +201,15 @@ def test_flash_attention_3_is_chosen_where_it_runs(
     if has_sinks:
         module.sinks = torch.nn.Parameter(torch.zeros(2))
     assert fastest_varlen(torch.nn.Sequential(module)) == expected
+
+
+def test_flash_attention_3_is_refused_where_it_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("flash_attn_3", "cuda", torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert choose_kernel(*asked) == "flash_attn_3"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    with pytest.raises(UserError, match=r'no kernels for devices of compute capability 10.3, .* set it to "auto"'):
+        choose_kernel(*asked)
 
 
 @pytest.mark.parametrize("kernel", FLASH_ATTN)
