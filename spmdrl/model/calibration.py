@@ -20,6 +20,7 @@ from spmdrl.config.strict import read_json, shown
 from spmdrl.faults.verdict import tell_once_a_node
 from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
 from spmdrl.model.processor import limits, processor_name
+from spmdrl.model.user_cache import users_cache
 from spmdrl.types import UserError
 
 Shape = tuple[int, int]  # of a weight: outputs, inputs
@@ -118,10 +119,6 @@ def processor() -> str:
     """Name the processor, and what decides which kernels torch takes on it."""
     described = [processor_name(), torch.backends.cpu.get_cpu_capability(), limits()]
     return ", ".join(part for part in described if part)
-
-
-def users_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdrl"
 
 
 def write_whole(path: Path, content: bytes) -> None:

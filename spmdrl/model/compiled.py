@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.calibration import users_cache, write_whole
+from spmdrl.model.calibration import write_whole
 from spmdrl.model.processor import instructions, processor_name
+from spmdrl.model.user_cache import users_cache
 
 _SOURCES = Path(__file__).parent / "c"
 # Sums may be reassociated, so that they fit vector registers; infinities and nan keep their meaning.

@@ -1,0 +1,47 @@
+"""What outlives a run is in the user's cache: nothing is left in the folder for temporary files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.model.user_cache import place_torchs_cache, users_cache
+
+
+def test_imports_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    places = {"TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for place in places.values():
+        os.mkdir(place)
+    outside = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    command = [sys.executable, "-c", "import spmdrl.model.policy, torch._dynamo.package"]
+    subprocess.run(command, env=outside | places, check=True, timeout=120)
+    assert os.listdir(tmp_path / "temporary") == []
+    assert (tmp_path / "cache/spmdrl/torch").is_dir()
+
+
+@pytest.mark.parametrize("there", [None, "file", "locked", "given"])
+def test_a_cache_that_cannot_be_written_and_a_place_that_is_given_leave_torch_its_own(
+    there: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "given")
+    if there != "given":
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    if there == "file":
+        (tmp_path / "cache").touch()
+    if there == "locked":
+        monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    place_torchs_cache()
+    expected = {None: str(tmp_path / "cache/spmdrl/torch"), "given": "given"}.get(there)
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == expected
+
+
+def test_a_user_whom_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    assert users_cache() == Path("/.cache/spmdrl")
