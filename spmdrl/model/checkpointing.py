@@ -2,12 +2,15 @@
 
 "full" keeps only the input of a layer and repeats its whole forward pass in backward. "selective" keeps the results of
 matrix products and of attention, which take nearly all of the time, and repeats only norms, rotary embeddings and
-activation functions.
+activation functions. Products that are cheap for the size of their results, such as those with the B of an adapter, say
+so and are repeated as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
@@ -46,6 +49,21 @@ _EXPENSIVE = frozenset(
 # transformers adds the biases of experts to these products in place, and a kept result must not change afterwards.
 _CHANGED_BY_BIASES = frozenset({"aten::_grouped_mm", "aten::bmm", "aten::baddbmm"})
 
+_is_cheap: ContextVar[bool] = ContextVar("_is_cheap", default=False)
+
+
+@contextmanager
+def cheap_products() -> Iterator[None]:
+    """Have "selective" repeat the products in this block instead of keeping their results.
+
+    Those of low rank take little time, and their results as much memory as those of a whole weight.
+    """
+    before = _is_cheap.set(True)
+    try:
+        yield
+    finally:
+        _is_cheap.reset(before)
+
 
 def checkpoint_layers(
     model: PreTrainedModel, layers: Sequence[nn.Module], *, recomputed: Recomputed, every_layers: int
@@ -69,4 +87,5 @@ def _keep(
     kept: frozenset[str], _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]  # without the overload
-    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = name in kept and not _is_cheap.get()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from spmdrl.model.checkpointing import cheap_products
 from spmdrl.model.low_rank import Pair, count_once
 from spmdrl.model.tensor_parallel import own_weight, parameters_as
 
@@ -82,7 +83,8 @@ class ExpertsTarget:
 
     def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply B [experts, outputs, rank] with A [experts, rank, inputs], in the order of the parameter's dims."""
-        return (b @ a).mT if self._is_transposed else b @ a
+        with cheap_products():
+            return (b @ a).mT if self._is_transposed else b @ a
 
     def _part(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         """Return the function that takes this rank's part of A and B of all experts; None where it has all of them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.model.checkpointing import cheap_products
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
     ColwiseLinear,
@@ -98,10 +99,15 @@ class LinearTarget:
         return self._low_rank(x, a, _part(b, tp, 0))
 
     def _of_own_columns(self, x: Tensor, a: Tensor, b: Tensor, tp: DeviceMesh) -> Tensor:
-        return self._product(reduce_from(self._product(x, _part(a, tp, 1)), tp), b)
+        return self._widened(reduce_from(self._product(x, _part(a, tp, 1)), tp), b)
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self._product(self._product(x, a), b)
+        return self._widened(self._product(x, a), b)
+
+    def _widened(self, x: Tensor, b: Tensor) -> Tensor:
+        """Multiply what A has made of x with B; selective checkpointing keeps its narrow input, not its result."""
+        with cheap_products():
+            return self._product(x, b)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply x [..., D] with a weight [V, D] float32, in the dtype of x."""
