@@ -7,10 +7,13 @@ takes. Needs nothing but Python.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import os
 import sys
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TextIO
 
 OUTPUT = "the output"  # the name of what is printed on, in an OSError
 MAX_LINE_CHARACTERS = 500
@@ -46,13 +49,15 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a text, on standard output unless another stream is given, with nothing that is not printable.
 
     Whatever a program of the package prints goes through here. Raises OSError about `OUTPUT` where nothing takes it;
-    more that is printed there is then thrown away.
+    more that is printed there is then thrown away. Of standard error nobody is left who could be told.
     """
     stream = stream or sys.stdout
     try:
         print(printable(text), file=stream, flush=True)
     except OSError as error:
         silence(stream)
+        if stream is sys.stderr:
+            return
         error.filename = OUTPUT
         raise
 
@@ -61,6 +66,45 @@ def silence(stream: TextIO) -> None:
     """Throw away what is still to be printed on a stream, which Python would try once more when it ends."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def lost_output(error: OSError) -> int:
+    """Say why nothing takes what is printed, unless who read it has seen enough; returns the program's exit code."""
+    silence(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return 0
+    say(f"cannot print: {error.strerror}", sys.stderr)
+    return 2
+
+
+def bears_lost_output(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Let a program end as `lost_output` says where nothing takes what it prints."""
+
+    @functools.wraps(main)
+    def ended(argv: Sequence[str] | None = None) -> int:
+        try:
+            code = main(argv)
+            sys.stdout.flush()
+            return code
+        except OSError as error:
+            if error.filename != OUTPUT and not isinstance(error, BrokenPipeError):
+                raise
+            return lost_output(error)
+
+    return ended
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose own words go through `say`: it repeats arguments, which may hold anything."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escaped(message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        try:
+            say(message.removesuffix("\n"), file or sys.stderr)
+        except OSError as error:
+            sys.exit(lost_output(error))
 
 
 def of_error(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.cause import no_room
 from spmdrl.faults.failure import failure_in
 from spmdrl.faults.supervise import die_with_parent
-from spmdrl.faults.text import OUTPUT, say
+from spmdrl.faults.text import OUTPUT, Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems, tell_once_a_node
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
@@ -100,7 +100,7 @@ def import_libraries(kind: type[SettingsT], path: str, *overrides: str) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Settings are documented in docs/configuration.md.",
         epilog="example: torchrun --nproc-per-node 2 -m spmdrl.train configs/demo.toml optim.lr=3e-4",
     )

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdrl.faults.text import one_line, printable, say
+from spmdrl.faults.text import one_line, printable, say, silence
 
 STEPS_BEHIND_ETA = 20
 REFRESHES_PER_S = 2
@@ -144,8 +145,42 @@ def open_display(mode: Literal["auto", "live", "plain"], progress: Progress, *, 
     encoding = (sys.stdout.encoding or "").lower()
     can_draw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
     if mode == "live" or (mode == "auto" and can_draw):
-        return LiveDisplay(progress, title=title, console=Console(force_terminal=True))
+        stream = typing.cast(TextIO, Unbreakable(sys.stdout))
+        return LiveDisplay(progress, title=title, console=Console(force_terminal=True, file=stream))
     return PlainLines(progress, sys.stdout)
+
+
+class Unbreakable:
+    """A stream whose run continues where nothing takes what is printed, such as on a terminal that was closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._errors = sys.stderr  # as it is before a live display makes it its own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or throw it away."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            _give_up(self._stream, error, self._errors)
+            return len(text)
+
+    def flush(self) -> None:
+        """Print what was written, or throw it away."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            _give_up(self._stream, error, self._errors)
+
+
+def _give_up(stream: TextIO, error: OSError, errors: TextIO) -> None:
+    """Throw away all that is printed from now on, and tell it if anybody is left."""
+    silence(stream)
+    with contextlib.suppress(OSError):
+        say(f"nothing more is printed ({error.strerror}); the run continues: see metrics.jsonl", errors)
 
 
 class PlainLines:
@@ -170,8 +205,7 @@ class PlainLines:
         try:
             say(text, self._stream)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                say(f"nothing more is printed ({error.strerror}); the run continues: see metrics.jsonl", sys.stderr)
+            _give_up(self._stream, error, sys.stderr)
 
     def close(self) -> None:
         pass

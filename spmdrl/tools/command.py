@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmdrl import __version__
-from spmdrl.faults.text import OUTPUT, say, silence
+from spmdrl.faults.text import bears_lost_output, say
 
 
 class Program(NamedTuple):
@@ -40,23 +40,9 @@ PROGRAMS = {
 }
 
 
+@bears_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names with the others; returns its exit code."""
-    try:
-        code = _run(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # who read what was printed has seen enough
-        silence(sys.stdout)
-        return 0
-    except OSError as error:
-        if error.filename != OUTPUT:
-            raise
-        say(f"cannot print: {error.strerror}", sys.stderr)
-        return 2
-    return code
-
-
-def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help", "help"):
         say("\n".join(_usage()))

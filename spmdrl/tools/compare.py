@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmdrl.config.strict import shown
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.report.comparison import compare
 from spmdrl.report.comparison_page import comparison_page
 from spmdrl.report.curves import draw_comparison
@@ -33,7 +33,7 @@ def write_comparison(paths: Sequence[Path], output: Path) -> None:
 @program("cannot compare")
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare, and say where the page is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("compare.html"), help="default: %(default)s"

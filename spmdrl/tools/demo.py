@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.faults.supervise import Requests, shell_code
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, bears_lost_output, say
 from spmdrl.tools import demo_pictures
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
@@ -61,6 +61,7 @@ TASKS: Mapping[str, Task] = {
 }
 
 
+@bears_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the programs of the demo in turn; returns the exit code of the first that fails."""
     arguments = _parse(argv)
@@ -123,7 +124,7 @@ def _run(program: Sequence[str], requests: Requests) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a tiny model on a CPU, and watch it learn.")
+    parser = Parser(description="Train a tiny model on a CPU, and watch it learn.")
     parser.add_argument("override", nargs="*", help="section.key=value: settings of the demo's configuration")
     parser.add_argument(
         "--task",

@@ -6,7 +6,6 @@ policy that knows the forms of what it may write, and not what leads to success.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import runpy
@@ -16,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spmdrl.faults.text import Parser
 from spmdrl.tools.demo_pictures import pictures
 
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
@@ -124,7 +124,7 @@ def write(path: Path, records: list[Record]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("dir", type=Path)
     arguments = parser.parse_args(argv)

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdrl.engine.sglang import kernels, preload
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, bears_lost_output, say
 
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
@@ -52,9 +52,10 @@ _PACKAGES = (
 )
 
 
+@bears_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 when something looks wrong in a run, 2 when there is no such run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help="a run's folder, such as runs/demo")
     run = parser.parse_args(argv).run
     if run is not None:

@@ -15,16 +15,17 @@ from pathlib import Path
 import torch
 
 from spmdrl.config import Config, read_config
+from spmdrl.config.base import Whole
 from spmdrl.config.strict import shown
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.replay.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
 from spmdrl.report import RunFolder
 from spmdrl.report.episodes import Episode, episodes_page
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import read_parts
 from spmdrl.rollout.from_files import as_collected
-from spmdrl.tools.program import program, writing
+from spmdrl.tools.program import option, program, writing
 from spmdrl.types import UserError
 
 NOT_TRAINED = -1  # index of a greedy baseline, which has no place in the step's order
@@ -79,11 +80,11 @@ def _nothing(episodes: Sequence[Episode], step: int, prompt_id: int | None) -> s
 @program("cannot show episodes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=int, required=True, help="a step whose rollouts were kept")
+    parser.add_argument("--step", type=option(Whole), required=True, help="a step whose rollouts were kept")
     parser.add_argument("--output", metavar="FILE", type=Path, help="default: RUN/episodes-STEP.html")
-    parser.add_argument("--prompt", metavar="ID", type=int, help="show the episodes of one prompt only")
+    parser.add_argument("--prompt", metavar="ID", type=option(Whole), help="show the episodes of one prompt only")
     arguments = parser.parse_args(argv)
     written = write_page(arguments.run, arguments.step, output=arguments.output, prompt_id=arguments.prompt)
     say(f"wrote {shown(written)}")

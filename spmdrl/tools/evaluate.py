@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.dist.device import default_device_type
 from spmdrl.engine.torch_engine import TorchEngine
 from spmdrl.envs.open import open_environments
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.operators import kernel_of_run
@@ -89,7 +88,7 @@ def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
 @program("cannot evaluate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()  # the result is one line of JSON

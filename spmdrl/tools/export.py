@@ -21,15 +21,16 @@ from spmdrl.checkpoint.places import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
+from spmdrl.config.base import Whole
 from spmdrl.config.strict import read_json, shown
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.learn.learners import POLICY
 from spmdrl.model.load import DTYPES, load_model_config
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run, owning
 from spmdrl.step.export import export_adapter, export_hf, refuse_overwriting
-from spmdrl.tools.program import program
+from spmdrl.tools.program import option, program
 from spmdrl.types import UserError
 
 
@@ -99,9 +100,9 @@ class _Versions(BaseModel):
 @program("cannot export")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=int, help="of the checkpoint; else the newest")
+    parser.add_argument("--step", type=option(Whole), help="of the checkpoint; else the newest")
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- or RUN/adapter- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as a PEFT directory")

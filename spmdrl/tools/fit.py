@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdrl.config import Config, SftConfig, read_run_config
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
@@ -28,7 +28,7 @@ from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.published import PUBLISHED, published_config
 from spmdrl.tools.inline_toml import inline
-from spmdrl.tools.program import program
+from spmdrl.tools.program import ToolConsole, program
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Predict the memory of each phase of a run of spmdrl.train or spmdrl.sft.",
         epilog="docs/memory.md says how to read it.",
     )
@@ -210,8 +210,8 @@ def _with(cfg: Config | SftConfig, changes: Mapping[str, Any]) -> Config | SftCo
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_FILES)
+    console = ToolConsole(highlight=False)
+    return console if console.is_terminal else ToolConsole(highlight=False, width=WIDTH_OF_FILES)
 
 
 def _amount(parameters: float) -> str:

@@ -7,14 +7,13 @@ gpu-proof-STAGE.log with all output. Exit code 0 when everything was as expected
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, bears_lost_output, say
 from spmdrl.tools.proof.commit import ROOT, commit_id
 from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
 from spmdrl.tools.proof.stages import STAGES
@@ -23,10 +22,11 @@ _DEFAULT_FOLDER = "runs/gpu-proof"
 _MAX_REASONS = 12  # shown below the table; all are in the file
 
 
+@bears_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stage; return the exit code."""
     stages = "; ".join(f"{name}: {stage.about}" for name, stage in STAGES.items())
-    parser = argparse.ArgumentParser(prog="launch/gpu_proof.sh", description=__doc__.splitlines()[0], epilog=stages)
+    parser = Parser(prog="launch/gpu_proof.sh", description=__doc__.splitlines()[0], epilog=stages)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--commit-file", type=Path, help="commit.json of the bundle; for a copy without git")
     arguments = parser.parse_args(argv)

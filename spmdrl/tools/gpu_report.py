@@ -7,7 +7,6 @@ newest file says of its tests and steps, or "not yet run"; then come the figures
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.strict import as_written, read_json
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.tools.program import program
 from spmdrl.tools.proof import tests_seen
 from spmdrl.tools.proof.claims import CLAIMS, Claim
@@ -44,7 +43,7 @@ _IN_SHORT = {"confirmed": "passed", "in part": "in part", "failed": "failed"}  #
 @program("cannot report")
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, and say from what."""
-    parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.gpu_report", description=__doc__)
+    parser = Parser(prog="python -m spmdrl.tools.gpu_report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="gpu-proof-*.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu-confirmed.md", help="the page to write")
     parser.add_argument("--emulated", metavar="LINES", type=Path, help="what `make test-gpu DEVICE=emulated` saw")

@@ -31,7 +31,7 @@ from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer
 from spmdrl.data.vision import ImageCounter
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.faults.gpus import count_gpus
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
@@ -136,7 +136,7 @@ def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write a starting configuration for a model and a file of data.")
+    parser = Parser(description="Write a starting configuration for a model and a file of data.")
     parser.add_argument(
         "--model", type=option(PathText), metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME"
     )

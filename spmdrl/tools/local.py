@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.gpus import count_gpus
 from spmdrl.faults.supervise import Commands, Requests, Starter, dry_run, launch, tell
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 MODULES = ("spmdrl.train", "spmdrl.sft")
@@ -58,7 +58,7 @@ def starter_of(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Check the settings, and run on this machine: one process for each GPU, two without a GPU.",
         epilog="settings are documented in docs/configuration.md, exit codes in docs/faults.md",
     )

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.dist.session import spmd_session
+from spmdrl.faults.text import Parser
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.tools.parity_cases import (
@@ -41,7 +41,7 @@ from spmdrl.tools.parity_cases import (
     random_batch,
     train_case,
 )
-from spmdrl.tools.program import program
+from spmdrl.tools.program import ToolConsole, program
 from spmdrl.types import UserError
 
 EXIT_DIFFERENT = 1
@@ -145,7 +145,7 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
         else:
             agrees = False
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", "[red]failed[/red], see above")
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    ToolConsole(width=None if sys.stdout.isatty() else 200).print(table)
     return agrees
 
 
@@ -169,7 +169,7 @@ def _load(path: Path) -> CaseResult:
 @program("cannot compare")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code: 1 when a layout differs, 2 when the user must change something."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="TOML file")
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
     parser.add_argument("--ranks", type=int, default=max(_RANKS), help="cases with more ranks are left out")

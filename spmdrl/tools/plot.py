@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from spmdrl.config.strict import shown
-from spmdrl.faults.text import one_line, say
+from spmdrl.faults.text import Parser, one_line, say
 from spmdrl.report.curves import draw_curves
 from spmdrl.report.reading import read_steps
 from spmdrl.report.run_folder import RunFolder
@@ -19,7 +18,7 @@ from spmdrl.tools.program import program
 @program("cannot draw")
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw, and say where the picture is."""
-    parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.plot", description=__doc__)
+    parser = Parser(prog="python -m spmdrl.tools.plot", description=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument("--out", metavar="PNG", type=Path, help="default: RUN/curves.png; for several runs curves.png")
     given = parser.parse_args(argv)

@@ -6,13 +6,12 @@ whole steps in docs/scaling.md.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spmdrl.config import read_run_config
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.published import published_config
@@ -62,7 +61,7 @@ def _with_blocks(page: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 def main() -> None:
     """Rewrite the files whose predictions have changed, and name them."""
-    argparse.ArgumentParser(prog="python -m spmdrl.tools.predictions", description=__doc__).parse_args()
+    Parser(prog="python -m spmdrl.tools.predictions", description=__doc__).parse_args()
     pages = {_ROOT / "docs" / "memory.md": memory_page, _ROOT / "docs" / "scaling.md": scaling_page}
     files = {path: page(path.read_text(encoding="utf-8")) for path, page in pages.items()}
     for path in sorted((_ROOT / "configs").glob("*.toml")):

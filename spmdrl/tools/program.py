@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
 
 from spmdrl.config.strict import shown, utf8_problem
 from spmdrl.faults.text import OUTPUT, say, silence
@@ -21,6 +22,13 @@ from spmdrl.types import UserError
 
 Main = Callable[[Sequence[str] | None], int | None]
 Program = Callable[..., int]
+
+
+class ToolConsole(Console):
+    """rich's console for a tool's page; a reader that has gone is told by BrokenPipeError, as `say` tells it."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this where it has caught the error, and would end the process itself
 
 
 def program(what: str) -> Callable[[Main], Program]:

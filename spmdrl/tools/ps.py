@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from spmdrl.config.strict import shown
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import RankStatus, own_host, process_state, read_statuses
 from spmdrl.faults.stacks import ask_descendants, ask_for_stacks, size_of, text_after
-from spmdrl.faults.text import one_line, say
+from spmdrl.faults.text import Parser, one_line, say
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import format_duration
 from spmdrl.tools.program import program
@@ -66,7 +65,7 @@ def dump(files: FaultFiles, statuses: Sequence[RankStatus], *, host: str) -> Ite
 @program("cannot show the ranks")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.ps", description=__doc__)
+    parser = Parser(prog="python -m spmdrl.tools.ps", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument("what", nargs="?", choices=["dump"], help="show stacks instead of the table")
     arguments = parser.parse_args(argv)

@@ -25,10 +25,11 @@ from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.checkpoint.places import folder_of
 from spmdrl.config import Config
+from spmdrl.config.base import Whole
 from spmdrl.config.plan import Plan, parallel_problems
 from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.session import launched_ranks
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_DIVERGED
 from spmdrl.learn.learners import POLICY, start_learners
 from spmdrl.learn.update import update
@@ -48,7 +49,7 @@ from spmdrl.step.correction import correct
 from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import shape_rewards
-from spmdrl.tools.program import program
+from spmdrl.tools.program import option, program
 from spmdrl.types import TrainingDiverged, UserError
 
 EXIT_DIFFERENT = 1
@@ -181,9 +182,9 @@ def _told(what: str, count: int, differing: Sequence[str]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 1 when something differs, 2 when the user must change something, 3 when the
     step diverges."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=int, required=True, help="the step to compute again")
+    parser.add_argument("--step", type=option(Whole), required=True, help="the step to compute again")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     is_first = os.environ.get("RANK", "0") == "0"

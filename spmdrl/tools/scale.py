@@ -6,7 +6,6 @@ and shows the fastest. All follows from bytes, FLOPs and the rates of `preflight
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -18,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from spmdrl.config import Config, ModelConfig
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.flops import forward_flops
 from spmdrl.preflight.forecast import Model, Prediction, predict
@@ -117,7 +116,7 @@ def rates_table(machine: Machine) -> str:
 @program("cannot predict")
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table, or JSON; return the exit code."""
-    parser = argparse.ArgumentParser(description="Predict the phases of a step on 8 to 1,024 H200.")
+    parser = Parser(description="Predict the phases of a step on 8 to 1,024 H200.")
     parser.add_argument("--models", nargs="+", choices=PUBLISHED, default=MODELS)
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="multiples of 8")
     parser.add_argument("--rollouts", type=int, default=WORK.rollouts, help="of a step, over all GPUs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.model.tensor_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -50,7 +49,7 @@ def save_text_model(source: Path, destination: Path) -> int:
 @program("cannot extract")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("source", type=Path, help="a directory that holds a model of text and images")
     parser.add_argument("dir", type=Path, help="a new directory")
     arguments = parser.parse_args(argv)

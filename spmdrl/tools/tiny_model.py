@@ -6,7 +6,6 @@ With `--vision` it is a Qwen3-VL, which takes images of up to 48 x 48 pixels as 
 
 from __future__ import annotations
 
-import argparse
 import re
 import string
 import sys
@@ -27,7 +26,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.model.tensor_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -186,7 +185,7 @@ def _image_processor() -> Qwen2VLImageProcessorPil:
 @program("cannot make a model")
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the model; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--num-layers", type=int, default=4)

@@ -51,7 +51,7 @@ def _tools() -> list[str]:
     """The modules of `spmdrl.tools` that are programs for users, by their full names."""
     names = [module.name for module in pkgutil.iter_modules(spmdrl.tools.__path__) if not module.ispkg]
     modules = [f"spmdrl.tools.{name}" for name in names if name not in _NOT_FOR_USERS]
-    return [name for name in modules if hasattr(importlib.import_module(name), "argparse")]
+    return [name for name in modules if hasattr(importlib.import_module(name), "Parser")]
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

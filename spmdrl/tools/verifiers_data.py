@@ -6,7 +6,6 @@ which `[[data.sources]]` reads with `kind = "jsonl"` and `answer_column = ""`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from spmdrl.config import Config, read_run_config
 from spmdrl.config.environment import VerifiersEnvironment
 from spmdrl.envs.verifiers_process import read_rows
-from spmdrl.faults.text import say
+from spmdrl.faults.text import Parser, say
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 
@@ -22,7 +21,7 @@ from spmdrl.types import UserError
 @program("cannot write the tasks")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spmdrl.tools.verifiers_data", description=__doc__)
+    parser = Parser(prog="python -m spmdrl.tools.verifiers_data", description=__doc__)
     parser.add_argument("config", metavar="CONFIG.toml", type=Path)
     parser.add_argument("out", metavar="OUT.jsonl", type=Path)
     parser.add_argument("override", metavar="section.key=value", nargs="*")

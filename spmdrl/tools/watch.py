@@ -16,9 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from spmdrl.config.base import Seconds
+from spmdrl.faults.text import Parser
 from spmdrl.report.watch_page import watch_page
 from spmdrl.report.watching import Watcher
-from spmdrl.tools.program import program
+from spmdrl.tools.program import ToolConsole, option, program
 from spmdrl.types import UserError
 
 
@@ -41,14 +43,12 @@ def watch(watcher: Watcher, console: Console, *, every_s: float) -> None:
 @program("cannot watch")
 def main(argv: Sequence[str] | None = None) -> None:
     """Show the run, once or until the user leaves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, such as runs/demo")
     parser.add_argument("--once", action="store_true", help="print one page")
-    parser.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--every", metavar="SECONDS", type=option(Seconds), default=1.0, help="default: %(default)s")
     arguments = parser.parse_args(argv)
-    if not arguments.every > 0:
-        parser.error(f"--every {arguments.every:g}: it is the time between two pages; set it above 0")
-    watcher, console = Watcher(arguments.run), Console()
+    watcher, console = Watcher(arguments.run), ToolConsole()
     if arguments.once or not console.is_terminal:
         print_once(watcher, console)
         return

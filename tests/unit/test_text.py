@@ -6,9 +6,11 @@ import io
 import json
 import math
 import os
+import pty
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy
 import pytest
@@ -16,12 +18,22 @@ import pytest
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.heartbeat import Heartbeat
-from spmdrl.faults.text import MAX_LINE_CHARACTERS, MAX_TEXT_CHARACTERS, OUTPUT, lines, one_line, printable, say
+from spmdrl.faults.text import (
+    MAX_LINE_CHARACTERS,
+    MAX_TEXT_CHARACTERS,
+    OUTPUT,
+    Parser,
+    bears_lost_output,
+    lines,
+    one_line,
+    printable,
+    say,
+)
 from spmdrl.faults.verdict import ErrorReport
 from spmdrl.faults.watch import Watch
-from spmdrl.report.console import PlainLines, Progress
+from spmdrl.report.console import PlainLines, Progress, open_display
 from spmdrl.report.files import StepRowsFile, read_rows
-from spmdrl.tools.program import program
+from spmdrl.tools.program import ToolConsole, program
 from spmdrl.workers.bounds import MAX_SIZE, bounded
 
 EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
@@ -109,6 +121,58 @@ def test_a_tool_whose_output_takes_no_more_ends_in_a_sentence(
             patch.setattr(sys, "stdout", stream)
             assert printing([]) == code
         assert capsys.readouterr().err == sentence
+
+
+@program("cannot watch")
+def watched(argv: Sequence[str] | None = None) -> None:
+    ToolConsole().print("a line")
+
+
+@bears_lost_output
+def plain(argv: Sequence[str] | None = None) -> int:
+    say("a line")
+    return 1
+
+
+@pytest.mark.parametrize("main", [Parser(prog="x").parse_args, plain, watched])
+def test_whatever_prints_ends_alike_where_nothing_takes_it(
+    main: Callable[[Sequence[str]], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for name, code in (("/dev/full", 2), (writer, 0)):
+        with monkeypatch.context() as patch, open(name, "w", encoding="utf-8") as stream:
+            patch.setattr(sys, "stdout", stream)
+            try:
+                ended = main(["--help"])
+            except SystemExit as error:
+                ended = error.code
+            assert ended == code
+        said = capsys.readouterr().err
+        assert said.endswith(": No space left on device\n") and said.count("\n") == 1 if code else not said
+
+
+def test_where_standard_error_is_gone_nothing_is_lost_but_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        say("the last words", sys.stderr)
+
+
+@pytest.mark.parametrize("mode", ["live", "plain"])
+def test_a_run_goes_on_when_its_terminal_is_closed(
+    mode: Literal["live", "plain"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, terminal)
+        display = open_display(mode, Progress(num_steps=2, start_step=0), title="run")
+        os.close(ours)
+        for step in (1, 2):
+            display.end_step(step, {"reward/mean": 0.5})
+            display.message("a line")
+        sys.stderr.write("from a library")
+        display.close()
 
 
 def test_a_stop_file_may_hold_anything(tmp_path: Path) -> None:

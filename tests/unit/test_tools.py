@@ -49,6 +49,11 @@ REFUSED = [
     ("verifiers_data", "{file} {folder}/out --limit 0", "--limit must be at least 1"),
     ("gpu_report", "{file} --page {folder}/page.md", "cannot report: "),
     ("doctor", "--unknown", "unrecognized arguments: --unknown"),
+    ("doctor", "{folder} --\x9b2J\u202e", "unrecognized arguments: --\\x9b2J\\u202e"),
+    ("export", "{folder} --step -1", 'argument --step: "-1": input should be greater than or equal to 0'),
+    ("replay", "{folder} --step 1000000000000", 'argument --step: "1000000000000": input should be less than or equal'),
+    ("episodes", "{folder} --step a\x9bb", 'argument --step: "a\\x9bb": input should be a valid integer'),
+    ("watch", "{folder} --every inf", 'argument --every: "inf": input should be less than or equal to'),
 ]
 
 
