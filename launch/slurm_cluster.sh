@@ -57,6 +57,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=5,bf_interval=5
 ReturnToService=2
 SlurmdTimeout=20
+MinJobAge=86400
 KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

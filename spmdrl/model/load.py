@@ -47,6 +47,7 @@ from spmdrl.model.sharding import decoder_layers, shard_policy
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class
+from spmdrl.model.weight_files import lacking
 from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
@@ -275,10 +276,7 @@ def _load(
 
     model, problems = _from_pretrained(cfg, shard, dtype=dtype if role == "base" else torch.float32)
     if missing := sorted(problems["missing_keys"]):
-        raise UserError(
-            f'model.path = "{cfg.path}" lacks {len(missing)} of the weights that its config.json requires; '
-            f"the first is {missing[0]}"
-        )
+        raise UserError(lacking(cfg.path, missing))
     if mismatched := sorted((name, list(held), list(wanted)) for name, held, wanted in problems["mismatched_keys"]):
         name, held, wanted = mismatched[0]
         raise UserError(
@@ -336,6 +334,13 @@ def _from_pretrained(
         )
     except (SafetensorError, OSError) as error:
         raise UserError(f'model.path = "{cfg.path}": its weights cannot be read: {error}') from error
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):
+            raise
+        raise UserError(
+            f'model.path = "{cfg.path}": its weights cannot be made of the tensors in its files, of which one may be '
+            "missing, such as an expert of a layer"
+        ) from error
 
 
 @torch.no_grad()

@@ -3,20 +3,25 @@ they?"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.config.strict import read_json, shown
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.types import UserError
 
 _WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
+_ONLY = f"model{_WEIGHTS}"  # in place of the files of an index
 _FLOATING = ("F64", "F32", "F16", "BF16")  # safetensors' names; smaller floats have scales, which are no weights
 
 
@@ -72,6 +77,55 @@ def weight_file_problems(path: str, *, parameters: Mapping[str, Sequence[int]] =
         )
     for index in sorted(folder.glob(f"*{_INDEX}")):
         yield from _index_problems(index, where)
+
+
+def missing_weight_problems(path: str, model: PreTrainedModel, needed: Collection[str]) -> Iterator[str]:
+    """Yield a sentence when weight files without other problems lack some of the `needed` parameters.
+
+    `model` is without memory. transformers renames and fuses what the files hold, as it does to load them, but of
+    tensors that have shapes alone: it reads only the heads. Where it cannot, loading shows what is missing.
+    """
+    folder = Path(path)
+    index = folder / f"model{_INDEX}"
+    places = {} if (folder / _ONLY).is_file() else read_json(index, _Index).weight_map
+    held: dict[str, torch.Tensor] = {}
+    for name in sorted({*places.values()}) or [_ONLY]:
+        with safe_open(folder / name, framework="pt") as weights:
+            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        held |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    missing = _missing(model, held)
+    if missing is not None and not (missing := missing & {*needed}):
+        return
+    if nowhere := sorted(places.keys() - held.keys()):
+        yield (
+            f'model.path = "{shown(path)}": {index.name} names {len(places)} tensors, and {len(nowhere)} of them are '
+            f"missing; the first is {shown(nowhere[0])}, of {shown(places[nowhere[0]])}"
+        )
+    elif missing:
+        yield lacking(path, sorted(missing))
+
+
+def _missing(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> set[str] | None:
+    """Return the parameters that such tensors do not make; None where they cannot be made without values."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it would print a table of what is missing
+    try:
+        _, found = type(model).from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=held, device_map={"": "meta"}, output_loading_info=True
+        )
+        return {*found["missing_keys"]}
+    except Exception:
+        return None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def lacking(path: str, missing: Sequence[str]) -> str:
+    """Say that a model directory's files lack weights."""
+    return (
+        f'model.path = "{shown(path)}" lacks {len(missing)} of the weights that its config.json requires; '
+        f"the first is {missing[0]}"
+    )
 
 
 def _index_problems(index: Path, where: str) -> Iterator[str]:

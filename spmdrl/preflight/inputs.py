@@ -33,6 +33,7 @@ from spmdrl.model.adapted import adapter_problems
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import (
     compute_dtype,
+    critic_shapes,
     frozen_part_problems,
     load_critic_config,
     load_model_config,
@@ -41,7 +42,7 @@ from spmdrl.model.load import (
     parallel_model_problems,
 )
 from spmdrl.model.operators import kernel_of_run
-from spmdrl.model.weight_files import weight_file_problems
+from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
 from spmdrl.preflight.flops import with_costs
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
@@ -166,6 +167,7 @@ class _OpenedModel:
     setting: str  # that names its directory
     cfg: ModelConfig
     config: Any  # transformers'
+    is_critic: bool = False
 
 
 def _open_policy(cfg: Config | SftConfig) -> _OpenedModel:
@@ -176,7 +178,7 @@ def _open_critic(cfg: Config | SftConfig, policy: _OpenedModel) -> _OpenedModel 
     if isinstance(cfg, SftConfig) or not cfg.has_critic:
         return None
     config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
-    return _OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config)
+    return _OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, is_critic=True)
 
 
 def _open_plan(cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel) -> Plan:
@@ -327,9 +329,11 @@ def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 def _weight_problems(model: _OpenedModel) -> Iterator[str]:
-    parameters = model_without_memory(model.config, model.cfg).named_parameters()
-    shapes = {name: parameter.shape for name, parameter in parameters}
-    for sentence in weight_file_problems(model.cfg.path, parameters=shapes):
+    whole = model_without_memory(model.config, model.cfg)
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    needed = critic_shapes(model.config, model.cfg)[0] if model.is_critic else shapes
+    sentences = [*weight_file_problems(model.cfg.path, parameters=shapes)]
+    for sentence in sentences or missing_weight_problems(model.cfg.path, whole, needed):
         yield sentence.replace(f'model.path = "{model.cfg.path}"', model.setting)
 
 

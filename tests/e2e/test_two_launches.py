@@ -85,7 +85,7 @@ def flock(file, operation):
 true_flock = fcntl.flock
 fcntl.flock = flock
 """
-SETTINGS = ("run.num_steps=20", "report.tensorboard=false", "report.samples_per_step=100", "checkpoint.every=1")
+SETTINGS = ("run.num_steps=50", "report.tensorboard=false", "report.samples_per_step=100", "checkpoint.every=1")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_of_two_launches_one_goes_on_and_the_other_says_so(small: Path, kinds: s
         if number == 0:
             time.sleep(random.Random(name).uniform(0.0, 6.0))
     try:
-        codes = [process.wait(LIMIT_S) for process in launches]
+        codes = [process.wait(2 * LIMIT_S) for process in launches]
     finally:
         for process in launches:
             process.kill()

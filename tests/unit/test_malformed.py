@@ -376,6 +376,14 @@ def tensors(change: Callable[[dict[str, Any]], object]) -> Change:
     return change_file
 
 
+def without_what_its_index_names(folder: Path) -> None:
+    held = load_file(folder / WEIGHTS)
+    written(f"{WEIGHTS}.index.json", json.dumps({"weight_map": dict.fromkeys(held, "a.safetensors")}))(folder)
+    del held[SOME_WEIGHT]
+    save_file(held, folder / "model/a.safetensors", metadata={"format": "pt"})
+    (folder / WEIGHTS).unlink()
+
+
 MODEL = {
     "absent": Case(lambda folder: shutil.rmtree(folder / "model"), "does not exist; set it to a directory"),
     "a file": Case(replaced("/model", "/rows.jsonl"), "is not a model directory: it has no config.json"),
@@ -430,7 +438,9 @@ MODEL = {
     "a missing tensor": Case(
         tensors(lambda held: held.pop(SOME_WEIGHT)),
         f"lacks 1 of the weights that its config.json requires; the first is {SOME_WEIGHT}",
-        dry_run=False,
+    ),
+    "a missing tensor of an index": Case(
+        without_what_its_index_names, f"1 of them are missing; the first is {SOME_WEIGHT}, of a.safetensors"
     ),
     "a tensor of another shape": Case(
         tensors(lambda held: held.update({SOME_WEIGHT: held[SOME_WEIGHT][:3].contiguous()})),
