@@ -9,23 +9,31 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import gc
 import hashlib
+import io
 import json
+import os
+import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import PIL.Image
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from spmdrl.checkpoint.manifest import MANIFEST, NECESSARY, BrokenManifest, Manifest, write_json
@@ -42,11 +50,23 @@ from spmdrl.data.tokenizer import encode_prompt, stop_token_ids
 from spmdrl.data.vision import ImageReader
 from spmdrl.dist.launcher import Network, launch_problems
 from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import read_error, read_requeue
+from spmdrl.model import calibration
+from spmdrl.model.calibration import choose_kernels
+from spmdrl.model.linear import LinearKernels
 from spmdrl.model.weight_files import weight_file_problems
+from spmdrl.report.checkup import checkup
+from spmdrl.report.comparison import compare
+from spmdrl.report.comparison_page import comparison_page
 from spmdrl.report.files import cut_after
+from spmdrl.report.findings import findings
+from spmdrl.report.reading import read_run
 from spmdrl.report.run_folder import RunFolder
+from spmdrl.report.series import History
+from spmdrl.report.watch_page import watch_page
+from spmdrl.report.watching import Watcher
 from spmdrl.rollout.files import read_part, write_part
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import RewardOutcome, UserError
@@ -411,6 +431,46 @@ def run_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> 
             assert all(isinstance(row["step"], int) for row in cut_after(folder / "metrics.jsonl", 5))
 
 
+ROW = {"step": 1, "reward/mean": 0.5, "update/loss": None, "time/step_s": 1.0, "time/rollout_s": 0.5}
+SAMPLE = {"step": 1, "prompt": "1 + 1 =", "response": "2", "reward": 1.0, "advantage": 0.5, "finish_reason": "stop"}
+
+
+def shown_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> None:
+    """What `watch`, `doctor` and `compare` read, and the names of the launches."""
+    with a_folder() as folder:
+        (folder / "launches").mkdir()
+        for name, content in {
+            "metrics.jsonl": [ROW, ROW | {"step": 2}],
+            "samples.jsonl": [SAMPLE, SAMPLE],
+            "plan.json": [{"num_steps": 4}],
+            "launches/1.json": [{"host": "h", "pid": 1, "since": "now", "ended": ""}],
+        }.items():
+            rows = [changed(content[0], path, put), *content[1:]]
+            written = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            (folder / name).write_bytes(damaged(written, cuts))
+        (folder / "config.toml").write_bytes(damaged(GOOD.encode(), cuts))
+        with refusal():
+            page = io.StringIO()
+            Console(file=page, width=100).print(watch_page(Watcher(folder).read(now=5.0), width=100))
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", page.getvalue())
+        with refusal():
+            run = read_run(folder)
+            assert all(map(str.isprintable, checkup(run, findings(History(run.rows)))))
+            comparison_page(compare([run])).encode("utf-8")
+        with refusal(), contextlib.suppress(FolderInUse), owned(folder, renew_s=0.001):
+            pass
+
+
+def remembered_kernels(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> None:
+    kernels = asdict(LinearKernels("mkl", "onednn", "mkl"))
+    with a_folder() as folder, mock.patch.object(calibration, "measure", lambda shapes: kernels):
+        choose_kernels([(1, 1)], folder)
+        (file,) = folder.iterdir()
+        content = json.loads(file.read_bytes())
+        file.write_bytes(damaged(json.dumps(changed(content, path, put)).encode(), cuts))
+        assert isinstance(choose_kernels([(1, 1)], folder), LinearKernels)
+
+
 NUMBERS = st.one_of(
     st.sampled_from(["0", "1", "2", "-1", "", "abc", "1.5", "0x1", "9" * 30, " 1", "٣"]), st.text(max_size=5)
 )
@@ -454,6 +514,9 @@ class Fuzz:
     few: int
 
 
+CONFIGURATION = ["toml", "launch"]
+ROUND = 20  # inputs of each kind
+GROWTH_BYTES = 64 * 2**20  # in two thirds of the time
 CUTS = st.lists(SLICES, max_size=2)
 ALL = {
     "toml": Fuzz(toml_file, (CUTS, OVERRIDES), 80),
@@ -476,11 +539,13 @@ ALL = {
     ),
     "model": Fuzz(model_files, (PATHS, NESTED, CUTS), 80),
     "run": Fuzz(run_files, (PATHS, NESTED, CUTS), 80),
+    "shown": Fuzz(shown_files, (PATHS, NESTED, CUTS), 40),
+    "kernels": Fuzz(remembered_kernels, (PATHS, NESTED, CUTS), 40),
     "launch": Fuzz(launch_environment, (ENVIRONMENTS,), 300),
 }
 
 
-def tried(fuzz: Fuzz, count: int, *, the_same: bool) -> None:
+def tried(fuzz: Fuzz, count: int, *, the_same: bool, start: int | None = None) -> None:
     quiet = settings(
         max_examples=count,
         derandomize=the_same,
@@ -489,7 +554,8 @@ def tried(fuzz: Fuzz, count: int, *, the_same: bool) -> None:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
     )
-    quiet(given(*fuzz.inputs)(fuzz.check))()
+    check = given(*fuzz.inputs)(fuzz.check)
+    quiet(check if start is None else seed(start)(check))()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -502,3 +568,29 @@ def test_a_few_inputs(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_many_inputs(name: str) -> None:
     tried(ALL[name], 25 * ALL[name].few, the_same=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "names", [CONFIGURATION, sorted(ALL.keys() - {*CONFIGURATION})], ids=["configuration", "files"]
+)
+def test_minutes_of_inputs_let_nothing_grow(names: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """FUZZ_SECONDS is how long, FUZZ_SEED where it starts."""
+    process, start = psutil.Process(), int(os.environ.get("FUZZ_SEED", time.time_ns() // 10**9))
+    begun, seconds = time.monotonic(), float(os.environ.get("FUZZ_SECONDS", "60"))
+    held: list[tuple[int, int]] = []  # bytes and descriptors after each round
+    while time.monotonic() < begun + seconds:
+        for name in names:
+            tried(ALL[name], ROUND, the_same=False, start=start + len(held))
+        gc.collect()
+        held.append((process.memory_info().rss, process.num_fds()))
+    capsys.readouterr()
+    warm, last = held[len(held) // 3], held[-1]  # caches of libraries are full by then
+    with capsys.disabled():
+        print(
+            f"\n{len(held) * ROUND * len(names)} inputs from seed {start}; {warm[0] >> 20} to {last[0] >> 20} MiB, "
+            f"{warm[1]} to {last[1]} descriptors"
+        )
+    assert last[1] <= warm[1]
+    assert last[0] < warm[0] + GROWTH_BYTES
