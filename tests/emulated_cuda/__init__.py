@@ -17,6 +17,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+from . import plain_kernels
 from .build import choose_cache, library
 
 NUM_DEVICES, DEVICE_GIB = "EMULATED_CUDA_DEVICES", "EMULATED_CUDA_GIB"
@@ -52,6 +53,7 @@ class _Finder(MetaPathFinder):
 def wait_for_torch() -> None:
     """Install the devices when torch is imported. A process that does not import it pays nothing."""
     choose_cache()
+    plain_kernels.install()
 
     def with_core(core_module: ModuleType) -> None:
         from . import bindings

@@ -30,6 +30,12 @@ def fault(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def legal(function: Callable[[], None]) -> Callable[[], None]:
+    """A program that is right, in which nothing may be found."""
+    FAULTS.append(function)
+    return function
+
+
 def values(*shape: int) -> torch.Tensor:
     return torch.arange(1.0, 1.0 + torch.Size(shape).numel(), device=CUDA).view(shape)
 
@@ -59,6 +65,46 @@ def a_pinned_source_reused_before_its_copy_ended() -> None:
     there = source.to(CUDA, non_blocking=True)
     source.zero_()
     there.sum().item()
+
+
+@fault
+def a_pinned_source_changed_between_a_copy_from_it_and_one_to_it() -> None:
+    home = torch.ones(4, pin_memory=True)
+    there = home.to(CUDA, non_blocking=True)
+    home.zero_()
+    home.copy_(there, non_blocking=True)
+
+
+@fault
+def no_synchronize_before_a_host_read_of_what_was_copied_from() -> None:
+    seen, home = _moved_there_and_back()
+    torch.cuda.synchronize()
+    assert seen == home.tolist(), f"read before the copy had ended: {seen}"
+
+
+@legal
+def a_copy_to_pinned_memory_after_one_from_it() -> None:
+    _, home = _moved_there_and_back()
+    torch.cuda.synchronize()
+    assert home.tolist() == [2.0] * 4, home
+
+
+def _moved_there_and_back() -> tuple[list[float], torch.Tensor]:
+    """What the host sees of pinned memory at once, and that memory: its values plus 1 are on their way to it."""
+    home = torch.ones(4, pin_memory=True)
+    home.copy_(home.to(CUDA, non_blocking=True).add_(1), non_blocking=True)
+    return home.tolist(), home
+
+
+@legal
+def the_last_of_two_copies_to_pinned_memory_stays() -> None:
+    home, first = torch.empty(4, pin_memory=True), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        home.copy_(values(4), non_blocking=True)
+    torch.cuda.current_stream().wait_stream(first)
+    home.copy_(values(4).neg(), non_blocking=True)
+    torch.cuda.synchronize()
+    assert home.tolist() == [-1.0, -2.0, -3.0, -4.0], home
 
 
 @fault
@@ -149,11 +195,31 @@ def of_ranks(rank: int) -> None:
         torch.cuda.set_device(0)
         dist.all_reduce(values(4))
 
+    def a_stream_beside_a_collective() -> None:
+        x = values(4)
+        dist.all_reduce(x)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            dist.all_reduce(x)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream(rank), torch.cuda.current_stream()
+        torch.cuda.default_stream().synchronize()
+        x.add_(1)  # the side stream may still write it
+
+    def a_stream_of_a_collective_that_is_waited_for() -> None:
+        x, side = values(4), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            dist.all_reduce(x)
+        torch.cuda.current_stream().wait_stream(side)
+        assert x.add_(1).tolist() == [3.0, 5.0, 7.0, 9.0], x
+
     for function in (
         collectives_that_differ,
         shapes_that_differ,
         splits_that_differ,
         a_result_used_before_its_work_was_waited_for,
+        a_stream_beside_a_collective,
+        a_stream_of_a_collective_that_is_waited_for,
         a_host_tensor_in_a_collective,
         a_device_left_out_of_set_device,
     ):

@@ -14,6 +14,10 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    return _bytes(storage).to(device).untyped_storage()
+
+
 def _share(self: torch.UntypedStorage) -> tuple[Any, ...]:
     handle = core().share(_bytes(self))
     return self.device.index, handle, self.nbytes(), 0, handle, 0, b"", True
@@ -30,6 +34,10 @@ def install() -> None:
     torch.cuda.mem_get_info = lambda device=None: core().mem_get_info(torch.cuda._utils._get_device_index(device, True))
     torch.cuda.memory.mem_get_info = torch.cuda.mem_get_info
     torch.cuda.nccl.version = lambda: (2, 28, 9)
+    to = torch.storage._to
+    torch.storage._to = lambda self, device, non_blocking=False: (
+        _moved(self, device) if {self.device.type, device.type} == {"cpu", "cuda"} else to(self, device, non_blocking)
+    )
     resize = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:

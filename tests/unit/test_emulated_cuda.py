@@ -1,4 +1,4 @@
-"""The emulated CUDA device finds the faults that are planted in its own program, and steps keep to their launches."""
+"""The emulated CUDA device finds the faults that are planted, and no others; steps keep to their launches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
 
 from launches import on_the_emulated_device  # noqa: E402
 
+NOTHING = "NOT FOUND"  # in a program that is right
 # What finds each fault; the second group runs on two ranks, and both have to find it.
 ALONE = {
     "a_host_tensor_in_a_kernel": "cuda:0 and cpu!",
     "tensors_of_two_devices": "cuda:0 and cuda:1!",
     "no_synchronize_before_a_host_read": "read before the copy had ended: [nan, nan, nan, nan]",
     "a_pinned_source_reused_before_its_copy_ended": "pinned memory was changed before a copy from it had ended",
+    "a_pinned_source_changed_between_a_copy_from_it_and_one_to_it": "pinned memory was changed before a copy from it",
+    "no_synchronize_before_a_host_read_of_what_was_copied_from": "read before the copy had ended: [nan, nan, nan, nan]",
+    "a_copy_to_pinned_memory_after_one_from_it": NOTHING,
+    "the_last_of_two_copies_to_pinned_memory_stays": NOTHING,
     "no_event_between_two_streams": "an event or wait_stream is missing",
     "a_bucket_refilled_while_another_stream_reads_it": "an event or wait_stream is missing",
     "memory_freed_without_record_stream": "which was freed meanwhile: record_stream",
@@ -35,6 +40,8 @@ ON_TWO_RANKS = {
     "shapes_that_differ": "rank 1 calls all_reduce(5 elements of Float",
     "splits_that_differ": "rank 0 sends 2 rows to rank 1, which expects 1",
     "a_result_used_before_its_work_was_waited_for": "an event or wait_stream is missing",
+    "a_stream_beside_a_collective": "an event or wait_stream is missing",
+    "a_stream_of_a_collective_that_is_waited_for": NOTHING,
     "a_host_tensor_in_a_collective": "device type cpu",
     "a_device_left_out_of_set_device": "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0",
 }

@@ -249,9 +249,9 @@ class Nccl final : public c10d::Backend {
     auto& own = streams_.count(device) ? *streams_.at(device) : *(streams_[device] = &runtime.add(device));
     auto& stream = async ? own : current;
     if (async) runtime.stream_waits(own, current.clock);
-    auto before = std::exchange(the_streams[device], stream.number);
+    the_streams[device] = stream.number;
     Launch op(device, name);
-    the_streams[device] = before;
+    the_streams[device] = current.number;
     for (auto& tensor : from) op.access(tensor, false);
     for (auto& tensor : to) op.access(tensor, true);
     auto finish = [work = start(), from, to, divisor] {
@@ -259,7 +259,7 @@ class Nccl final : public c10d::Backend {
       if (divisor > 1)
         for (auto& tensor : to) host(tensor).div_(divisor);
     };
-    if (async) own.deferred.push_back({own.clock.of(own.number), false, finish, nullptr});
+    if (async) own.deferred.push_back({own.clock.of(own.number), false, finish});
     else finish();
     auto work = c10::make_intrusive<StreamWork>(rank_, device, stream.clock, to);
     if (together_) together_->push_back(work);

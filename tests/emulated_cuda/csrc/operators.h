@@ -264,13 +264,13 @@ inline void copy_between(const Tensor& to, const Tensor& from, bool non_blocking
   };
   meet();
   Launch launch(device, to_host ? "copy to the host" : from_host ? "copy from the host" : "copy");
-  if (from_host) {
-    // An earlier copy into the same pinned memory that this one comes after has to be there.
-    Guarded guard(lock());
-    runtime.finish_for(launch.stream.clock, tracked(from));
-  }
   launch.access(from, false);
   launch.access(to, true);
+  if (to_host || from_host) {
+    // Earlier copies into the same pinned memory have to be there, and those from it may no longer differ from it.
+    Guarded guard(lock());
+    runtime.finish_for(launch.stream.clock, extent(to_host ? to : from), to_host);
+  }
   meet();
   bool pinned = (to_host || from_host) && tracked(to_host ? to : from);
   if (!(non_blocking && pinned)) {
@@ -285,13 +285,13 @@ inline void copy_between(const Tensor& to, const Tensor& from, bool non_blocking
     auto bytes = host(source).clone();
     auto [begin, end] = extent(to);
     if (to.is_non_overlapping_and_dense()) std::memset(begin, 0xff, size_t(end - begin));
-    launch.stream.deferred.push_back({tick, true, [to, bytes] { to.copy_(bytes); }, tracked(to)});
+    launch.stream.deferred.push_back({tick, true, [to, bytes] { to.copy_(bytes); }, {begin, end}, true});
   } else {
     host(to).copy_(source);
     launch.stream.deferred.push_back({tick, true, [from, before = digest(from)] {
       if (digest(from) != before && Runtime::get().fault.empty())
         Runtime::get().fault = "pinned memory was changed before a copy from it had ended: the host has to wait first";
-    }, nullptr});
+    }, extent(from)});
   }
 }
 

@@ -61,7 +61,8 @@ struct Deferred {
   uint64_t tick;
   bool for_host;  // the host alone waits for it; otherwise streams that wait for this one do too
   std::function<void()> finish;
-  const void* memory;  // that it writes, when that is pinned
+  std::pair<char*, char*> pinned = {};  // the bytes of pinned memory that it reads or writes
+  bool writes = false;
 };
 
 struct StreamState {
@@ -132,11 +133,13 @@ struct Runtime {
       }
     }
   }
-  // Finish what is before in the order of streams and writes this pinned memory.
-  void finish_for(const Clock& until, const void* memory) {
-    for (size_t i = 0; memory && i < streams.size(); ++i)
-      for (auto& work : streams[i]->deferred)
-        if (work.memory == memory && work.tick <= until.of(i)) std::exchange(work.finish, [] {})();
+  // Finish what comes before in the order of streams and writes these bytes; before a write, what reads them too.
+  void finish_for(const Clock& until, std::pair<char*, char*> bytes, bool write) {
+    for (size_t i = 0; i < streams.size(); ++i)
+      for (auto& work : streams[i]->deferred) {
+        bool overlap = work.pinned.first < bytes.second && bytes.first < work.pinned.second;
+        if (overlap && (write || work.writes) && work.tick <= until.of(i)) std::exchange(work.finish, [] {})();
+      }
   }
   void host_waits(Clock until) {
     ++counters.synchronizations;
