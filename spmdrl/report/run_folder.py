@@ -175,7 +175,7 @@ class RunFolder:
             name = shown(self.path)
             yield f"the run folder {name} cannot be created ({problem}); set run.dir to a writable directory"
             return
-        for file in (self.path / name for name in _FILES):
+        for file in (*(self.path / name for name in _FILES), *self.path.glob("launches/*.json")):
             if file.is_symlink():
                 yield f"{shown(file)} is a link, and the run would overwrite what it leads to; remove the link"
             elif file.exists() and not file.is_file():
@@ -183,7 +183,7 @@ class RunFolder:
         if (self.path / "stop").is_dir():
             yield f"{shown(self.path / 'stop')} is a directory, and a file there stops the run; remove it"
         for folder in (self.path / name for name in _FOLDERS):
-            if folder.exists() and not folder.is_dir():
+            if os.path.lexists(folder) and not folder.is_dir():
                 yield f"{shown(folder)} is no directory, and the run writes one there; remove it"
 
     def holds_run(self) -> bool:

@@ -223,6 +223,10 @@ FOLDERS = {
     "a directory for a file": Case(
         inside_run(lambda run: (run / "config.toml").mkdir()), "config.toml is no ordinary file"
     ),
+    "a pipe for a launch": Case(
+        inside_run(lambda run: ((run / "launches").mkdir(), os.mkfifo(run / "launches/1.json"))),
+        "launches/1.json is no ordinary file",
+    ),
     "a directory for a file of the user's": Case(
         inside_run(lambda run: (run / "stop").mkdir()), "stop is a directory, and a file there stops the run; remove it"
     ),
@@ -232,6 +236,9 @@ FOLDERS = {
     "a loop of links for the run": Case(
         lambda folder: ((folder / "runs").mkdir(), (folder / "runs/run").symlink_to("run")),
         "cannot be created (Too many levels of symbolic links)",
+    ),
+    "a link to nothing for a directory": Case(
+        inside_run(lambda run: (run / "launches").symlink_to("nowhere")), "launches is no directory, and the run"
     ),
     "a file for a directory": Case(inside_run(lambda run: (run / "logs").touch()), "logs is no directory, and the run"),
 }
