@@ -27,8 +27,10 @@ class Drill:
         self._commit = commit.commit_id(ROOT, None)
 
     def record(self, done: str, happened: str) -> None:
-        """Add a row to the report, without the names of hosts."""
-        self._rows.append({"done": done, "happened": re.sub(r"\(\S+, pid \d+\)", "(HOST, pid N)", happened)})
+        """Add a row to the report, without the names of hosts and the places of this machine's folders."""
+        happened = re.sub(r"\(\S+, pid \d+\)", "(HOST, pid N)", happened)
+        happened = re.sub(r"process \d+ on \S+,", "process N on HOST,", happened)
+        self._rows.append({"done": done, "happened": re.sub(r"/\S*/runs/", "runs/", happened)})
         if path := os.environ.get("SLURM_REPORT"):
             self._write(Path(path))
 
