@@ -100,6 +100,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900, method="signal")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kinds", ["local local", "torchrun torchrun", "local torchrun", "node-1 node-2"])
 def test_of_two_launches_one_goes_on_and_the_other_says_so(small: Path, kinds: str, seed: int) -> None:
