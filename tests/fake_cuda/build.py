@@ -25,6 +25,9 @@ LIBRARIES = {
     "libnccl.so.2": "nccl.c",
 }
 _CORE = "libfakecore.so"
+# The library that kernels of CuTe DSL are loaded with, where that is installed; ours is asked before it.
+_CUTE, _REAL_CUTE = "libfakecute.so", "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
+_CUTE_NAMES = {"_cudaLaunchKernelEx": "cudaLaunchKernelExC"}  # the others have the runtime's name, after a "_"
 _NO_ATTRIBUTES = """
 #define __device_builtin__
 #define __device_builtin_texture_type__
@@ -55,7 +58,8 @@ def environment(folder: Path, *, devices: int = 1, memory_gib: float = 79.18) ->
     `folder` gets the table of what each process holds, and the counters of each process when it ends.
     """
     libraries = build()
-    return {
+    cute = {"CUTE_DSL_LIBS": f"{libraries / _CUTE}:{_cute()}"} if _cute() else {}
+    return cute | {
         "LD_PRELOAD": ":".join(str(libraries / name) for name in (_CORE, *LIBRARIES)),
         "TRITON_LIBCUDA_PATH": str(libraries),
         "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",  # `cudnn.c` is older than what torch was built with
@@ -90,6 +94,15 @@ def build() -> Path:
         for name, path in real.items():
             names = _exported(path) if path else set(re.findall(r"\bcu[A-Z]\w+", (headers / "cuda.h").read_text()))
             _stand_in(out / name, names, headers=headers, has_versions=name != "libcuda.so.1")
+        if cute := _cute():
+            generated = out / "cute.c"
+            jumps = [
+                f'__asm__(".globl {name}\\n{name}: jmp {_CUTE_NAMES.get(name, name[1:])}@PLT");'
+                for name in sorted(_exported(cute))
+                if name.startswith("_cu")
+            ]
+            generated.write_text("\n".join([f'#include "{SOURCES / "cute.c"}"', *jumps]))
+            _compile(out / _CUTE, generated, "-L", str(out), "-l:libcudart.so.13", "-l:libcuda.so.1", "-lfakecore")
         if not folder.exists():
             out.rename(folder)
     return folder
@@ -101,6 +114,12 @@ def _site() -> Path | None:
     site = Path(found.origin).parents[1] if found and found.origin else None
     is_cuda = site and (site / "torch/lib/libtorch_cuda.so").exists() and (site / "nvidia/cu13/include/cuda.h").exists()
     return site if is_cuda else None
+
+
+def _cute() -> Path | None:
+    """Return the library with which kernels of CuTe DSL are loaded, None where it is not installed."""
+    site = _site()
+    return site / _REAL_CUTE if site and (site / _REAL_CUTE).exists() else None
 
 
 def _stand_in(library: Path, names: set[str], *, headers: Path, has_versions: bool) -> None:

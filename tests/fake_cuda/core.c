@@ -59,8 +59,9 @@ static void open_shares(void) {
 
 static share *share_of_this_process(int device) {
     share *unused = NULL;
-    for (int i = 0; i < SHARES; i++) {
+    for (int i = 0; i < SHARES; i++)
         if (shares[i].pid && kill(shares[i].pid, 0) && errno == ESRCH) shares[i].pid = 0;
+    for (int i = 0; i < SHARES; i++) {
         if (shares[i].pid == getpid() && shares[i].device == device) return &shares[i];
         if (!unused && !shares[i].pid) unused = &shares[i];
     }

@@ -133,7 +133,9 @@ E cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags
     fk_count("api", "cudaIpcOpenMemHandle");
     return result((*pointer = fk_open_handle(handle.reserved, *fk_device())) ? 0 : INVALID_VALUE);
 }
-E cudaIpcCloseMemHandle(void *pointer) { return result(fk_untrack(pointer, OF_OTHER_PROCESS)); }
+E cudaIpcCloseMemHandle(void *pointer) {
+    return fk_count("api", "cudaIpcCloseMemHandle"), result(fk_untrack(pointer, OF_OTHER_PROCESS));
+}
 
 // ---- streams and events ----
 
@@ -155,11 +157,14 @@ E cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0
 E cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle) { return cudaEventCreate(event); }
 E cudaEventDestroy(cudaEvent_t event) { return free(event), 0; }
 E cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-    return fk_record((fk_event *)event, fk_stream_of(stream)), 0;
+    fk_record((fk_event *)event, fk_stream_of(stream));
+    if (flags & cudaEventRecordExternal) ((fk_event *)event)->capture = 0;  // a node of the graph, not a fork of it
+    return 0;
 }
 E cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 E cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    return fk_wait(fk_stream_of(stream), (fk_event *)event), 0;
+    if (!(flags & cudaEventWaitExternal)) fk_wait(fk_stream_of(stream), (fk_event *)event);
+    return 0;
 }
 E cudaEventSynchronize(cudaEvent_t event) { return result(fk_may_wait("cudaEventSynchronize")); }
 E cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
@@ -266,6 +271,12 @@ E __cudaGetKernel(void **kernel, const void *host) { return *kernel = (void *)ho
 E cudaGetKernel(void **kernel, const void *host) { return *kernel = (void *)host, 0; }
 E cudaGetFuncBySymbol(void **kernel, const void *host) { return *kernel = (void *)host, 0; }
 E cudaFuncGetName(const char **name, const void *host) { return *name = name_of(host), 0; }
+E cudaLibraryLoadData(void **out, const void *code, void *a, void **b, unsigned n, void *c, void **d, unsigned m) {
+    return *out = malloc(1), 0;
+}
+E cudaLibraryGetKernel(void **out, void *library, const char *name) {
+    return *out = malloc(1), __cudaRegisterFunction(NULL, *out, NULL, strdup(name), 0, NULL, NULL, NULL, NULL, NULL), 0;
+}
 E cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *host) {
     *out = (struct cudaFuncAttributes){
         .maxThreadsPerBlock = 1024, .numRegs = 64, .ptxVersion = 90, .binaryVersion = 90,

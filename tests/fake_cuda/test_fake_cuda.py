@@ -87,6 +87,24 @@ def test_a_handle_outlives_no_memory(tmp_path: Path) -> None:
     assert run(tmp_path, program) == ["0 hello", "1 None"]
 
 
+def test_a_sender_leaves_a_group_whose_other_processes_are_gone_without_waiting_for_them(tmp_path: Path) -> None:
+    program = """
+        import torch
+        import torch.distributed as dist
+        from spmdrl.engine.sglang.receive import SendingEngine
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+        engine = SendingEngine.__new__(SendingEngine)
+        engine._group = dist.new_group([0])
+        dist.all_reduce(torch.zeros(4, device="cuda"), group=engine._group)
+        engine.close()
+        dist.destroy_process_group()
+    """
+    run(tmp_path, program)
+    seen = counters(tmp_path)
+    ends = [seen.get(f"default: ncclComm{name}", 0) for name in ("Abort", "Finalize")]
+    assert ends == [1, 1], "the run's own communicator waits for its ranks"
+
+
 def test_the_planner_is_not_below_what_is_reserved_nor_far_above(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = [sys.executable, "benchmarks/memory_plan.py", "--shapes", "Qwen3-0.6B", "--tokens", "16384"]

@@ -22,7 +22,6 @@ from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.collectives import failing_together, gather_objects, host_barrier
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
-from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.requests import RequestQueue
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
@@ -39,6 +38,7 @@ from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 
 SETTLE_LIMIT_S = 60.0
+_MAX_FRACTION = 0.98  # of the free device memory; SGLang computes in the rest
 
 _Finished = queue.SimpleQueue[tuple[int, Future[dict[str, Any]]] | None]  # None wakes the one who waits
 
@@ -85,6 +85,7 @@ class SGLangEngine(RolloutEngine):
         self._is_idle = True
         self._names = itertools.count()
         self._finished: _Finished = queue.SimpleQueue()  # of the `generate` that runs
+        self._free_at_start: int | None = None  # bytes of the device, when the engine was first started
         sglang_process.share_tensors(self.device.type)
         with failing_together(mesh):  # the others wait here, on a socket
             self._process = self._start() if self.leads else None
@@ -120,7 +121,7 @@ class SGLangEngine(RolloutEngine):
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
-        from spmdrl.engine.sglang.receive import sending_group
+        from spmdrl.engine.sglang.receive import SendingEngine, sending_group
 
         tp_size = run.cfg.rollout.tp_size
         shares = [
@@ -133,7 +134,7 @@ class SGLangEngine(RolloutEngine):
             )
             for rank in range(tp_size)
         ]
-        return RemoteEngine(
+        return SendingEngine(
             run.plan,
             run.meshes,
             naming=cls.naming,
@@ -147,7 +148,8 @@ class SGLangEngine(RolloutEngine):
 
     def _start(self) -> SGLangProcess:
         options = self._options
-        process = SGLangProcess(options.arguments, environment=options.environment, owner=options.owner)
+        arguments = {**options.arguments, "mem_fraction_static": self._fraction()}
+        process = SGLangProcess(arguments, environment=options.environment, owner=options.owner)
         if process.longest_tokens < options.longest_tokens:
             process.close()
             # SGLang would cut responses short and say that they reached their length.
@@ -157,6 +159,20 @@ class SGLangEngine(RolloutEngine):
                 "data.max_prompt_tokens or rollout.max_response_tokens"
             )
         return process
+
+    def _fraction(self) -> float:
+        """Return the fraction of the free device memory that is as many bytes as at the engine's first start.
+
+        An engine that is started again finds less of it free, where the trainer has an optimizer's state by then.
+        """
+        fraction: float = self._options.arguments["mem_fraction_static"]
+        if self._mesh.device_type != "cuda":
+            return fraction
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if self._free_at_start is None:
+            self._free_at_start = free
+        return min(fraction * self._free_at_start / free, _MAX_FRACTION)
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
         """Raise EngineDied, within seconds, when a process of the engine ends."""

@@ -17,6 +17,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
 from spmdrl.engine.channels import FIRST, ORDERS
 from spmdrl.engine.protocol import EngineDied
+from spmdrl.engine.remote import RemoteEngine
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
@@ -94,6 +95,15 @@ class ListeningSGLangEngine(SGLangEngine):
             for name in expectation.keys() | held[rank].keys()
             if expectation.get(name) != held[rank].get(name) and not name.endswith(_DERIVED)
         )
+
+
+class SendingEngine(RemoteEngine):
+    """A `RemoteEngine` whose group has processes that are no ranks of the run."""
+
+    def close(self) -> None:
+        """Leave the group. Its other processes are killed, and the usual end of an NCCL group waits for them."""
+        if self._group is not None and dist.get_backend(self._group) == "nccl":
+            self._group.abort()
 
 
 def sending_group(plan: Plan, meshes: Meshes) -> dist.ProcessGroup | None:
