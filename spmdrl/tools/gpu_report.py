@@ -31,7 +31,8 @@ _INTRODUCTION = """\
 
 Every claim about GPUs, with what was **seen on a GPU** of the tests of `tests/gpu` and the benchmarks that show it; the
 column **emulated** is no GPU: it is the same tests on a CPU that plays CUDA devices
-(`tests/emulated_cuda/README.md`).
+(`tests/emulated_cuda/README.md`). SGLang's own CUDA processes are not in it: `tests/fake_cuda/README.md` says what they
+did on stand-ins for CUDA's libraries, where kernels compute nothing.
 [gpu.md](gpu.md#the-first-minutes-on-a-gpu) says how to run them. "Not yet run" means that the code is written and no
 GPU has confirmed it; [guarantees.md](guarantees.md) lists what a CPU shows.
 """
