@@ -76,7 +76,7 @@ def make_optimizer(
             # By mesh too: torch updates many parameters in one call, but not of different meshes.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim > 1, own_rates.get(parameter), mesh), []).append(parameter)
-    return kind(
+    optimizer = kind(
         [
             {
                 "params": parameters,
@@ -89,6 +89,23 @@ def make_optimizer(
         lr=cfg.lr,
         **options,
     )
+    optimizer.register_step_pre_hook(_FreshBlocks())
+    return optimizer
+
+
+class _FreshBlocks:
+    """Returns the memory that torch caches to a GPU before the first step allocates the state, which then stays.
+
+    The state would lie in parts of blocks that activations have left, and these would fit into the rest no more.
+    """
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_first and not optimizer.state:
+            torch.cuda.empty_cache()  # does nothing where there is no GPU
+        self._is_first = False
 
 
 def set_learning_rates(

@@ -94,6 +94,21 @@ def test_no_block_brings_more_than_its_state() -> None:
     assert optimizer._host.num_bytes < 2**14
 
 
+def test_cached_memory_is_returned_before_the_state_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(len(optimizer.state)))
+    model = network()
+    optimizer = made = make_optimizer(model, OptimConfig(lr=0.1))
+    for _ in range(2):
+        model(torch.randn(5, 8)).sum().backward()
+        optimizer.step()
+    assert calls == [0], "once, and before the first step"
+    optimizer = make_optimizer(model, OptimConfig(lr=0.1))
+    optimizer.load_state_dict(made.state_dict())
+    optimizer.step()
+    assert calls == [0], "state that was loaded is there"
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings["name"])
 def test_the_check_at_launch_takes_a_step_as_well(settings: dict[str, Any]) -> None:
     assert not list(optimizer_problems(OptimConfig(**({"lr": 0.1, "state_on_host": True} | settings))))
