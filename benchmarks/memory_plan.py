@@ -1,123 +1,216 @@
 """The planner beside torch's own caching allocator, on stand-ins for GPUs (`tests/fake_cuda`): no GPU is needed.
 
-`python benchmarks/memory_plan.py --python .venv-cuda/bin/python` measures two training steps of each case, of two
-micro-batches each, and writes `results/memory-plan.json`. A shape and level has a process of its own. More ranks than 1
-are one process with torch's fake process group.
+`python benchmarks/memory_plan.py --python .venv-cuda/bin/python` measures two training steps of each of `CASES`, the
+second of two micro-batches, and writes `results/memory-plan.json`; `--planned` only plans the recorded cases. The cases
+of a shape share a process. More ranks than 1 are one process with torch's fake process group.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 SHAPES = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")
 LEVELS = ("none", "selective", "full")
+WAYS = ("fsdp", "hsdp", "adapters", "offload")  # hsdp: two copies
+SEQUENCE_TOKENS = 4096
+
+
+CASES = (  # shapes, ranks, ways, tokens of a micro-batch; each at every level
+    (SHAPES, (1, 8, 64), ("fsdp",), (16_384,)),
+    (("Qwen3-14B", "Qwen3-32B"), (16,), ("fsdp",), (16_384,)),
+    (("Qwen3-0.6B", "Qwen3-4B", "Qwen3-30B-A3B"), (8,), ("fsdp",), (65_536,)),
+    (("Qwen3-1.7B", "Qwen3-8B", "Qwen3-30B-A3B"), (16,), ("hsdp",), (16_384,)),
+    (("Qwen3-8B",), (1, 8), ("adapters",), (16_384,)),
+    (("Qwen3-30B-A3B",), (8,), ("adapters",), (16_384,)),
+    (("Qwen3-8B",), (8,), ("offload",), (16_384,)),
+)
 
 
 def main() -> None:
-    """Measure every case, or with --case one of them in this process."""
+    """Measure every case, or with --case those of one shape in this process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="of an environment with the CUDA build of torch")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16_384, 65_536])
+    parser.add_argument("--ranks", nargs="+", type=int, help="only these")
     parser.add_argument("--recompute", nargs="+", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of training")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/memory-plan.json")
-    parser.add_argument("--case", nargs=3, metavar=("SHAPE", "LEVEL", "RANKS"), help=argparse.SUPPRESS)
+    parser.add_argument("--planned", action="store_true", help="measure nothing")
+    parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        shape, level, ranks = args.case
-        for row in measure(shape, level, int(ranks), args.tokens):
-            print(json.dumps(row), flush=True)
-        return
-    for shape in args.shapes:
-        for ranks in args.ranks:
-            for level in args.recompute:
-                record(args.out, [*in_a_process(args, shape, level, ranks)])
+        for case in cases_of(args):
+            print(json.dumps(measure(case)), flush=True)
+    elif args.planned:
+        for row in json.loads(args.out.read_text())["rows"]:
+            print(summary(row))
+    else:
+        for shape in args.shapes:
+            in_a_process(args, shape)
 
 
-def in_a_process(args: argparse.Namespace, shape: str, level: str, ranks: int) -> list[dict[str, Any]]:
-    """Measure the cases of one shape and level with stand-ins, in a process of their own."""
+def cases_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what tells a row from others."""
+    for grid in CASES:
+        for shape, ranks, way, tokens, level in itertools.product(*grid, LEVELS):
+            wanted = shape in args.shapes and way in args.ways and level in args.recompute
+            if wanted and ranks in (args.ranks or [ranks]):
+                yield {"shape": shape, "ranks": ranks, "way": way, "tokens": tokens, "recompute": level}
+
+
+def in_a_process(args: argparse.Namespace, shape: str) -> None:
+    """Measure the cases of one shape with stand-ins, in a process of their own, and record each when it is done."""
     with tempfile.TemporaryDirectory() as folder:
         build = f"import json; from tests.fake_cuda.build import environment as e; from pathlib import Path; \
             print(json.dumps(e(Path({folder!r}), memory_gib=4096)))"
-        run: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "check": True}
-        stand_ins = json.loads(subprocess.run([args.python, "-c", build], **run).stdout)
-        command = [args.python, __file__, "--tokens", *map(str, args.tokens), "--case", shape, level, str(ranks)]
+        run: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+        stand_ins = json.loads(subprocess.run([args.python, "-c", build], check=True, **run).stdout)
+        command = [args.python, __file__, "--case", "--shapes", shape]
+        for name in ("ranks", "recompute", "ways"):
+            command += [f"--{name}", *map(str, values)] if (values := getattr(args, name)) else []
         path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(command, env=os.environ | stand_ins | {"PYTHONPATH": path}, **run)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    for row in rows:
-        print(summary(row), file=sys.stderr, flush=True)
-    return rows
+        with subprocess.Popen(command, env=os.environ | stand_ins | {"PYTHONPATH": path}, **run) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    row = json.loads(line)
+                    record(args.out, row)
+                    print(summary(row), file=sys.stderr, flush=True)
+        if process.returncode:
+            sys.exit(process.returncode)
 
 
-def measure(shape: str, level: str, ranks: int, tokens: list[int]) -> list[dict[str, Any]]:
-    """Measure what two steps allocate and reserve, for each number of tokens, the least first."""
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Measure what two steps, the second of two micro-batches, allocate and reserve on this process's first device."""
     import torch
-    import torch.distributed as dist
-    from gpu_step import Trainer, micro_batch
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from gpu_step import micro_batch
+    from results import commit_id
 
-    from spmdrl.config import ParallelConfig
-    from spmdrl.dist import mesh
     from spmdrl.preflight.published import published_config
 
-    config = published_config(shape)
+    config = published_config(case["shape"])
+    lengths = [SEQUENCE_TOKENS] * (case["tokens"] // SEQUENCE_TOKENS)
+    cfg = settings(case)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    policy, optimizer = trained(config, cfg, case["ranks"])
+    batch = micro_batch(lengths, config.vocab_size)
+    for num_micro_batches in (1, 2):
+        with policy.summing_gradients():
+            for _ in range(
+                num_micro_batches
+            ):  # gradients of the first wait while the second has all of its activations
+                (policy(batch).logprobs * batch.loss_weights.to("cuda")).sum().neg().backward()
+        optimizer.step()
+        policy.refresh()
+        optimizer.zero_grad()
+    stats = torch.cuda.memory_stats()
+    by_stream: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        by_stream[segment["stream"]] = by_stream.get(segment["stream"], 0) + segment["total_size"]
+    row = case | {name: stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")}
+    row |= {"reserved_by_stream": sorted(by_stream.values(), reverse=True)}
+    return row | {"torch": torch.__version__, "commit": commit_id()}
+
+
+def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
+    """Build the policy that these settings train, with its optimizer, on the first of `ranks` ranks.
+
+    The other ranks are those of torch's fake process group. Weights have shapes and no values.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from spmdrl.dist import mesh
+    from spmdrl.learn.optim import make_optimizer
+    from spmdrl.model.adapted import plan_adapters
+    from spmdrl.model.adapters import Adapters
+    from spmdrl.model.attention import fastest_varlen
+    from spmdrl.model.checkpointing import checkpoint_layers
+    from spmdrl.model.load import model_without_memory
+    from spmdrl.model.operators import operators_of
+    from spmdrl.model.policy import Policy
+    from spmdrl.model.prefetch import prefetch_layers
+    from spmdrl.model.sharding import decoder_layers, shard_policy
+    from spmdrl.model.targets import targets_of
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     everyone = mesh.init_device_mesh("cuda", (ranks,), mesh_dim_names=("world",))
-    _, model = mesh._training_meshes("cuda", torch.arange(ranks), 0, ParallelConfig())
-    trainer = Trainer(config, level, SimpleNamespace(training=everyone, model=model))
-    rows = []
-    for count in sorted(tokens):
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        lengths = [4096] * (count // 4096)
-        batch = micro_batch(lengths, config.vocab_size)
-        for _ in range(2):
-            for _ in range(2):  # gradients of the first wait while the second has all of its activations
-                (trainer.policy(batch).logprobs * batch.loss_weights.to("cuda")).sum().neg().backward()
-            trainer._optimizer.step()
-            trainer._optimizer.zero_grad()
-        stats = torch.cuda.memory_stats()
-        by_stream: dict[int, int] = {}
-        for segment in torch.cuda.memory_snapshot():
-            by_stream[segment["stream"]] = by_stream.get(segment["stream"], 0) + segment["total_size"]
-        row = {"shape": shape, "ranks": ranks, "tokens": count, "recompute": level}
-        row |= {name: stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")}
-        row |= {"planned": planned_bytes(config, level, lengths, ranks=ranks), "torch": torch.__version__}
-        rows.append(row | {"reserved_by_stream": sorted(by_stream.values(), reverse=True)})
-    return rows
+    _, meshes = mesh._training_meshes("cuda", torch.arange(ranks), 0, cfg.parallel)
+    offloads = cfg.model.cpu_offload
+    model = model_without_memory(config, cfg.model)
+    model.to(torch.bfloat16 if cfg.lora else torch.float32)
+    kernel = fastest_varlen(model)
+    policy = Policy(model, kernel=kernel, temperature=1.0, logits_chunk_tokens=cfg.model.logits_chunk_tokens)
+    operators = operators_of(kernel)
+    operators.install(model)
+    offload = CPUOffloadPolicy(pin_memory=True) if offloads else None
+    shard_policy(policy, meshes, dtype=torch.bfloat16, offload=offload, reshard_root=False)
+    prefetch_layers(decoder_layers(model), num_ahead=1)
+    policy.to_empty(device="cpu" if offloads else "cuda")
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to("cuda"), persistent=False)
+    model.eval()
+    if cfg.model.gradient_checkpointing != "none":
+        checkpoint_layers(model, decoder_layers(model), recomputed=cfg.model.gradient_checkpointing, every_layers=1)
+    if cfg.lora is not None:
+        policy.requires_grad_(False)
+        plan = plan_adapters(model, cfg.lora)
+        targets = targets_of(model, plan.wanted, multiply=operators.linear)
+        policy.adapters = Adapters(targets, plan.strength, everyone["world"], config={}, base="")
+    return policy, make_optimizer(policy, cfg.optim)
 
 
-def planned_bytes(config: Any, level: str, lengths: list[int], *, ranks: int) -> int:
-    """Return what the planner says that torch's allocator takes: cuBLAS's workspaces are among it."""
+def settings(case: dict[str, Any]) -> Any:
+    """Return the settings of a run that trains this case."""
     from spmdrl.config import SftConfig
-    from spmdrl.memory.overhead import CUBLAS_BYTES
-    from spmdrl.preflight.forecast import Model, predict
 
-    cfg = SftConfig.model_validate(
+    sequences = case["tokens"] // SEQUENCE_TOKENS
+    return SftConfig.model_validate(
         {
             "run": {"name": "memory-plan", "num_steps": 1},
-            "model": {"path": "random", "gradient_checkpointing": level},
+            "model": {
+                "path": "random",
+                "gradient_checkpointing": case["recompute"],
+                "cpu_offload": case["way"] == "offload",
+            },
             "data": {"max_prompt_tokens": 1, "sources": [{"kind": "jsonl", "path": "random"}]},
-            "sft": {"sequences_per_step": len(lengths) * ranks, "max_response_tokens": max(lengths) - 1},
+            "sft": {"sequences_per_step": sequences * case["ranks"], "max_response_tokens": SEQUENCE_TOKENS - 1},
             "optim": {"lr": 1e-6},
-            "pack": {"max_tokens_per_micro_batch": sum(lengths)},
+            "pack": {"max_tokens_per_micro_batch": case["tokens"]},
+            "parallel": {"dp_replicate": 2 if case["way"] == "hsdp" else 1},
+            **({"lora": {"rank": 16}} if case["way"] == "adapters" else {}),
         }
     )
-    phases = predict(cfg, Model.read(config, cfg.model), num_ranks=ranks, device_bytes=GIB, on_gpu=True).phases
+
+
+def planned_bytes(case: dict[str, Any]) -> int:
+    """Return what the planner says that torch's allocator takes: cuBLAS's workspaces are among it."""
+    from spmdrl.memory.overhead import CUBLAS_BYTES
+    from spmdrl.preflight.forecast import Model, predict
+    from spmdrl.preflight.published import published_config
+
+    cfg = settings(case)
+    model = Model.read(published_config(case["shape"]), cfg.model, lora=cfg.lora)
+    phases = predict(cfg, model, num_ranks=case["ranks"], device_bytes=GIB, on_gpu=True).phases
     return CUBLAS_BYTES + max(
         phase.process_bytes + phase.elsewhere.get("unused blocks", 0)
         for phase in phases
@@ -125,24 +218,26 @@ def planned_bytes(config: Any, level: str, lengths: list[int], *, ranks: int) ->
     )
 
 
-def record(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Put these rows in place of older ones of the same cases."""
+def record(path: Path, row: dict[str, Any]) -> None:
+    """Put this row in place of an older one of the same case."""
     known = json.loads(path.read_text()) if path.exists() else {"benchmark": "memory-plan", "rows": []}
-    cases = {case_of(row): row for row in [*known["rows"], *rows]}
+    cases = {order_of(row): row for row in [*known["rows"], row]}
     known["rows"] = [cases[case] for case in sorted(cases)]
     path.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def case_of(row: dict[str, Any]) -> tuple[int, int, int, int]:
+def order_of(row: dict[str, Any]) -> tuple[int, ...]:
     """Return what tells a row from others, in the order of the table."""
-    return SHAPES.index(row["shape"]), row["ranks"], row["tokens"], LEVELS.index(row["recompute"])
+    places = SHAPES.index(row["shape"]), WAYS.index(row["way"]), LEVELS.index(row["recompute"])
+    return places[0], places[1], row["ranks"], row["tokens"], places[2]
 
 
 def summary(row: dict[str, Any]) -> str:
     """Format one line of the table."""
-    case = f"{row['shape']:<14} {row['ranks']:>2} ranks {row['tokens']:>6} tokens {row['recompute']:<9}"
-    sizes = " ".join(f"{name} {row[name] / GIB:6.1f}" for name in ("allocated", "reserved", "planned"))
-    return f"{case} {sizes} GiB, planned / reserved {row['planned'] / row['reserved']:.3f}"
+    case = f"{row['shape']:<14} {row['ranks']:>2} ranks {row['way']:<8} {row['tokens']:>6} tokens {row['recompute']:<9}"
+    sizes = " ".join(f"{name} {row[name] / GIB:6.1f}" for name in ("allocated", "reserved"))
+    planned = planned_bytes(row)
+    return f"{case} {sizes} planned {planned / GIB:6.1f} GiB, planned / reserved {planned / row['reserved']:.3f}"
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
 from spmdrl.config.engines import engine_facts
+from spmdrl.memory.blocks import Unit, Weight
 from spmdrl.memory.overhead import Overhead
 
 GIB = 2**30
@@ -62,6 +63,7 @@ class ModelSize:
     largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
     all_adapted_experts: int = 0  # undivided, of all layers
+    units: tuple[Unit, ...] = ()  # what is outside of all layers, and each layer; not what is kept in few bits
 
     @property
     def stepped(self) -> int:
@@ -104,6 +106,11 @@ def model_size(
         num_rows, *others = shapes[name]
         return math.ceil(num_rows / layout.num_shards(name)) * math.prod(others) // layout.num_parts(name)
 
+    def unit(names: Iterable[str]) -> Unit:
+        sharded = (name for name in names if name not in kept)
+        return Unit(tuple(Weight(shard(name), layout.num_shards(name), name not in frozen) for name in sharded))
+
+    outside = [name for name in shapes if not any(name in layer for layer in layers)]
     return ModelSize(
         whole=sum(map(math.prod, shapes.values())),
         shard=sum(map(shard, shapes)),
@@ -115,6 +122,7 @@ def model_size(
         kept=sum(math.prod(shapes[name]) for name in kept),
         kept_bytes=sum(kept.values()),
         largest_kept=max((math.prod(shapes[name]) for name in kept), default=0),
+        units=(unit(outside), *(unit(name for name in shapes if name in layer) for layer in layers)),
     )
 
 

@@ -11,11 +11,6 @@ They are estimates until a device has been asked; `docs/memory.md` says how to a
                 captures decode steps of up to 256 sequences, or 512 with 4 ranks or more to an engine
     workspace   of an engine: 512 MiB, which SGLang reserves for its attention kernels; one layer's activations for one
                 chunk of prompts; and four float32 tensors of [running sequences, V] from which tokens are sampled
-
-    unused      blocks of torch's caching allocator that no tensor fits into, in forward and backward: shares of the
-                tensors and of the gradients, which lie in blocks of another stream. With them the plan on one
-                device is not below what `benchmarks/memory_plan.py` saw the allocator reserve, and at most 5 % above
-                it; over 8 ranks with full recomputation it is up to 11 % below
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ GRAPH_BYTES = 2 * _MIB  # a sequence of the largest captured batch
 ATTENTION_BYTES = 512 * _MIB
 CHUNK_TOKENS = 8192  # SGLang's choice for devices of 60 to 160 GB
 _SAMPLING_TENSORS = 4  # logits, scaled logits, their probabilities, and sorted ones
-UNUSED_SHARE, UNUSED_SHARE_OF_GRADIENTS = 0.055, 0.2
 _FLOAT32 = 4
 
 Parts = Mapping[str, int]  # purpose -> bytes
@@ -124,12 +118,6 @@ def workspace_bytes(cfg: Config, decoder: Decoder, *, compute_bytes: int) -> int
     layer = forward_bytes(decoder.split(cfg.rollout.tp_size), compute_bytes=compute_bytes, num_tokens=tokens)
     sampling = _SAMPLING_TENSORS * _FLOAT32 * cfg.rollout.max_running * decoder.vocabulary
     return ATTENTION_BYTES + max(layer, sampling)
-
-
-def unused_blocks(tensors: Parts) -> Parts:
-    """Count what the allocator holds beside these tensors of forward and backward."""
-    of_gradients = UNUSED_SHARE_OF_GRADIENTS * tensors["gradients"]
-    return {"unused blocks": int(UNUSED_SHARE * sum(tensors.values()) + of_gradients)}
 
 
 def _process(num_groups: int) -> dict[str, int]:

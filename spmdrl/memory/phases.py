@@ -23,6 +23,7 @@ from spmdrl.memory.activations import (
     layer_workspace_bytes,
     logits_bytes,
 )
+from spmdrl.memory.blocks import kept_tensors, reserved
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
     EXPORT_BUCKET_BYTES,
@@ -47,7 +48,7 @@ from spmdrl.memory.images import (
     pixels_bytes,
     shown_tokens,
 )
-from spmdrl.memory.overhead import Overhead, Parts, unused_blocks
+from spmdrl.memory.overhead import Overhead, Parts
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
@@ -174,8 +175,32 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
 def _update_phase(name: str, cfg: Config | SftConfig, rank: Rank, host: Parts) -> PhaseMemory:
     """Return the phase of forward and backward of one model, in which the allocator has most blocks it cannot use."""
     device = _trainer(rank) | _update(cfg, rank)
-    unused = unused_blocks(device) if rank.on_gpu else {}
+    unused = {"unused blocks": _unused_blocks(cfg, rank, device)} if rank.on_gpu else {}
     return PhaseMemory.of(name, device, host, {**rank.overhead.while_training, **unused})
+
+
+def _unused_blocks(cfg: Config | SftConfig, rank: Rank, device: Parts) -> int:
+    """Bytes that torch's allocator reserves beside these tensors of forward and backward."""
+    size, model = rank.size, cfg.model
+    stays = rank.memory.weights + rank.memory.optimizer
+    states = 0 if cfg.optim.state_on_host else states_per_weight(cfg.optim)
+    weight_bytes = rank.compute_bytes if size.adapters else _FLOAT32
+    kept = [] if model.cpu_offload else kept_tensors(size.units, weight_bytes=weight_bytes, states=states)
+    # FSDP reduces gradients, and gathers layers ahead, on streams of their own.
+    elsewhere = (0 if size.adapters else device["gradients"]) + device["sums over copies"]
+    if model.reshard_after_forward:
+        elsewhere += (gathered_weights(model, size) - size.root - size.largest_layer) * rank.compute_bytes
+    total = reserved(
+        units=size.units,
+        kept=[*kept, stays - sum(kept)],
+        moving=sum(device.values()) - stays - elsewhere,
+        level=model.gradient_checkpointing,
+        compute_bytes=rank.compute_bytes,
+        ahead=model.prefetch_layers,
+        copies=cfg.parallel.dp_replicate,
+        on_host=model.cpu_offload,
+    )
+    return max(0, total - sum(device.values()))
 
 
 def phase_memory(cfg: Config, rank: Rank, plan: MemoryPlan) -> list[PhaseMemory]:
@@ -288,9 +313,14 @@ def _logprobs(cfg: Config, rank: Rank) -> dict[str, int]:
 
 
 def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
-    """Parts of the device that forward and backward of one model add."""
+    """Parts of the device that forward and backward of one model add.
+
+    Copies of a model sum gradients that FSDP frees only after the last; those of the micro-batch before wait meanwhile.
+    """
+    size = rank.size
     return {
-        "gradients": 0 if cfg.model.cpu_offload and not rank.size.adapters else rank.size.gradient_bytes,
+        "gradients": 0 if cfg.model.cpu_offload and not size.adapters else size.gradient_bytes,
+        "sums over copies": size.gradient_bytes if cfg.parallel.dp_replicate > 1 and not size.adapters else 0,
         "gathered": _gathered(cfg, rank) * rank.compute_bytes,
     } | _backward(cfg, rank)
 
@@ -334,10 +364,10 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device at the largest of three moments, without weights, gradient shards and gathered weights.
 
     At the head: a tile of logits, and the gradient of the head's [V, D] weight. In the last layer, with the activations
-    of all layers: recomputed activations, the head's gradient, and whole gradients of two layers that are being reduced
-    to shards. At the end: the whole gradients of the weights outside the layers, and what a trained tower needs for
-    its last block. Until then its activations wait. A frozen base has no gradients; of experts with adapters there are
-    merged weights, with the layers' activations.
+    of all layers: recomputed activations, the head's gradient, and the whole gradients of a layer, with the float32
+    copy that is reduced to shards. At the end: the whole gradients of the weights outside the layers, and what a
+    trained tower needs for its last block. Until then its activations wait. A frozen base has no gradients; of experts
+    with adapters there are merged weights, with the layers' activations.
     """
     tokens, b = micro_batch_tokens(cfg, rank.run), rank.compute_bytes
     decoder, part = rank.decoder, rank.decoder.split(cfg.parallel.tp)
@@ -369,7 +399,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
             "activations": activations,
             "activations of images": waiting,
             "one layer": layer_workspace_bytes(part, settings, num_tokens=tokens),
-            "whole gradients": head + is_trained * 2 * (_FLOAT32 + b) * rank.size.largest_layer,
+            "whole gradients": head + is_trained * (_FLOAT32 + b) * rank.size.largest_layer,
             "merged experts": (kept * b + _FLOAT32 + b) * experts,
         },
         {

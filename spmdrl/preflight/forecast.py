@@ -75,6 +75,7 @@ class Model:
         """Count the parameters on one of `num_training` ranks."""
         in_layers = set().union(*self.layers)
         adapters, adapted = sum(self.targets.values()), self.targets.keys()
+        frozen = self.shapes.keys() if adapters else self.frozen
         tower = tower_names(self.config, self.shapes)
         vocabulary = {name for name in self.shapes.keys() - in_layers - tower if len(self.shapes[name]) == 2}
         layout = ShardLayout(
@@ -89,7 +90,7 @@ class Model:
             for layer in self.layers
         ]
         return dataclasses.replace(
-            model_size(self.shapes, self.layers, layout=layout, frozen=self.frozen, apart=tower, kept=self.kept),
+            model_size(self.shapes, self.layers, layout=layout, frozen=frozen, apart=tower, kept=self.kept),
             adapters=adapters,
             adapter_shard=math.ceil(adapters / num_training),
             adapter_start=adapters if self.keeps_start else 0,

@@ -1,0 +1,182 @@
+"""Bytes that torch's caching allocator reserves on a device for the forward and backward passes of one model.
+
+The allocator cuts blocks from segments of the device's memory, and what one stream has freed serves no other stream.
+FSDP works on three: weights are gathered on one, gradients are reduced and kept on another, and all else is on the
+stream that computes. The first two take and free the same sizes in every pass, so their segments are found by doing so
+(`Blocks`). On the third, what stays is placed in the same way; of what comes and goes, the fullest moment is known, and
+these come in addition:
+
+    sum of the root   the float32 gradients of the weights outside the layers, laid end to end to be reduced: no segment
+                      of activations is large enough, and it is needed when the activations are gone
+    unused            shares of what comes and goes, of results that "selective" keeps, and of the root: parts of blocks
+                      into which no tensor fits. They are fitted to what `benchmarks/memory_plan.py` has measured
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from spmdrl.memory.activations import Level
+
+_MIB = 2**20
+_SMALLEST = 512
+_SMALL = _MIB  # up to this, blocks come from segments of 2 MiB
+_MEDIUM = 10 * _MIB  # up to this, from segments of 20 MiB; larger ones have their own, in multiples of 2 MiB
+_FLOAT32 = 4
+UNUSED_SHARE: Mapping[Level, float] = {"none": 0.022, "selective": 0.05, "full": 0.06}
+UNUSED_SHARE_OF_ROOT = 0.1
+
+
+class Weight(NamedTuple):
+    """A weight on one rank, in elements."""
+
+    shard: int  # the most that a rank has; FSDP pads the others to it
+    num_shards: int = 1  # ranks over which it is sharded
+    is_trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The weights that FSDP gathers together: a layer's, or the root's, those outside of all layers."""
+
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def gathered(self) -> int:
+        """Elements of whole weights."""
+        return sum(weight.shard * weight.num_shards for weight in self.weights)
+
+    @property
+    def shard(self) -> int:
+        """Elements on one rank of what is sharded over several."""
+        return sum(weight.shard for weight in self.weights if weight.num_shards > 1)
+
+    @property
+    def gradient(self) -> int:
+        """Elements of gradients, whole."""
+        return sum(weight.shard * weight.num_shards for weight in self.weights if weight.is_trained)
+
+    @property
+    def gradient_shard(self) -> int:
+        """Elements of gradients on one rank."""
+        return sum(weight.shard for weight in self.weights if weight.is_trained)
+
+
+class Blocks:
+    """The segments of one stream: a request gets the smallest free block that it fits into, or a new segment."""
+
+    def __init__(self) -> None:
+        self.reserved = 0  # bytes
+        self._free: tuple[list[tuple[int, int]], ...] = ([], [])  # of small and of other segments: size, start
+        self._sizes: dict[int, int] = {}  # of the blocks in use, by their starts
+        self._end = 0  # of the last segment; one byte lies between two, so that their blocks are no neighbours
+
+    def take(self, num_bytes: int) -> int:
+        """Cut a block for a tensor, and return its start."""
+        size = max(1, -(-num_bytes // _SMALLEST)) * _SMALLEST
+        is_large = size > _SMALL
+        free = self._free[is_large]
+        place = bisect.bisect_left(free, (size, 0))
+        if place == len(free):
+            segment = 2 * _MIB if not is_large else 20 * _MIB if size < _MEDIUM else -(-size // (2 * _MIB)) * 2 * _MIB
+            found, start = segment, self._end
+            self._end += segment + 1
+            self.reserved += segment
+        else:
+            found, start = free.pop(place)
+        rest = found - size
+        if rest > _SMALL or (rest and not is_large):
+            bisect.insort(free, (rest, start + size))
+            found = size
+        self._sizes[start] = found
+        return start
+
+    def give(self, start: int) -> None:
+        """Free a block; free neighbours become one."""
+        size = self._sizes.pop(start)
+        free = self._free[size > _SMALL]
+        for other in [one for one in free if one[1] + one[0] == start or one[1] == start + size]:
+            free.remove(other)
+            start, size = min(start, other[1]), size + other[0]
+        bisect.insort(free, (size, start))
+
+
+def reserved(
+    *,
+    units: Sequence[Unit],
+    kept: Iterable[int],
+    moving: int,
+    level: Level,
+    compute_bytes: int,
+    ahead: int = 1,
+    copies: int = 1,
+    on_host: bool = False,
+) -> int:
+    """Return the bytes of all segments of a rank that trains.
+
+    `units` are the root and the layers in order, `kept` the bytes of each tensor on the stream that computes that stays
+    from step to step, `moving` those of all that comes and goes there, at the fullest moment. `ahead` units are
+    gathered before they compute. Gradients are summed over `copies` of the model. Weights and gradients may stay
+    `on_host`.
+    """
+    held = Blocks()
+    for size in kept:
+        held.take(size)
+    root, *layers = units
+    largest = max((layer.gradient for layer in layers), default=0)
+    root_sum = root.gradient * _FLOAT32 if root.gradient > largest else 0
+    unused = int(UNUSED_SHARE[level] * moving + UNUSED_SHARE_OF_ROOT * root.gathered * compute_bytes)
+    gathering = _gathering(units, compute_bytes=compute_bytes, ahead=ahead, on_host=on_host)
+    reducing = _reducing(units, copies=copies, on_host=on_host)
+    return held.reserved + moving + root_sum + unused + gathering + reducing
+
+
+def _gathering(units: Sequence[Unit], *, compute_bytes: int, ahead: int, on_host: bool) -> int:
+    """Return the bytes of the stream that gathers: a unit's shard in the compute dtype, and then all of the unit.
+
+    What is gathered is copied to the stream that computes, and freed when the next unit has been. Shards on the host
+    come weight by weight, in float32. One rank gathers nothing.
+    """
+    blocks, pending = Blocks(), list[int]()
+    for unit in units:
+        if not unit.shard:
+            continue
+        shards = [blocks.take(unit.shard * compute_bytes)] if not on_host else []
+        for weight in unit.weights if on_host else ():
+            copied = blocks.take(weight.shard * _FLOAT32)
+            shards.append(blocks.take(weight.shard * compute_bytes))
+            blocks.give(copied)
+        pending.append(blocks.take(unit.gathered * compute_bytes))
+        for shard in shards:
+            blocks.give(shard)
+        while len(pending) > ahead:
+            blocks.give(pending.pop(0))
+    return blocks.reserved
+
+
+def _reducing(units: Sequence[Unit], *, copies: int, on_host: bool) -> int:
+    """Return the bytes of the stream that reduces, over two micro-batches: the second adds to the first's gradients.
+
+    Where gradients are summed over copies as well, the second's stay until the end of its backward pass.
+    """
+    blocks, backward = Blocks(), [unit.gradient_shard * _FLOAT32 for unit in (*units[:0:-1], units[0])]
+    if not on_host:
+        for size in filter(None, backward):
+            blocks.take(size)
+    waiting = list[int]()
+    for size in filter(None, backward):
+        waiting.append(blocks.take(size))
+        if copies == 1:
+            blocks.give(waiting.pop())
+    return blocks.reserved
+
+
+def kept_tensors(units: Iterable[Unit], *, weight_bytes: int, states: int) -> list[int]:
+    """List the bytes of each tensor of weights, and of float32 optimizer state, that stay on the device."""
+    weights = list(chain.from_iterable(unit.weights for unit in units))
+    state = [weight.shard * _FLOAT32 for weight in weights if weight.is_trained for _ in range(states)]
+    return [*(weight.shard * weight_bytes for weight in weights), *state]
