@@ -8,6 +8,7 @@ of a shape share a process. More ranks than 1 are one process with torch's fake 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -205,16 +206,32 @@ def settings(case: dict[str, Any]) -> Any:
 def planned_bytes(case: dict[str, Any]) -> int:
     """Return what the planner says that torch's allocator takes: cuBLAS's workspaces are among it."""
     from spmdrl.memory.overhead import CUBLAS_BYTES
-    from spmdrl.preflight.forecast import Model, predict
-    from spmdrl.preflight.published import published_config
 
-    cfg = settings(case)
-    model = Model.read(published_config(case["shape"]), cfg.model, lora=cfg.lora)
-    phases = predict(cfg, model, num_ranks=case["ranks"], device_bytes=GIB, on_gpu=True).phases
+    phases = prediction(case).phases
     return CUBLAS_BYTES + max(
         phase.process_bytes + phase.elsewhere.get("unused blocks", 0)
         for phase in phases
         if phase.name in ("forward-backward", "optimizer")
+    )
+
+
+def prediction(case: dict[str, Any]) -> Any:
+    """Return the planner's prediction of a case."""
+    from spmdrl.preflight.forecast import predict
+
+    model = model_of(case["shape"], case["way"] == "adapters")
+    return predict(settings(case), model, num_ranks=case["ranks"], device_bytes=GIB, on_gpu=True)
+
+
+@functools.cache
+def model_of(shape: str, has_adapters: bool) -> Any:
+    """Return the shapes of a model's weights."""
+    from spmdrl.config import LoraConfig, ModelConfig
+    from spmdrl.preflight.forecast import Model
+    from spmdrl.preflight.published import published_config
+
+    return Model.read(
+        published_config(shape), ModelConfig(path="random"), lora=LoraConfig(rank=16) if has_adapters else None
     )
 
 

@@ -6,10 +6,15 @@ stream that computes. The first two take and free the same sizes in every pass, 
 (`Blocks`). On the third, what stays is placed in the same way; of what comes and goes, the fullest moment is known, and
 these come in addition:
 
-    sum of the root   the float32 gradients of the weights outside the layers, laid end to end to be reduced: no segment
-                      of activations is large enough, and it is needed when the activations are gone
-    unused            shares of what comes and goes, of results that "selective" keeps, and of the root: parts of blocks
-                      into which no tensor fits. They are fitted to what `benchmarks/memory_plan.py` has measured
+    sum of the root     the float32 gradients of the weights outside the layers, laid end to end to be reduced: no
+                        segment of activations is large enough, and it is needed when the activations are gone
+    embedding           its gradient, while the head's waits, where no activation has as large a segment
+    unused              parts of blocks into which no tensor fits: a share of what comes and goes. With "full", layers
+                        leave blocks of the widths A and I to the inputs of layers, of width D, that are kept: what
+                        remains of them counts too
+    gradients           less than `activations.py` counts for a layer without experts: not all are there at once
+
+The shares are fitted to what `benchmarks/memory_plan.py` has measured.
 """
 
 from __future__ import annotations
@@ -27,8 +32,9 @@ _SMALLEST = 512
 _SMALL = _MIB  # up to this, blocks come from segments of 2 MiB
 _MEDIUM = 10 * _MIB  # up to this, from segments of 20 MiB; larger ones have their own, in multiples of 2 MiB
 _FLOAT32 = 4
-UNUSED_SHARE: Mapping[Level, float] = {"none": 0.022, "selective": 0.05, "full": 0.06}
-UNUSED_SHARE_OF_ROOT = 0.1
+UNUSED_SHARE: Mapping[Level, float] = {"none": 0.028, "selective": 0.055, "full": 0.078}  # of what comes and goes
+REMAINDER_SHARE = 1.3  # of what remains of blocks beside the inputs of layers
+ABSENT_SHARE = 0.55  # of three gradients of [T, I] and of [T, D]
 
 
 class Weight(NamedTuple):
@@ -64,6 +70,22 @@ class Unit:
     def gradient_shard(self) -> int:
         """Elements of gradients on one rank."""
         return sum(weight.shard for weight in self.weights if weight.is_trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes of the tensors of a layer in the compute dtype, for a micro-batch of T tokens."""
+
+    hidden: int  # [T, D]
+    queries: int  # [T, A]
+    mlp: int  # [T, I]
+    kept: int  # of all layers together, from forward to backward
+    has_experts: bool
+
+    @property
+    def remainder(self) -> float:
+        """The share of a wide block that remains beside hidden states, of the width that they fill better."""
+        return min(width % self.hidden / width for width in (self.queries, self.mlp))
 
 
 class Blocks:
@@ -110,7 +132,9 @@ def reserved(
     units: Sequence[Unit],
     kept: Iterable[int],
     moving: int,
+    activations: Activations,
     level: Level,
+    weight_bytes: int,
     compute_bytes: int,
     ahead: int = 1,
     copies: int = 1,
@@ -119,7 +143,8 @@ def reserved(
     """Return the bytes of all segments of a rank that trains.
 
     `units` are the root and the layers in order, `kept` the bytes of each tensor on the stream that computes that stays
-    from step to step, `moving` those of all that comes and goes there, at the fullest moment. `ahead` units are
+    from step to step, `moving` those of all that comes and goes there, at the fullest moment, `activations` among
+    them. Elements of shards and of gathered weights have `weight_bytes` and `compute_bytes`. `ahead` units are
     gathered before they compute. Gradients are summed over `copies` of the model. Weights and gradients may stay
     `on_host`.
     """
@@ -129,27 +154,38 @@ def reserved(
     root, *layers = units
     largest = max((layer.gradient for layer in layers), default=0)
     root_sum = root.gradient * _FLOAT32 if root.gradient > largest else 0
-    unused = int(UNUSED_SHARE[level] * moving + UNUSED_SHARE_OF_ROOT * root.gathered * compute_bytes)
-    gathering = _gathering(units, compute_bytes=compute_bytes, ahead=ahead, on_host=on_host)
-    reducing = _reducing(units, copies=copies, on_host=on_host)
-    return held.reserved + moving + root_sum + unused + gathering + reducing
+    embedding = max((w.shard * w.num_shards for w in root.weights if w.is_trained), default=0) * compute_bytes
+    if embedding < max(activations.queries, activations.mlp):
+        embedding = 0
+    unused = UNUSED_SHARE[level] * moving
+    if not activations.has_experts:
+        unused -= ABSENT_SHARE * 3 * (activations.mlp + activations.hidden)
+    if level == "full":
+        unused += REMAINDER_SHARE * activations.remainder * activations.kept
+    others = gathering(units, weight_bytes=weight_bytes, compute_bytes=compute_bytes, ahead=ahead, on_host=on_host)
+    others += reducing(units, copies=copies, on_host=on_host)
+    return held.reserved + moving + root_sum + embedding + int(unused) + others
 
 
-def _gathering(units: Sequence[Unit], *, compute_bytes: int, ahead: int, on_host: bool) -> int:
+def gathering(
+    units: Sequence[Unit], *, weight_bytes: int, compute_bytes: int, ahead: int = 1, on_host: bool = False
+) -> int:
     """Return the bytes of the stream that gathers: a unit's shard in the compute dtype, and then all of the unit.
 
     What is gathered is copied to the stream that computes, and freed when the next unit has been. Shards on the host
-    come weight by weight, in float32. One rank gathers nothing.
+    come weight by weight, in their own dtype. One rank gathers nothing.
     """
-    blocks, pending = Blocks(), list[int]()
+    blocks, pending, casts = Blocks(), list[int](), weight_bytes != compute_bytes
     for unit in units:
         if not unit.shard:
             continue
-        shards = [blocks.take(unit.shard * compute_bytes)] if not on_host else []
+        shards = [blocks.take(unit.shard * compute_bytes)] if casts and not on_host else []
         for weight in unit.weights if on_host else ():
-            copied = blocks.take(weight.shard * _FLOAT32)
-            shards.append(blocks.take(weight.shard * compute_bytes))
-            blocks.give(copied)
+            shards.append(blocks.take(weight.shard * weight_bytes))
+            if casts:
+                cast = blocks.take(weight.shard * compute_bytes)
+                blocks.give(shards.pop())
+                shards.append(cast)
         pending.append(blocks.take(unit.gathered * compute_bytes))
         for shard in shards:
             blocks.give(shard)
@@ -158,7 +194,7 @@ def _gathering(units: Sequence[Unit], *, compute_bytes: int, ahead: int, on_host
     return blocks.reserved
 
 
-def _reducing(units: Sequence[Unit], *, copies: int, on_host: bool) -> int:
+def reducing(units: Sequence[Unit], *, copies: int = 1, on_host: bool = False) -> int:
     """Return the bytes of the stream that reduces, over two micro-batches: the second adds to the first's gradients.
 
     Where gradients are summed over copies as well, the second's stay until the end of its backward pass.

@@ -23,7 +23,7 @@ from spmdrl.memory.activations import (
     layer_workspace_bytes,
     logits_bytes,
 )
-from spmdrl.memory.blocks import kept_tensors, reserved
+from spmdrl.memory.blocks import Activations, kept_tensors, reserved
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
     EXPORT_BUCKET_BYTES,
@@ -181,7 +181,8 @@ def _update_phase(name: str, cfg: Config | SftConfig, rank: Rank, host: Parts) -
 
 def _unused_blocks(cfg: Config | SftConfig, rank: Rank, device: Parts) -> int:
     """Bytes that torch's allocator reserves beside these tensors of forward and backward."""
-    size, model = rank.size, cfg.model
+    size, model, decoder = rank.size, cfg.model, rank.decoder.split(cfg.parallel.tp)
+    element = micro_batch_tokens(cfg, rank.run) * rank.compute_bytes  # of every token
     stays = rank.memory.weights + rank.memory.optimizer
     states = 0 if cfg.optim.state_on_host else states_per_weight(cfg.optim)
     weight_bytes = rank.compute_bytes if size.adapters else _FLOAT32
@@ -194,7 +195,15 @@ def _unused_blocks(cfg: Config | SftConfig, rank: Rank, device: Parts) -> int:
         units=size.units,
         kept=[*kept, stays - sum(kept)],
         moving=sum(device.values()) - stays - elsewhere,
+        activations=Activations(
+            hidden=element * decoder.hidden,
+            queries=element * decoder.query_width,
+            mlp=element * decoder.mlp_width,
+            kept=device.get("activations", 0),
+            has_experts=decoder.experts_per_token > 0,
+        ),
         level=model.gradient_checkpointing,
+        weight_bytes=weight_bytes,
         compute_bytes=rank.compute_bytes,
         ahead=model.prefetch_layers,
         copies=cfg.parallel.dp_replicate,
