@@ -12,13 +12,17 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from spmdrl.config.base import MOST
 from spmdrl.config.strict import Malformed, about, conform, parse_own_json, read_bytes, shown
 from spmdrl.types import UserError
 
 Row = dict[str, Any]
 
+_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TAIL_BYTES = 1 << 18  # of a file, in which `last_rows` looks
 
 
@@ -31,7 +35,7 @@ def read_scalars(path: Path) -> list[Row]:
     """Read the rows of metrics.jsonl: scalars by name, None where one was not finite. Raises UserError."""
     rows = read_rows(path)
     with about(path):
-        return conform(rows, list[dict[str, int | float | None]])
+        return conform(rows, list[dict[str, _Integer | float | None]])
 
 
 def last_rows(path: Path, count: int) -> list[Row]:
@@ -118,7 +122,7 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
         end += len(line)
         try:
             row = parse_own_json(line)
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
+            if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] <= MOST:
                 raise Malformed("is no object with a step")
         except Malformed as error:
             raise UserError(f"{shown(path)}: line {number} {error}; remove that line to go on") from error

@@ -32,8 +32,9 @@ from spmdrl.faults.text import (
 from spmdrl.faults.verdict import ErrorReport
 from spmdrl.faults.watch import Watch
 from spmdrl.report.console import PlainLines, Progress, open_display
-from spmdrl.report.files import StepRowsFile, read_rows
+from spmdrl.report.files import StepRowsFile, read_rows, read_scalars
 from spmdrl.tools.program import ToolConsole, program
+from spmdrl.types import UserError
 from spmdrl.workers.bounds import MAX_SIZE, bounded
 
 EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
@@ -210,3 +211,10 @@ def test_sums_of_squares_within_bounds_are_finite_in_float32() -> None:
     assert bounded("the reward", -MAX_SIZE) == -MAX_SIZE
     square = numpy.float32(bounded("the reward", MAX_SIZE)) ** 2
     assert numpy.isfinite(square * numpy.float32(1e14))
+
+
+@pytest.mark.parametrize("row", [{"step": 10**40}, {"step": -1}, {"step": 1, "update/loss": 10**400}])
+def test_numbers_that_no_run_writes_are_refused_where_rows_are_read(row: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        read_scalars(tmp_path / "metrics.jsonl")
