@@ -9,7 +9,7 @@
 #   make demo TASK=tool                   learn to use a tool; game: to play a game of several turns; vision: to see
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
 #   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
-#   make test-gpu DEVICE=emulated         tests/gpu without a GPU; DEVICES=4 for more than 2 devices
+#   make test-gpu DEVICE=emulated         tests/gpu without a GPU, and whole runs; DEVICES=4 for more than 2 devices
 #   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
 
 PYTHON ?= python3
@@ -187,13 +187,14 @@ test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; w
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)
 
 # DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds. Triton's
-# interpreter is slow, so tests get more time.
+# interpreter is slow, so tests get more time. Whole runs start their devices themselves, beside one rank on the CPU.
 DEVICES ?= 2
 EMULATED := $(ONE_THREAD) TRITON_INTERPRET=1 EMULATED_CUDA_DEVICES=$(DEVICES) \
   PYTHONPATH="$(CURDIR)/tests/emulated_cuda/startup:$(CURDIR)/$(TRITON):$$PYTHONPATH"
 
 test-gpu: $(if $(filter emulated,$(DEVICE)),$(TRITON)) $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
 	$(if $(filter emulated,$(DEVICE)),$(EMULATED)) $(PYTEST) $(if $(filter emulated,$(DEVICE)),--timeout=1800) tests/gpu || test $$? -eq 5  # 5: there are none
+	$(if $(filter emulated,$(DEVICE)),$(ONE_THREAD) $(PYTEST) tests/e2e/test_emulated_runs.py || test $$? -eq 5)
 
 lint: $(INSTALLED) ## ruff, mypy, shellcheck
 	$(IN_VENV) ruff check .

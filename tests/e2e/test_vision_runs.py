@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tests.helpers.small_run import (
     without_curves,
     write_config,
 )
-from tests.helpers.vision import photo, save_vision_files
+from tests.helpers.vision import save_vision_files, write_questions
 from tests.helpers.vision_models import save_qwen3_vl
 
 EXACT = 1e-5  # nats between engine and trainer
@@ -40,26 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_vision_files(path / "model")
     write_config(
         path,
-        data=sources(path, "train", first=0, count=30) | {"max_prompt_tokens": 64},
-        eval=sources(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 1},
+        data=write_questions(path, "train", first=0, count=30) | {"max_prompt_tokens": 64},
+        eval=write_questions(path, "held-out", first=100, count=6) | {"num_prompts": 6, "every": 1},
         rollout={"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 6},
         report={"samples_per_step": 100},
     )
     return path
-
-
-def sources(folder: Path, name: str, *, first: int, count: int) -> dict[str, Any]:
-    """Write questions about random pictures of many sizes; return the table that reads them."""
-    lines = []
-    for number in range(first, first + count):
-        rng = random.Random(number)
-        images = []
-        for place in range(number % 4):
-            images.append(f"{name}-{number}-{place}.png")
-            photo(rng.randint(8, 30), rng.randint(8, 30), seed=10 * number + place).save(folder / images[-1])
-        lines.append({"prompt": "<image>and" * len(images) + f" {number}", "answer": "7", "images": images})
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {"sources": [{"kind": "jsonl", "path": f"{folder}/{name}.jsonl", "image_column": "images"}]}
 
 
 @pytest.fixture(scope="module")

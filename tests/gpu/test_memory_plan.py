@@ -37,6 +37,7 @@ from tests.helpers.sequences import random_sequences
 CUDA = torch.device("cuda")
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
 LEVELS = ["none", "selective", "full"]
+MOVED = ("token_ids", "positions", "cu_seqlens", "loss_mask")  # what a forward pass reads
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     policy = policy_of(level, dtype=torch.bfloat16, kernel="varlen", **SIZES, **heads).to(CUDA)
     batch = tokens(*[512] * 8)
-    batch = replace(batch, **{name: getattr(batch, name).to(CUDA) for name in ("token_ids", "positions", "cu_seqlens")})
+    batch = replace(batch, **{name: getattr(batch, name).to(CUDA) for name in MOVED})
     policy(batch).logprobs.sum().backward()  # cuBLAS's workspaces, and gradients
     before = allocated()
     scores = policy(batch)

@@ -104,6 +104,20 @@ def write_picture_run(folder: Path, *, eval: dict[str, Any] | None, **tables: An
     write_config(folder, **settings | tables)
 
 
+def write_questions(folder: Path, name: str, *, first: int, count: int) -> dict[str, Any]:
+    """Write questions about random pictures of many sizes; return the table that reads them."""
+    lines = []
+    for number in range(first, first + count):
+        rng = random.Random(number)
+        images = []
+        for place in range(number % 4):
+            images.append(f"{name}-{number}-{place}.png")
+            photo(rng.randint(8, 30), rng.randint(8, 30), seed=10 * number + place).save(folder / images[-1])
+        lines.append({"prompt": "<image>and" * len(images) + f" {number}", "answer": "7", "images": images})
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"sources": [{"kind": "jsonl", "path": f"{folder}/{name}.jsonl", "image_column": "images"}]}
+
+
 def _questions(folder: Path, name: str, numbers: Iterable[int]) -> dict[str, Any]:
     """The source of a file of questions, of which every third has a picture."""
     lines = []
