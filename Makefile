@@ -69,7 +69,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
+  test-processes test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
 help: ## list the targets
@@ -120,13 +120,14 @@ $(BROWSER)/chromium: constraints/browser.txt
 	chmod +x $@
 
 # The tests are complete unless the user decided against SGLang.
+WITHOUT_SGLANG := "tests/engine is skipped: 'make setup' installed spmdrl without SGLang, and 'make setup-sglang' adds it"
 sglang-unless-light: $(INSTALLED)
 	@test -e $(LIGHT) || $(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
 
 demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a tiny model on 2 CPU ranks and watch it learn; ARGS="key=value ..."
 	$(IN_VENV) $(if $(TASK),TASK=$(TASK) )$(if $(ENGINE),ENGINE=$(ENGINE) )bash launch/demo.sh $(ARGS)
 
-test: test-unit test-attack test-kernels test-spmd test-engine test-e2e ## all tests that need no GPU
+test: test-unit test-kernels test-processes ## all tests that need no GPU
 
 test-unit: $(INSTALLED) ## tests without ranks, in UNIT_WORKERS processes
 	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
@@ -142,13 +143,19 @@ test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks, two files at a time
 
 test-engine: sglang-unless-light ## tests with SGLang itself
 	@if test -e $(LIGHT); then \
-	  echo "tests/engine is skipped: 'make setup' installed spmdrl without SGLang, and 'make setup-sglang' adds it"; \
+	  echo $(WITHOUT_SGLANG); \
 	else \
 	  set -x; $(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/engine; \
 	fi
 
 test-e2e: $(INSTALLED) ## whole runs from the command line, two files at a time
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/e2e
+
+# Files of engines first: they are few and long.
+test-processes: sglang-unless-light ## attack, spmd, engine and e2e in one run, whose workers import torch once
+	@test ! -e $(LIGHT) || echo $(WITHOUT_SGLANG)
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \
+	  $$(test -e $(LIGHT) || echo tests/engine) tests/e2e tests/spmd tests/attack
 
 test-docs: $(INSTALLED) ## every command and example of the documentation, and its site
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" tests/docs
